@@ -1,0 +1,18 @@
+"""Settings of a run: typed, documented line by line, and checked before anything is loaded.
+
+    schema.py    the settings themselves          loader.py   YAML and key=value in, all faults at once
+    rules.py     what fields demand of each other dump.py     YAML out
+    docs.py      the help and docs/config.md      recipes.py  the configs that are shipped
+
+Nothing here imports torch.
+"""
+
+from keyhole.config.dump import to_dict, to_yaml
+from keyhole.config.loader import load_config, resolve
+from keyhole.config.schema import AdamWConfig, SGDConfig, TrainConfig, ZOConfig
+from keyhole.config.sizes import Bytes
+
+__all__ = [
+    "AdamWConfig", "Bytes", "SGDConfig", "TrainConfig", "ZOConfig",
+    "load_config", "resolve", "to_dict", "to_yaml",
+]  # fmt: skip

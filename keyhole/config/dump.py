@@ -1,0 +1,45 @@
+"""Config out: the same YAML that the loader reads, so that a run can be repeated from run/config.yaml.
+
+Every value is written, defaults too: a later version with other defaults must not change an old run.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keyhole.config.schema import TrainConfig
+from keyhole.config.sizes import Bytes
+
+
+class _Dumper(yaml.SafeDumper):
+    """Safe YAML that quotes the word `None`, which the loader would read as null."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    style = '"' if text in ("None", "none") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(Bytes, lambda dumper, size: _represent_text(dumper, str(size)))
+_Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper, str(path)))
+
+
+def dump(value: Any) -> str:
+    """Plain data as block YAML, keys in the order given, lines never folded."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """All values, sections nested; a plain int in gpu_memory is given its unit."""
+    values = dataclasses.asdict(config)
+    if isinstance(config.gpu_memory, int):
+        values["gpu_memory"] = Bytes(config.gpu_memory)
+    return values
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """The config as YAML text."""
+    return dump(to_dict(config))

@@ -1,0 +1,68 @@
+"""What is wrong with a config, in one line each: place, key, value found, what was expected, nearest name.
+
+All faults of a config are collected and shown together, so that a file is repaired in one round. An unknown
+key is answered by, in this order: our name for a key of another trainer, the same key in its right section,
+and the nearest spelling.
+"""
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.config.fields import settings
+from keyhole.errors import UserError
+
+ELSEWHERE = {
+    "model_name_or_path": "model", "base_model": "model", "optim": "method", "optimizer": "method",
+    "dataset": "train_data", "datasets": "train_data", "train_file": "train_data", "data": "train_data",
+    "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size",
+    "micro_batch_size": "batch_size", "gradient_accumulation": "gradient_accumulation_steps",
+    "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "scheduler": "lr_scheduler_type",
+    "warmup_steps": "warmup_ratio", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
+    "steps": "max_steps", "max_seq_length": "max_length", "max_seq_len": "max_length",
+    "sequence_len": "max_length", "cutoff_len": "max_length", "sample_packing": "packing",
+    "bf16": "dtype", "fp16": "dtype", "torch_dtype": "dtype", "precision": "dtype",
+    "grad_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm", "random_seed": "seed",
+    "adam_beta1": "adamw.beta1", "adam_beta2": "adamw.beta2", "adam_epsilon": "adamw.eps",
+    "zo_eps": "zo.eps", "num_directions": "zo.directions",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault or a warning about one key, and where the key was set ("line 3", "command line", or "")."""
+
+    key: str
+    message: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.key, self.message) if part)
+
+
+def refuse(source: str, faults: list[Finding]) -> None:
+    """Raises one UserError with all faults, if there are any."""
+    if faults:
+        count = "1 problem" if len(faults) == 1 else f"{len(faults)} problems"
+        raise UserError("\n".join([f"{source}: {count} in the config"] + [f"  {fault}" for fault in faults]))
+
+
+def nearest(word: Any, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, or nothing when no known word is close."""
+    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
+    return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def suggest_key(key: str) -> str:
+    """What to write instead of an unknown key."""
+    table = settings()
+    parent, _, tail = key.rpartition(".")
+    if key.lower() in ELSEWHERE:
+        return f"; here it is `{ELSEWHERE[key.lower()]}`"
+    if parent in table:
+        return f"; `{parent}` is a value, not a section"
+    same = [name for name in table if name.rpartition(".")[2] == tail]
+    if same:
+        return "; did you mean " + " or ".join(f"`{name}`" for name in same) + "?"
+    return nearest(key.replace("-", "_"), table) or nearest(tail, table) or "; all keys: keyhole config show"

@@ -1,0 +1,70 @@
+"""The table of settings: each dotted key ("zo.eps") with its type, default and doc line.
+
+Made once from schema.py: types by typing, defaults by dataclasses, and the doc line from the source text,
+because Python throws away the string under a field. A field whose type is a dataclass is a section; its
+fields appear under their dotted names and the section itself does not.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import typing
+from dataclasses import MISSING, dataclass
+from typing import Any
+
+from keyhole.config.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One key a user can set."""
+
+    key: str
+    type: Any
+    default: Any
+    doc: str
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is MISSING
+
+    @property
+    def section(self) -> str | None:
+        """`zo` for `zo.eps`; None at the top level."""
+        return self.key.split(".")[0] if "." in self.key else None
+
+
+def doc_lines(cls: type) -> dict[str, str]:
+    """The string under each field of a dataclass, by field name."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body
+    docs = {}
+    for statement, after in zip(body, body[1:], strict=False):
+        if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
+            docs[statement.target.id] = inspect.cleandoc(after.value.value)
+    return docs
+
+
+def sections() -> dict[str, type]:
+    """Section name -> dataclass, in the order of the schema."""
+    hints = typing.get_type_hints(TrainConfig, include_extras=True)
+    return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+
+def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    docs = doc_lines(cls)
+    own = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])]
+    return {
+        prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, docs.get(f.name, "")) for f in own
+    }
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """All settings by dotted key: the top level first, then section by section."""
+    table = _own_settings(TrainConfig, "")
+    for name, cls in sections().items():
+        table |= _own_settings(cls, f"{name}.")
+    return table

@@ -1,0 +1,162 @@
+"""YAML file and `key=value` words in, typed config out; every fault found is reported at once.
+
+    text --compose--> nodes with line numbers --open sections--> {"zo.eps": node} --+
+    key=value words -------------------------------------------> {"zo.eps": node} --+--> typed --> TrainConfig
+
+An override replaces the file's entry before anything is checked, so it can also repair it. Only what the
+schema knows is descended into, so aliases and deep nesting cost nothing; nothing is evaluated, imported or
+interpolated.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keyhole.config import rules
+from keyhole.config.dump import to_yaml
+from keyhole.config.faults import Finding, nearest, refuse, suggest_key
+from keyhole.config.fields import sections, settings
+from keyhole.config.schema import TrainConfig
+from keyhole.config.types import NULL_TAG, Mismatch, choices, is_null, parse, show
+from keyhole.errors import UserError
+
+STR_TAG = "tag:yaml.org,2002:str"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A value with the place it came from: "line 3", "command line", or "" for a config made in Python."""
+
+    node: yaml.Node
+    where: str
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainConfig, list[str]]:
+    """Reads a config file and overrides; returns the resolved config and warnings, or raises UserError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot read the config: {getattr(error, 'strerror', error)}") from None
+    return read_config(text, overrides, source=str(path))
+
+
+def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """The same checks and defaults for a config made in Python; resolving twice changes nothing."""
+    return read_config(to_yaml(config), source="TrainConfig", where="")
+
+
+def read_config(
+    text: str, overrides: Iterable[str] = (), *, source: str = "config", where: str | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """Reads config text: the work behind load_config and resolve. `where` stands in for line numbers."""
+    faults: list[Finding] = []
+    entries = _open(_compose(text, source), "", where, faults)
+    for word in overrides:
+        entries |= _override(word, faults)
+    values = _typed(entries, faults)
+    refuse(source, faults)
+    config, faults, warnings = rules.apply(_assemble(values))
+    refuse(source, [_placed(fault, entries) for fault in faults])
+    return config, [str(_placed(warning, entries)) for warning in warnings]
+
+
+def _compose(text: str, source: str) -> yaml.MappingNode:
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}:" if mark else ""
+        raise UserError(f"{source}:{line} not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{source}: not valid YAML: {str(error) or type(error).__name__}") from None
+    if root is None or is_null(root):
+        raise UserError(f"{source}: the config is empty; start from a recipe: keyhole config ls")
+    if not isinstance(root, yaml.MappingNode):
+        raise UserError(f"{source}: expected `key: value` lines, found {show(root)}")
+    return root
+
+
+def _open(root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]) -> dict[str, Entry]:
+    """Dotted key -> entry; sections are opened, nothing else is."""
+    entries: dict[str, Entry] = {}
+    for key_node, node in root.value:
+        place = f"line {key_node.start_mark.line + 1}" if where is None else where
+        if not isinstance(key_node, yaml.ScalarNode):
+            faults.append(Finding("", f"a key must be a word, found {show(key_node)}", place))
+            continue
+        key = prefix + key_node.value
+        is_section = key in sections()
+        new = _section(key, node, where, place, faults) if is_section else {key: Entry(node, place)}
+        for name in entries.keys() & new.keys():
+            faults.append(Finding(name, f"given twice, also in {entries[name].where}", new[name].where))
+        entries |= new
+    return entries
+
+
+def _section(
+    key: str, node: yaml.Node, where: str | None, place: str, faults: list[Finding]
+) -> dict[str, Entry]:
+    if isinstance(node, yaml.MappingNode):
+        return _open(node, f"{key}.", where, faults)
+    if not is_null(node):
+        faults.append(Finding(key, f"found {show(node)}, expected a section such as {key}: {{...}}", place))
+    return {}
+
+
+def _override(word: str, faults: list[Finding]) -> dict[str, Entry]:
+    """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text."""
+    key, equals, text = word.partition("=")
+    key, text = key.strip(), text.strip()
+    if not equals or not key:
+        faults.append(Finding("", f"`{word}`: write key=value, such as learning_rate=1e-5", COMMAND_LINE))
+        return {}
+    node: yaml.Node | None = yaml.ScalarNode(NULL_TAG if text in ("", "~", "null") else STR_TAG, text)
+    if text[:1] in tuple("[{\"'"):
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            hint = f"cannot read `{text}`; plain text needs quotes: '{key}=\"...\"'"
+            faults.append(Finding(key, hint, COMMAND_LINE))
+            return {}
+    if key in sections():
+        return _section(key, node, COMMAND_LINE, COMMAND_LINE, faults)
+    return {key: Entry(node, COMMAND_LINE)}
+
+
+def _typed(entries: dict[str, Entry], faults: list[Finding]) -> dict[str, Any]:
+    table, values = settings(), {}
+    for key, entry in entries.items():
+        if key not in table:
+            faults.append(Finding(key, f"unknown key{suggest_key(key)}", entry.where))
+            continue
+        try:
+            values[key] = parse(entry.node, table[key].type)
+        except Mismatch as error:
+            near = nearest(entry.node.value, choices(table[key].type))
+            faults.append(Finding(key, f"found {show(entry.node)}, expected {error}{near}", entry.where))
+    for key, setting in table.items():
+        if setting.required and key not in entries:
+            faults.append(Finding(key, f"missing, and there is no default. {setting.doc}"))
+    return values
+
+
+def _placed(finding: Finding, entries: dict[str, Entry]) -> Finding:
+    """The finding with the place of its key, or of the first key of its section."""
+    for key, entry in entries.items():
+        if key == finding.key or key.startswith(f"{finding.key}."):
+            return replace(finding, where=entry.where)
+    return finding
+
+
+def _assemble(values: dict[str, Any]) -> TrainConfig:
+    top = {key: value for key, value in values.items() if "." not in key}
+    for name, cls in sections().items():
+        dotted = f"{name}."
+        top[name] = cls(**{k.removeprefix(dotted): v for k, v in values.items() if k.startswith(dotted)})
+    return TrainConfig(**top)

@@ -1,0 +1,83 @@
+"""What one field demands of another, and what is filled in when a field is left null. All of it, here.
+
+Rule 1 of the design is "exact or refused": a setting that a method cannot honour is a fault with the change
+that fixes it; one that is only useless is a warning. `apply` changes nothing when it is applied twice.
+
+Learning rates: the default of a method, and the range in which it has been seen to work on models of 0.1 to
+13 billion parameters (zo: the MeZO grids, 1e-7 to 1e-5; a zeroth-order step is far noisier than a gradient,
+so its rate is some 20 to 100 times smaller). The embedded demo model is far smaller and not judged by it.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from keyhole.config.faults import Finding
+from keyhole.config.schema import TrainConfig
+from keyhole.demo import paths
+
+DEFAULT_LR = {"adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6}
+SANE_LR = {"adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5)}
+STREAMS = ("zo",)
+
+
+def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
+    """(config with its blanks filled, faults, warnings)."""
+    faults = list(_faults(config))
+    warnings = list(_warnings(config))
+    return _fill(config), faults, warnings
+
+
+def _faults(config: TrainConfig) -> Iterator[Finding]:
+    if config.max_steps is None and config.num_train_epochs is None:
+        yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
+    if config.eval_steps is not None and config.eval_data is None:
+        yield Finding("eval_steps", "is set but eval_data is not; set eval_data, or eval_steps=null")
+    if config.packing and config.max_length is None:
+        yield Finding("packing", "needs max_length: it is the length of a packed row")
+    if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
+        yield Finding("device", f"found `{config.device}`, expected cpu, cuda or cuda:N, or null to choose")
+    if os.path.realpath(config.output_dir) == os.path.realpath(config.model):
+        yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
+    if config.method == "zo" and config.max_grad_norm is not None:
+        yield Finding("max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip")
+    if config.method not in STREAMS and config.placement == "stream":
+        yield Finding("placement", f"{config.method} cannot stream yet; set placement=resident, or method=zo")
+
+
+def _warnings(config: TrainConfig) -> Iterator[Finding]:
+    for section in (f for f in dataclasses.fields(config) if dataclasses.is_dataclass(f.default_factory)):
+        value = getattr(config, section.name)
+        if section.name != config.method and value != section.default_factory():
+            yield Finding(section.name, f"has no effect: the method is {config.method}")
+    if config.max_steps is not None and config.num_train_epochs is not None:
+        yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
+    if config.dtype == "float16" and config.method != "zo":
+        yield Finding("dtype", "float16 gradients underflow without loss scaling; bfloat16 is safer")
+    low, high = SANE_LR[config.method]
+    rate = config.learning_rate
+    if rate is not None and not low <= rate <= high and not paths.is_demo_model(config.model):
+        known = f"{config.method} is known to work from {low:g} to {high:g}"
+        yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
+
+
+def _fill(config: TrainConfig) -> TrainConfig:
+    rate = DEFAULT_LR[config.method] if config.learning_rate is None else config.learning_rate
+    epochs = config.num_train_epochs if config.max_steps is None else None
+    return replace(
+        config,
+        model=paths.locate(config.model, paths.MODEL),
+        train_data=_locate_all(config.train_data, paths.TRAIN),
+        eval_data=_locate_all(config.eval_data, paths.TEST),
+        learning_rate=rate,
+        num_train_epochs=epochs,
+    )
+
+
+def _locate_all(data: str | list[str] | None, stands_for: Path) -> str | list[str] | None:
+    if isinstance(data, list):
+        return [paths.locate(item, stands_for) for item in data]
+    return data if data is None else paths.locate(data, stands_for)

@@ -1,0 +1,155 @@
+"""Every setting of a run: its name, type, default, and one line of documentation.
+
+The string under a field is that field's only documentation: `keyhole config show` and docs/config.md are made
+from it (keyhole/config/docs.py). Names are Hugging Face's where Hugging Face has one. The classes hold values
+and nothing else; reading YAML is loader.py, rules between fields are rules.py.
+
+`None` (`null` in YAML) always means "not set", and the doc line says what happens then. A method reads its
+own section and no other; sections of all methods may stand in one file.
+
+Relative paths in a config are relative to the directory the command is run in, not to the config file.
+"""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from keyhole.config.sizes import Bytes
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Bounds of a number: low <= x <= high, or low < x where `above` is set."""
+
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether the value lies inside."""
+        if self.low is not None and (value <= self.low if self.above else value < self.low):
+            return False
+        return self.high is None or value <= self.high
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'> ' if self.above else '>= '}{self.low:g}"
+        high = "" if self.high is None else f"<= {self.high:g}"
+        return " and ".join(part for part in (low, high) if part)
+
+
+Count = Annotated[int, Limit(1)]
+Seed = Annotated[int, Limit(0, 2**63 - 1)]
+Positive = Annotated[float, Limit(0, above=True)]
+NotNegative = Annotated[float, Limit(0)]
+Fraction = Annotated[float, Limit(0, 1)]
+BelowOne = Annotated[float, Limit(0, 0.999999)]
+
+Method = Literal["adamw", "sgd", "zo"]
+DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZOConfig:
+    """Zeroth-order (MeZO): the gradient is estimated from loss differences, forward passes only."""
+
+    eps: Positive = 1e-3
+    """Size of the perturbation: losses are measured at w + eps z and w - eps z."""
+    directions: Count = 1
+    """Number of random directions z per step; each costs two forward passes, their estimates are averaged."""
+    distribution: Literal["gaussian", "rademacher"] = "gaussian"
+    """What z is drawn from: N(0, 1), or -1 and +1 with equal chance."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
+    clip: Positive | None = None
+    """Bound on the absolute value of each projected gradient; null = no bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW, torch's own: two moments per parameter, weight decay apart from the gradient."""
+
+    beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent, torch's own."""
+
+    momentum: BelowOne = 0.0
+    """Share of the last update that is kept; 0 needs no state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything `keyhole train` needs to know."""
+
+    model: str
+    """Hugging Face model directory or hub id, or `demo` for the embedded model."""
+    method: Method
+    """How the weights are updated; its settings are in the section of the same name."""
+    train_data: str | list[str]
+    """File, glob or hub id, or a list of them (JSON, JSONL, CSV, Parquet); `demo` is the embedded task."""
+    output_dir: str
+    """Where the trained model goes (a Hugging Face directory), with checkpoint-N/ and run/ inside."""
+
+    eval_data: str | list[str] | None = None
+    """Held-out data, same forms as train_data; null = no evaluation."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type of the weights while training; null = as stored in the model's files."""
+    device: str | None = None
+    """cpu, cuda or cuda:N; null = the first GPU, or the CPU where there is none."""
+    placement: Literal["resident", "stream", "auto"] = "resident"
+    """Where weights live: all on the device, in host memory and streamed, or as many on the device as fit."""
+    gpu_memory: Bytes | None = None
+    """Most GPU memory to use, such as 8GiB; null = all that is free."""
+
+    max_steps: Count | None = None
+    """Number of updates; where num_train_epochs is set too, max_steps decides."""
+    num_train_epochs: Positive | None = None
+    """Passes over the training data; set this or max_steps."""
+    batch_size: Count = 8
+    """Samples in a micro-batch (rows of packed samples when packing)."""
+    gradient_accumulation_steps: Count = 1
+    """Micro-batches per update; the loss is the mean over all their trained tokens."""
+    learning_rate: Positive | None = None
+    """Peak learning rate; null = the method's default: adamw 2e-5, sgd 5e-3, zo 1e-6."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
+    """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
+    warmup_ratio: Fraction = 0.0
+    """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
+    weight_decay: NotNegative = 0.0
+    """Decoupled weight decay: w shrinks by learning_rate * weight_decay per step (not biases and norms)."""
+    max_grad_norm: Positive | None = None
+    """Clips the norm of the whole gradient; null = no clipping. For zo use zo.clip."""
+
+    max_length: Count | None = 1024
+    """Longest sample in tokens; null = no limit."""
+    overlong: Literal["truncate", "drop", "error"] = "truncate"
+    """What happens to samples longer than max_length; what is cut is reported."""
+    packing: bool = False
+    """Put several samples in one row of max_length tokens; they do not see each other."""
+    data_format: DataFormat | None = None
+    """Layout of the data files; null = found from the columns and printed."""
+    train_on: Literal["answers", "all"] = "answers"
+    """Which tokens the loss is taken over."""
+
+    seed: Seed = 0
+    """Seed of everything random: order of the data, noise, rounding."""
+    logging_steps: Count = 1
+    """Print a line every so many steps (run/metrics.jsonl has every step)."""
+    eval_steps: Count | None = None
+    """Evaluate every so many steps; null = at the end only."""
+    save_steps: Count | None = None
+    """Write a checkpoint every so many steps; null = at the end only."""
+    save_total_limit: Count | None = 2
+    """Keep only the newest so many checkpoints; null = keep all."""
+    report_to: Literal["tensorboard"] | None = None
+    """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
+
+    zo: ZOConfig = field(default_factory=ZOConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    sgd: SGDConfig = field(default_factory=SGDConfig)

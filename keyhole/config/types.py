@@ -1,0 +1,144 @@
+"""From a YAML node to a typed value: the field's type decides how the text is read, not YAML's guess.
+
+YAML 1.1 reads `2e-5` as text, `no` as False and `1:30` as 90. Here a float field reads the text `2e-5` as a
+float and a text field keeps `no`, because both look at the characters in the file and at the declared type.
+Handled types: bool, int, float, str, Bytes, Literal, list[T], T | None, T | U, Annotated[T, Limit].
+"""
+
+import math
+import types
+import typing
+from typing import Annotated, Any, Literal
+
+import yaml
+
+from keyhole.config.schema import Limit
+from keyhole.config.sizes import EXPECTED as A_SIZE
+from keyhole.config.sizes import Bytes
+
+NULL_TAG = "tag:yaml.org,2002:null"
+BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+class Mismatch(ValueError):
+    """The node does not hold a value of the type."""
+
+
+def is_null(node: yaml.Node) -> bool:
+    """Whether the node is YAML's null or an unquoted `None`."""
+    if not isinstance(node, yaml.ScalarNode):
+        return False
+    return node.tag == NULL_TAG or (node.style is None and node.value in ("None", "none"))
+
+
+def show(node: yaml.Node) -> str:
+    """The value as the user wrote it, short enough for one line."""
+    if isinstance(node, yaml.SequenceNode):
+        return "a list"
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    if is_null(node):
+        return "null"
+    text = node.value if len(node.value) <= 60 else node.value[:57] + "..."
+    return f"`{text}`" if text.isprintable() else ascii(text)
+
+
+def describe(kind: Any) -> str:
+    """The type in words: for error messages, the help and the docs page."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return f"{describe(args[0])} {args[1]}"
+    if origin is Literal:
+        return " | ".join(args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(describe(arm) for arm in args)
+    if origin is list:
+        return f"list of {describe(args[0])}"
+    names = {bool: "true | false", int: "whole number", float: "number", str: "text", Bytes: A_SIZE}
+    return names.get(kind, "null")
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The words a Literal (or an optional one) allows, for did-you-mean."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return tuple(word for arm in typing.get_args(kind) for word in choices(arm))
+    return ()
+
+
+def parse(node: yaml.Node, kind: Any) -> Any:
+    """The node's value as the type asks; Mismatch says what was expected."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _parse_limited(node, args[0], args[1])
+    if origin in (typing.Union, types.UnionType):
+        return _parse_union(node, kind, args)
+    if origin is list:
+        if not isinstance(node, yaml.SequenceNode) or not node.value:
+            raise Mismatch(describe(kind))
+        return [parse(item, args[0]) for item in node.value]
+    if not isinstance(node, yaml.ScalarNode) or is_null(node):
+        raise Mismatch(describe(kind))
+    if origin is Literal:
+        if node.value not in args:
+            raise Mismatch(describe(kind))
+        return node.value
+    try:
+        return _SCALARS[kind](node.value)
+    except (ValueError, OverflowError, KeyError):
+        raise Mismatch(describe(kind)) from None
+
+
+def _parse_union(node: yaml.Node, kind: Any, args: tuple[Any, ...]) -> Any:
+    if type(None) in args and is_null(node):
+        return None
+    for arm in args:
+        try:
+            return parse(node, arm)
+        except Mismatch:
+            continue
+    raise Mismatch(describe(kind))
+
+
+def _parse_limited(node: yaml.Node, kind: Any, limit: Limit) -> Any:
+    try:
+        value = parse(node, kind)
+        if limit.holds(value):
+            return value
+    except Mismatch:
+        pass
+    raise Mismatch(f"{describe(kind)} {limit}")
+
+
+def _parse_int(text: str) -> int:
+    """`10_000` and `1e4` are whole numbers too; `1.5` is not."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _parse_text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("empty")
+    return text
+
+
+_SCALARS = {
+    bool: lambda text: BOOLS[text.lower()],
+    int: _parse_int,
+    float: _parse_float,
+    str: _parse_text,
+    Bytes: lambda text: Bytes.parse(text),
+}
