@@ -147,11 +147,8 @@ def _typed(entries: dict[str, Entry], faults: list[Finding]) -> dict[str, Any]:
 
 
 def _placed(finding: Finding, entries: dict[str, Entry]) -> Finding:
-    """The finding with the place of its key, or of the first key of its section."""
-    for key, entry in entries.items():
-        if key == finding.key or key.startswith(f"{finding.key}."):
-            return replace(finding, where=entry.where)
-    return finding
+    """The finding with the place its key was set in."""
+    return replace(finding, where=entries[finding.key].where) if finding.key in entries else finding
 
 
 def _assemble(values: dict[str, Any]) -> TrainConfig:

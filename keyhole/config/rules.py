@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.config.faults import Finding
+from keyhole.config.fields import sections
 from keyhole.config.schema import TrainConfig
 from keyhole.demo import paths
 
@@ -49,10 +50,11 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _warnings(config: TrainConfig) -> Iterator[Finding]:
-    for section in (f for f in dataclasses.fields(config) if dataclasses.is_dataclass(f.default_factory)):
-        value = getattr(config, section.name)
-        if section.name != config.method and value != section.default_factory():
-            yield Finding(section.name, f"has no effect: the method is {config.method}")
+    for name, cls in sections().items():
+        unused = getattr(config, name) if name != config.method else cls()
+        for key, value in dataclasses.asdict(unused).items():
+            if value != getattr(cls(), key):
+                yield Finding(f"{name}.{key}", f"has no effect: the method is {config.method}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
     if config.dtype == "float16" and config.method != "zo":

@@ -1,0 +1,67 @@
+"""The command line: `keyhole VERB ...`. A verb is a file here, and a line in the table below.
+
+The command line computes nothing: a verb reads its arguments, calls the library and prints. What a verb needs
+is imported inside it, so that `keyhole --help` starts without torch. Exit codes:
+
+    0    done
+    2    the user's mistake: one message on stderr, no traceback
+    1    our mistake: a traceback, and a request for the output of `keyhole env`
+    130  interrupted (training saves first)
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+import keyhole
+from keyhole.cli import chat, config, data, demo, env, train
+from keyhole.cli import eval as eval_
+from keyhole.errors import UserError
+
+app = typer.Typer(
+    help="Full-parameter fine-tuning of language models that do not fit your GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=train.TrainCommand)(train.train)
+app.command(cls=train.ConfigCommand)(data.data)
+app.command(cls=eval_.EvalCommand)(eval_.eval)
+app.command()(chat.chat)
+app.command()(env.env)
+app.add_typer(config.app, name="config")
+app.command()(demo.demo)
+
+
+@app.callback(invoke_without_command=True)
+def _options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    if version:
+        typer.echo(f"keyhole {keyhole.__version__}")
+        raise typer.Exit()
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    try:
+        typer.main.get_command(app)(args=args, prog_name="keyhole")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except UserError as error:
+        print(f"keyhole: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("keyhole: interrupted", file=sys.stderr)
+        return 130
+    except Exception:
+        traceback.print_exc()
+        print(
+            "keyhole: this is our mistake, not yours. Please report it with the text above and the output of "
+            "`keyhole env`.",
+            file=sys.stderr,
+        )
+        return 1
+    return 0

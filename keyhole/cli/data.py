@@ -1,0 +1,24 @@
+"""keyhole data CONFIG [key=value ...] [-n 3]"""
+
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.words import Config, Overrides, read_config
+
+
+def data(
+    config: Config,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=0, help="How many samples to show.")] = 3,
+) -> None:
+    """Show samples as the model will see them.
+
+    Tokens, which of them are trained on, and what is cut.
+
+    Example: keyhole data my.yaml -n 5 max_length=512
+    """
+    settings = read_config(config, overrides)
+    from keyhole.data import preview
+
+    typer.echo(preview(settings, count))

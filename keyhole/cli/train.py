@@ -1,0 +1,37 @@
+"""keyhole train CONFIG [key=value ...] [--resume [PATH]] [--dry-run]"""
+
+from typing import Annotated
+
+import typer
+
+from keyhole.cli.words import Config, ConfigCommand, Overrides, read_config, with_resume_value
+
+LAST = "last"
+
+
+class TrainCommand(ConfigCommand):
+    """`--resume` may stand alone."""
+
+    def rewrite(self, args: list[str]) -> list[str]:
+        return with_resume_value(args, if_alone=LAST)
+
+
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="[PATH]", help="Go on from a checkpoint: the last one in output_dir, or PATH."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check config, data and model, print what would run, and stop.")
+    ] = False,
+) -> None:
+    """Fine-tune a model.
+
+    Example: keyhole train my.yaml learning_rate=1e-6 zo.directions=4
+    """
+    settings = read_config(config, overrides)
+    from keyhole.trainer import train as run
+
+    raise typer.Exit(run(settings, resume=resume, dry_run=dry_run))

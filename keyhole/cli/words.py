@@ -1,0 +1,105 @@
+"""Words of the command line that typer does not know: settings, and options whose value may be left out.
+
+Settings are words of their own, `learning_rate=1e-5`; options start with dashes. Someone who writes a setting
+as an option (`--learning_rate 1e-5`, as other trainers want it) is told the word to write. `--resume` may
+stand alone or before a path, and `--tasks` takes all the words that follow; typer wants one value each, so the
+words are rewritten before it sees them.
+"""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from keyhole.config.faults import ELSEWHERE, suggest_key
+from keyhole.config.fields import sections, settings
+from keyhole.config.loader import load_config
+from keyhole.config.recipes import find_config
+from keyhole.config.schema import TrainConfig
+from keyhole.errors import UserError
+
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file; zo.eps=1e-3."),
+]
+
+
+def note(text: str) -> None:
+    """A line for the user that is not the command's result."""
+    print(f"keyhole: {text}", file=sys.stderr)
+
+
+def read_config(config: str, overrides: list[str] | None) -> TrainConfig:
+    """The resolved config, with a note when it is a shipped recipe and one for every warning."""
+    path, is_recipe = find_config(config)
+    if is_recipe:
+        note(f"{config} is a shipped recipe: {path}")
+    resolved, warnings = load_config(path, overrides or ())
+    for warning in warnings:
+        note(f"warning: {warning}")
+    return resolved
+
+
+def is_override(word: str) -> bool:
+    """Whether the word is `key=value` rather than a path that has an equals sign in it."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and (key in settings() or key in sections())
+
+
+def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
+    """Raises UserError at the first `--setting`, with the word to write instead."""
+    for position, word in enumerate(args):
+        if word == "--":
+            return
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in options:
+            continue
+        key = name.removeprefix("--").replace("-", "_")
+        key = ELSEWHERE.get(key, key)
+        if not equals and position + 1 < len(args) and not args[position + 1].startswith("-"):
+            value, word = args[position + 1], f"{word} {args[position + 1]}"
+        if key in settings():
+            raise UserError(f"`{word}`: settings have no dashes, write {key}={value or '...'}")
+        if suggest_key(key).startswith("; did you mean"):
+            raise UserError(f"`{word}`: no such option; settings are key=value{suggest_key(key)}")
+
+
+def with_resume_value(args: list[str], if_alone: str) -> list[str]:
+    """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other word is CONFIG."""
+    words, config_seen = [], False
+    for position, word in enumerate(args):
+        words.append(word)
+        if word == "--resume":
+            after = args[position + 1] if position + 1 < len(args) else "--"
+            if after.startswith("-") or is_override(after) or not config_seen:
+                words.append(if_alone)
+        config_seen = config_seen or not (word.startswith("-") or is_override(word))
+    return words
+
+
+def repeat_option(args: list[str], option: str) -> list[str]:
+    """`--tasks a b c` becomes `--tasks a --tasks b --tasks c`."""
+    words, inside, begun = [], False, False
+    for word in args:
+        if word.startswith("-"):
+            inside, begun = word == option, False
+        elif inside and begun:
+            words.append(option)
+        words.append(word)
+        begun = begun or (inside and not word.startswith("-"))
+    return words
+
+
+class ConfigCommand(TyperCommand):
+    """A verb that takes CONFIG and key=value words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {option for param in self.get_params(ctx) for option in param.opts}
+        refuse_setting_as_option(args, options)
+        return super().parse_args(ctx, self.rewrite(args))
+
+    def rewrite(self, args: list[str]) -> list[str]:
+        """The words as typer should see them."""
+        return args

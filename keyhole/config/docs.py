@@ -1,0 +1,90 @@
+"""The settings explained, from the one line under each field of schema.py.
+
+    keyhole config show              every key, its type, default and line
+    keyhole config show CONFIG       the values a run would use, each with its line
+    python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks that it is up to date)
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from keyhole.config.dump import dump, to_dict
+from keyhole.config.fields import Setting, sections, settings
+from keyhole.config.schema import TrainConfig
+from keyhole.config.types import describe
+
+HEAD = """# Settings
+
+A config is a YAML file with the keys below: `keyhole train config.yaml`. Any key can be overridden on the
+command line as `key=value`, with a dot for sections: `keyhole train config.yaml learning_rate=1e-5
+zo.directions=4`. Lists are written `train_data=[a.jsonl,b.jsonl]`, no value is `null`. Relative paths are
+relative to the directory the command is run in. Sections of all methods may stand in one file; only the one
+of `method` is used.
+
+This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.py.
+"""
+
+
+def default_text(setting: Setting) -> str:
+    """The default as YAML writes it; `required` where there is none."""
+    return "required" if setting.required else plain(setting.default)
+
+
+def plain(value: Any) -> str:
+    """A value as it would be typed after `key=`."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return dump(value).removesuffix("\n").removesuffix("\n...")
+
+
+def by_section() -> Iterator[tuple[str | None, str, list[Setting]]]:
+    """(section or None, what it is, its settings), the top level first."""
+    table = list(settings().values())
+    yield None, TrainConfig.__doc__ or "", [s for s in table if s.section is None]
+    for name, cls in sections().items():
+        yield name, cls.__doc__ or "", [s for s in table if s.section == name]
+
+
+def markdown() -> str:
+    """The text of docs/config.md."""
+    lines = [HEAD]
+    for name, about, group in by_section():
+        title = "Top level" if name is None else f"`{name}`"
+        lines += [f"## {title}", "", about, "", "| key | type | default | |", "|---|---|---|---|"]
+        for s in group:
+            kind = describe(s.type).replace("|", "\\|")
+            lines.append(f"| `{s.key}` | {kind} | `{default_text(s)}` | {s.doc} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def explain() -> str:
+    """Every key with its type, default and line, for a terminal."""
+    lines = []
+    for name, about, group in by_section():
+        lines += [f"[{name or 'top level'}] {about}", ""]
+        for s in group:
+            lines += [f"  {s.key} = {default_text(s)}    ({describe(s.type)})", f"      {s.doc}"]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def annotated(config: TrainConfig) -> str:
+    """The config as YAML with each key's line as a comment above it; only the chosen method's section."""
+    values, lines = to_dict(config), []
+    for name, about, group in by_section():
+        if name not in (None, config.method):
+            continue
+        indent = "" if name is None else "  "
+        lines += [] if name is None else [f"# {about}", f"{name}:"]
+        for s in group:
+            value = values[s.key] if name is None else values[name][s.key.removeprefix(f"{name}.")]
+            key = s.key.rpartition(".")[2]
+            body = dump({key: value}).rstrip("\n").split("\n")
+            lines += [f"{indent}# {s.doc}"] + [indent + line for line in body]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

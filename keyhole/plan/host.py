@@ -1,0 +1,85 @@
+"""Host memory and cores that this process can really have.
+
+    host_memory() -> total, available, limit     bytes
+
+In a container the limit is the control group's, which is hit long before the machine is full: the process is
+then killed with exit -9 and no message. So the limit of every group above the process is looked at (both
+versions of the control group file system), and "available" is what can be taken without swap or a kill:
+
+    available = min(MemAvailable, limit - used + inactive_file)        over all groups with a limit
+
+Page cache counts as used in a group but is given back on demand; hence inactive_file. No torch here.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+NO_LIMIT_BYTES = 2**60  # version 1 writes a huge number for "no limit"
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory: in the machine, free to take, and the tightest group's limit (None = none)."""
+
+    total_bytes: int
+    available_bytes: int
+    cgroup_limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """One control group that has a limit."""
+
+    limit_bytes: int
+    left_bytes: int
+
+
+def read_text(path: Path) -> str:
+    """The file's text; "" where there is no such file."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _table(text: str) -> dict[str, int]:
+    """Name -> number, from lines such as `MemTotal:  24623592 kB` or `inactive_file 4096`."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) >= 2 and row[1].isdigit()}
+
+
+def _group_dirs(root: Path, proc_cgroup: str) -> Iterator[tuple[Path, bool]]:
+    """(directory, whether it is version 2) of this process's memory groups and all above them."""
+    for line in proc_cgroup.splitlines():
+        number, controllers, own = (line.split(":", 2) + ["", "", ""])[:3]
+        if number == "0" or "memory" in controllers.split(","):
+            base = root if number == "0" else root / "memory"
+            parts = [part for part in own.split("/") if part and part != ".."]
+            for depth in range(len(parts) + 1):
+                yield base.joinpath(*parts[:depth]), number == "0"
+
+
+def _groups(root: Path, proc_cgroup: str) -> Iterator[Group]:
+    for directory, is_v2 in _group_dirs(root, proc_cgroup):
+        limit = read_text(directory / ("memory.max" if is_v2 else "memory.limit_in_bytes")).strip()
+        used = read_text(directory / ("memory.current" if is_v2 else "memory.usage_in_bytes")).strip()
+        if limit.isdigit() and int(limit) < NO_LIMIT_BYTES and used.isdigit():
+            stat = _table(read_text(directory / "memory.stat"))
+            cache = stat.get("inactive_file" if is_v2 else "total_inactive_file", 0)
+            yield Group(int(limit), max(0, int(limit) - int(used) + cache))
+
+
+def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> HostMemory:
+    """Host memory in bytes; on systems without /proc the total counts as available."""
+    info = {name: kib * 1024 for name, kib in _table(read_text(proc / "meminfo")).items()}
+    total = info.get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    groups = list(_groups(cgroup_root, read_text(proc / "self" / "cgroup")))
+    available = min([info.get("MemAvailable", total), *(group.left_bytes for group in groups)])
+    return HostMemory(total, available, min((group.limit_bytes for group in groups), default=None))
+
+
+def cpu_count() -> int:
+    """Cores this process may use, which in a container is fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
