@@ -9,7 +9,9 @@ from keyhole.config import docs
 from keyhole.config.recipes import copy_recipe, recipes, title
 
 app = typer.Typer(
-    help="List, copy and show recipes, and what every setting means.", no_args_is_help=True, rich_markup_mode=None
+    help="List, copy and show recipes, and what every setting means.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Print versions, GPU, memory and link speed, to paste into an issue."""
+    """Print versions, GPU, memory and link speed: paste it into issues."""
     from keyhole.plan.probe import environment
 
     found = environment(measure_link=True)

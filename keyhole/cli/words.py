@@ -2,8 +2,8 @@
 
 Settings are words of their own, `learning_rate=1e-5`; options start with dashes. Someone who writes a setting
 as an option (`--learning_rate 1e-5`, as other trainers want it) is told the word to write. `--resume` may
-stand alone or before a path, and `--tasks` takes all the words that follow; typer wants one value each, so the
-words are rewritten before it sees them.
+stand alone or before a path, and `--tasks` takes all the words that follow; typer wants one value each, so
+the words are rewritten before it sees them.
 """
 
 import sys

@@ -69,46 +69,43 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 def parse(node: yaml.Node, kind: Any) -> Any:
     """The node's value as the type asks; Mismatch says what was expected."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return _parse_limited(node, args[0], args[1])
-    if origin in (typing.Union, types.UnionType):
-        return _parse_union(node, kind, args)
-    if origin is list:
-        if not isinstance(node, yaml.SequenceNode) or not node.value:
-            raise Mismatch(describe(kind))
-        return [parse(item, args[0]) for item in node.value]
-    if not isinstance(node, yaml.ScalarNode) or is_null(node):
-        raise Mismatch(describe(kind))
-    if origin is Literal:
-        if node.value not in args:
-            raise Mismatch(describe(kind))
-        return node.value
     try:
-        return _SCALARS[kind](node.value)
+        return _value(node, kind)
     except (ValueError, OverflowError, KeyError):
         raise Mismatch(describe(kind)) from None
 
 
-def _parse_union(node: yaml.Node, kind: Any, args: tuple[Any, ...]) -> Any:
-    if type(None) in args and is_null(node):
+def _value(node: yaml.Node, kind: Any) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _inside(args[1], _value(node, args[0]))
+    if origin in (typing.Union, types.UnionType):
+        return _first(node, args)
+    if origin is list and isinstance(node, yaml.SequenceNode) and node.value:
+        return [_value(item, args[0]) for item in node.value]
+    if origin is list or not isinstance(node, yaml.ScalarNode) or is_null(node):
+        raise ValueError("another kind of node")
+    if origin is Literal:
+        return args[args.index(node.value)]
+    return _SCALARS[kind](node.value)
+
+
+def _first(node: yaml.Node, arms: tuple[Any, ...]) -> Any:
+    """The value by the first type of a union that can read it."""
+    if type(None) in arms and is_null(node):
         return None
-    for arm in args:
+    for arm in arms:
         try:
-            return parse(node, arm)
-        except Mismatch:
+            return _value(node, arm)
+        except (ValueError, OverflowError, KeyError):
             continue
-    raise Mismatch(describe(kind))
+    raise ValueError("no arm fits")
 
 
-def _parse_limited(node: yaml.Node, kind: Any, limit: Limit) -> Any:
-    try:
-        value = parse(node, kind)
-        if limit.holds(value):
-            return value
-    except Mismatch:
-        pass
-    raise Mismatch(f"{describe(kind)} {limit}")
+def _inside(limit: Limit, value: Any) -> Any:
+    if not limit.holds(value):
+        raise ValueError(f"not {limit}")
+    return value
 
 
 def _parse_int(text: str) -> int:
@@ -130,7 +127,8 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_text(text: str) -> str:
-    if not text.strip():
+    """Any text but an empty one, or one with a NUL, which no path can hold."""
+    if not text.strip() or "\0" in text:
         raise ValueError("empty")
     return text
 

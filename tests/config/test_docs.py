@@ -1,0 +1,44 @@
+"""The doc line under a field is the help and the page."""
+
+from pathlib import Path
+
+from keyhole.config import TrainConfig, resolve
+from keyhole.config.docs import annotated, explain, markdown
+from keyhole.config.fields import settings
+from keyhole.config.loader import read_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_setting_has_one_line_of_documentation() -> None:
+    """No field without its string; one line, one ending."""
+    for key, setting in settings().items():
+        assert setting.doc.endswith(".") and "\n" not in setting.doc and setting.doc.isascii(), key
+
+
+def test_the_docs_page_is_up_to_date() -> None:
+    """docs/config.md is what `python -m keyhole.config.docs` prints."""
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_the_doc_line_of_learning_rate_tells_the_truth() -> None:
+    """The defaults named in the help are the ones that are used."""
+    from keyhole.config.rules import DEFAULT_LR
+
+    for method, rate in DEFAULT_LR.items():
+        digits, exponent = f"{rate:e}".split("e")
+        assert f"{method} {float(digits):g}e{int(exponent)}" in settings()["learning_rate"].doc
+
+
+def test_explain_names_every_key() -> None:
+    """The terminal help lists all keys with their defaults."""
+    text = explain()
+    for key, setting in settings().items():
+        assert f"  {key} = " in text and setting.doc in text
+
+
+def test_the_annotated_config_is_a_config() -> None:
+    """What `keyhole config show` prints can be saved and run, and means the same."""
+    made = TrainConfig(model="m", method="zo", train_data=["a", "b"], output_dir="o", max_steps=3)
+    config, _ = resolve(made)
+    assert read_config(annotated(config))[0] == config

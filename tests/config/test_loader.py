@@ -1,0 +1,264 @@
+"""The loader: what goes in comes out, all faults come at once, and junk never ends in a traceback."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyhole.config import AdamWConfig, Bytes, SGDConfig, TrainConfig, ZOConfig, load_config, resolve, to_yaml
+from keyhole.config import fields as table
+from keyhole.config.loader import read_config
+from keyhole.errors import UserError
+
+GOOD = """
+model: some/model
+method: zo
+train_data: data.jsonl
+output_dir: out
+max_steps: 10
+"""
+
+
+def faults_of(text: str, *overrides: str) -> str:
+    """The message of the UserError that reading must raise."""
+    with pytest.raises(UserError) as caught:
+        read_config(text, overrides)
+    return str(caught.value)
+
+
+# ---- round trip ----------------------------------------------------------------------------------
+
+names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20).filter(
+    lambda s: s.strip() and s != "demo"
+)
+unit_interval = st.floats(0, 0.999)
+rates = st.floats(1e-12, 1e3)
+counts = st.integers(1, 10**9)
+zo_configs = st.builds(
+    ZOConfig,
+    eps=rates,
+    directions=counts,
+    distribution=st.sampled_from(["gaussian", "rademacher"]),
+    rounding=st.sampled_from(["stochastic", "nearest"]),
+    clip=st.none() | rates,
+)
+configs = st.builds(
+    TrainConfig,
+    model=names,
+    method=st.sampled_from(["adamw", "sgd", "zo"]),
+    train_data=names | st.lists(names, min_size=1, max_size=3),
+    output_dir=names.map(lambda name: f"out/{name}"),
+    eval_data=st.none() | names,
+    dtype=st.none() | st.sampled_from(["float32", "bfloat16"]),
+    device=st.sampled_from([None, "cpu", "cuda:1"]),
+    gpu_memory=st.none() | st.integers(1, 2**45).map(Bytes),
+    max_steps=counts,
+    learning_rate=rates,
+    warmup_ratio=unit_interval,
+    weight_decay=rates,
+    max_length=st.none() | counts,
+    seed=st.integers(0, 2**63 - 1),
+    save_total_limit=st.none() | counts,
+    report_to=st.sampled_from([None, "tensorboard"]),
+    zo=zo_configs,
+    adamw=st.builds(AdamWConfig, beta1=unit_interval, beta2=unit_interval, eps=rates),
+    sgd=st.builds(SGDConfig, momentum=unit_interval),
+)
+
+
+@given(configs)
+def test_any_config_survives_yaml(config: TrainConfig) -> None:
+    """Written and read again, every value and its type is the same, to the last bit of a float."""
+    again, _ = read_config(to_yaml(config))
+    assert again == config
+    assert type(again.gpu_memory) is type(config.gpu_memory)
+    assert resolve(again)[0] == again
+
+
+# ---- junk ----------------------------------------------------------------------------------------
+
+scalars = st.one_of(
+    *(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(), st.binary())
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3),
+    max_leaves=8,
+)
+words = st.text(max_size=12)
+known_keys = st.sampled_from([*table.settings(), *table.sections()])
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(known_keys | st.text(max_size=6), trees, max_size=6))
+def test_any_tree_is_read_or_refused(tree: dict[str, Any]) -> None:
+    """Random values under real and invented keys give a config or a UserError, nothing else."""
+    try:
+        read_config(yaml.safe_dump(tree))
+    except UserError as error:
+        assert str(error).startswith("config")
+
+
+@settings(max_examples=300)
+@given(st.text(st.characters() | st.sampled_from(list("[]{}:,-&*!|>'\"#%@`\n\t  ?~=<")), max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    """Random characters, YAML's own signs among them, never end in a traceback."""
+    with pytest.raises(UserError):
+        read_config(text)
+
+
+@settings(max_examples=300)
+@given(st.lists(words | st.builds("{}={}".format, known_keys, words), max_size=3))
+def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
+    """Random key=value words are applied or refused."""
+    try:
+        config, _ = read_config(GOOD, given_words)
+    except UserError as error:
+        assert "command line" in str(error) or "missing" in str(error) or "problem" in str(error)
+    else:
+        assert isinstance(config, TrainConfig)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [*a]\nmodel: x",
+        "model: &m {x: *m}",
+        "zo: &z {eps: *z}",
+        "[" * 3000,
+        "model: !!python/object/apply:os.system ['true']",
+        "model: !!binary aGk=\nmethod: !!timestamp nonsense",
+        "? [a, b]\n: 1",
+        "<<: {model: x}",
+        "a: *nowhere",
+        "\x00",
+        "- a\n- b",
+        "just words",
+        "",
+        "# only a comment",
+        "---\nmodel: a\n---\nmodel: b\n",
+    ],
+)
+def test_hostile_yaml_is_refused(text: str) -> None:
+    """Loops, bombs, tags, merges, several documents: refused, and nothing is executed."""
+    assert faults_of(text)
+
+
+def test_alias_bomb_costs_nothing() -> None:
+    """Nested aliases that would expand to 10^9 nodes are not expanded."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    assert "9 problems" not in faults_of("\n".join([*lines, "model: *a8"]))
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def test_all_faults_are_collected_with_their_lines() -> None:
+    """One message names every fault: line, key, value found, what was expected, and the nearest name."""
+    text = GOOD + "learnin_rate: 1e-3\nbatch_size: eight\nplacement: streem\nzo:\n  epss: 1\n  directions: 0"
+    message = faults_of(text, "packing=maybe", "gpu_memory=8G")
+    for part in (
+        "7 problems",
+        "line 7: learnin_rate: unknown key; did you mean `learning_rate`?",
+        "line 8: batch_size: found `eight`, expected whole number >= 1",
+        "line 9: placement: found `streem`, expected resident | stream | auto; did you mean `stream`?",
+        "line 11: zo.epss: unknown key; did you mean `zo.eps`?",
+        "line 12: zo.directions: found `0`, expected whole number >= 1",
+        "command line: packing: found `maybe`, expected true | false",
+        "command line: gpu_memory: found `8G`, expected a size with its unit",
+    ):
+        assert part in message
+
+
+def test_missing_keys_are_named_with_their_meaning() -> None:
+    """A required key that is absent is listed with its doc line."""
+    message = faults_of("method: zo")
+    for key in ("model", "train_data", "output_dir"):
+        assert f"{key}: missing" in message and table.settings()[key].doc in message
+    assert "method: missing" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("lr", "learning_rate"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("eps", "`zo.eps` or `adamw.eps`"),
+        ("zo.learning_rate", "`learning_rate`"),
+        ("momentum", "`sgd.momentum`"),
+        ("train_data.0", "is a value, not a section"),
+        ("Method", "`method`"),
+    ],
+)
+def test_an_unknown_key_is_answered_by_the_right_one(key: str, ours: str) -> None:
+    """Names of other trainers, keys in the wrong section and misspellings are answered with ours."""
+    assert ours in faults_of(GOOD, f"{key}=1")
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    """YAML would silently keep the last; both lines are named instead."""
+    assert "line 7: max_steps: given twice, also in line 6" in faults_of(GOOD + "max_steps: 20\n")
+    assert "zo.eps: given twice" in faults_of(GOOD + "zo:\n  eps: 1\nzo.eps: 2\n")
+
+
+def test_bad_yaml_names_file_and_line(tmp_path: Path) -> None:
+    """A syntax error is reported with the file and the line."""
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: a\nmethod: [zo\noutput_dir: out\n")
+    with pytest.raises(UserError, match=r"bad\.yaml: line \d: not valid YAML"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(("content", "says"), [(b"\xff\xfe\x00junk", "not UTF-8"), (b"", "empty")])
+def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str) -> None:
+    """A binary or an empty file is named for what it is."""
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        load_config(path)
+
+
+def test_an_unreadable_path_is_refused(tmp_path: Path) -> None:
+    """A missing file and a directory are user errors."""
+    for path in (tmp_path / "none.yaml", tmp_path, "a\0b"):
+        with pytest.raises(UserError, match="cannot read"):
+            load_config(path)
+
+
+# ---- overrides -----------------------------------------------------------------------------------
+
+OVERRIDES = [
+    ("learning_rate=2e-5", "learning_rate", 2e-5),
+    ("zo.eps=1e-2", "zo.eps", 1e-2),
+    ("zo={eps: 1e-2, directions: 3}", "zo.directions", 3),
+    ("max_length=null", "max_length", None),
+    ("max_length=", "max_length", None),
+    ("eval_data=none", "eval_data", None),
+    ("train_data=[a.jsonl, 'b c.jsonl']", "train_data", ["a.jsonl", "b c.jsonl"]),
+    ("train_data=*.jsonl", "train_data", "*.jsonl"),
+    ("train_data=a=b.jsonl", "train_data", "a=b.jsonl"),
+    ("output_dir=x: y # z", "output_dir", "x: y # z"),
+    ('output_dir="null"', "output_dir", "null"),
+    ("gpu_memory=8GiB", "gpu_memory", 8 * 2**30),
+    ("packing=true", "packing", True),
+]
+
+
+@pytest.mark.parametrize(("word", "key", "value"), OVERRIDES)
+def test_overrides_replace_the_files_values(word: str, key: str, value: Any) -> None:
+    """key=value sets the key, in sections too, with null, lists and signs that YAML would trip over."""
+    config, _ = read_config(GOOD + "eval_data: held.jsonl\n", [word])
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_an_override_repairs_a_bad_value_and_the_last_one_wins() -> None:
+    """What is replaced is not checked; of two overrides the later counts."""
+    config, _ = read_config(GOOD + "batch_size: many\n", ["batch_size=2", "batch_size=3"])
+    assert config.batch_size == 3

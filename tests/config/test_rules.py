@@ -1,0 +1,84 @@
+"""Rules between fields: what is refused, what is warned about, what is filled in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.config import AdamWConfig, SGDConfig, TrainConfig, ZOConfig, resolve
+from keyhole.config.fields import sections
+from keyhole.config.rules import DEFAULT_LR, SANE_LR
+from keyhole.config.schema import Method
+from keyhole.demo import paths
+from keyhole.errors import UserError
+
+BASE: dict[str, Any] = {
+    "model": "some/model", "method": "adamw", "train_data": "d", "output_dir": "out", "max_steps": 5,
+}  # fmt: skip
+
+REFUSED = [
+    ({"max_steps": None}, "max_steps or num_train_epochs"),
+    ({"eval_steps": 5}, "eval_data"),
+    ({"packing": True, "max_length": None}, "needs max_length"),
+    ({"device": "gpu"}, "cpu, cuda or cuda:N"),
+    ({"output_dir": "./some/model"}, "overwrite"),
+    ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),
+    ({"method": "adamw", "placement": "stream"}, "placement=resident"),
+    ({"batch_size": 0}, ">= 1"),
+    ({"gpu_memory": "lots"}, "8GiB"),
+    ({"adamw": AdamWConfig(beta2=1.0)}, "adamw.beta2"),
+]
+
+WARNED = [
+    ({"zo": ZOConfig(eps=1.0)}, "zo.eps: has no effect: the method is adamw"),
+    ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),
+    ({"num_train_epochs": 2}, "num_train_epochs: has no effect"),
+    ({"dtype": "float16"}, "dtype: float16"),
+    ({"learning_rate": 1.0}, "learning_rate: 1 is an unusual value"),
+    ({"method": "zo", "learning_rate": 1e-3}, "zo is known to work from"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED)
+def test_combinations_that_cannot_work_are_refused(change: dict[str, Any], says: str) -> None:
+    """Each bad combination gives one fault that names the change to make."""
+    with pytest.raises(UserError, match="1 problem") as caught:
+        resolve(TrainConfig(**BASE | change))
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "says"), WARNED)
+def test_settings_without_effect_are_warned_about(change: dict[str, Any], says: str) -> None:
+    """Each useless or doubtful setting gives exactly one warning."""
+    _, warnings = resolve(TrainConfig(**BASE | change))
+    assert len(warnings) == 1 and says in warnings[0]
+
+
+@pytest.mark.parametrize("method", Method.__args__)
+def test_every_method_has_a_sane_default_rate_and_a_section(method: str) -> None:
+    """A null learning rate becomes the method's own, without a warning."""
+    config, warnings = resolve(TrainConfig(**BASE | {"method": method}))
+    low, high = SANE_LR[method]
+    assert config.learning_rate == DEFAULT_LR[method] and low <= config.learning_rate <= high
+    assert not warnings and method in sections()
+
+
+def test_max_steps_decides_over_epochs() -> None:
+    """With both set the resolved config keeps one, so the loop has one rule."""
+    config, _ = resolve(TrainConfig(**BASE | {"num_train_epochs": 3.0}))
+    assert (config.max_steps, config.num_train_epochs) == (5, None)
+
+
+def test_demo_stands_for_the_embedded_files() -> None:
+    """The word demo becomes the packaged path, and its learning rate is not judged."""
+    words = {"model": "demo", "train_data": ["demo", "x.jsonl"], "eval_data": "demo", "learning_rate": 0.3}
+    config, warnings = resolve(TrainConfig(**BASE | words))
+    assert (config.model, config.train_data) == (str(paths.MODEL), [str(paths.TRAIN), "x.jsonl"])
+    assert config.eval_data == str(paths.TEST) and not warnings
+    assert resolve(config) == (config, [])
+
+
+def test_paths_made_in_python_are_read() -> None:
+    """A pathlib.Path and an int of bytes are fine in a config made in code."""
+    config, _ = resolve(TrainConfig(**BASE | {"output_dir": Path("a/b"), "gpu_memory": 2**33}))
+    assert config.output_dir == "a/b" and str(config.gpu_memory) == "8GiB"

@@ -1,0 +1,36 @@
+"""Sizes: units, refusals, and an exact round trip."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.config.sizes import UNITS, Bytes
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_str_and_parse_are_inverse(count: int) -> None:
+    """Any number of bytes survives being written and read."""
+    assert Bytes.parse(str(Bytes(count))) == count
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_units_are_read_in_any_case(unit: str) -> None:
+    """8GiB, 8gib and 8 GiB are the same number."""
+    for text in (f"8{unit}", f"8{unit.lower()}", f" 8 {unit.upper()} "):
+        assert Bytes.parse(text) == 8 * UNITS[unit]
+
+
+def test_a_fraction_of_a_unit() -> None:
+    """7.5GiB is a size, and GB is not GiB."""
+    assert Bytes.parse("7.5GiB") == 15 * 2**29
+    assert Bytes.parse("8GB") == 8_000_000_000
+
+
+NOT_SIZES = ["8", "8G", "GiB", "-8GiB", "0GiB", "0.1B", "8 potatoes", "", "1e3GiB", 0, -1, True]
+
+
+@pytest.mark.parametrize("text", NOT_SIZES)
+def test_what_is_not_a_size_is_refused(text: object) -> None:
+    """Without a unit, with an ambiguous one, or below one byte: refused with an example."""
+    with pytest.raises(ValueError, match="8GiB"):
+        Bytes.parse(text)

@@ -1,0 +1,61 @@
+"""Typed reading of YAML nodes: the declared type decides, not YAML's guess."""
+
+from typing import Annotated, Any, Literal
+
+import pytest
+import yaml
+
+from keyhole.config.schema import Limit
+from keyhole.config.sizes import Bytes
+from keyhole.config.types import Mismatch, describe, parse
+
+CASES = [
+    ("2e-5", float, 2e-5),
+    ("2e-5", str, "2e-5"),
+    ('"2e-5"', float, 2e-5),
+    ("no", str, "no"),
+    ("no", bool, False),
+    ("on", bool, True),
+    ("True", bool, True),
+    ("1:30", str, "1:30"),
+    ("010", int, 10),
+    ("1e4", int, 10_000),
+    ("10_000", int, 10_000),
+    ("null", int | None, None),
+    ("~", str | None, None),
+    ("None", str | None, None),
+    ('"None"', str | None, "None"),
+    ("2001-01-01", str, "2001-01-01"),
+    ("8GiB", Bytes, 8 * 2**30),
+    ("[a, 3]", list[str], ["a", "3"]),
+    ("[a, b]", str | list[str], ["a", "b"]),
+    ("a", str | list[str], "a"),
+    ("gaussian", Literal["gaussian", "rademacher"], "gaussian"),
+    ("1", Annotated[int, Limit(1)], 1),
+    ("0", Annotated[float, Limit(0, 1)], 0.0),
+]
+
+
+@pytest.mark.parametrize(("text", "kind", "value"), CASES)
+def test_the_type_decides_how_text_is_read(text: str, kind: Any, value: Any) -> None:
+    """Each text becomes the value its field's type says, and of that type."""
+    found = parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
+    assert found == value and type(found) is type(value) or isinstance(found, Bytes)
+
+
+REFUSED = [
+    ("true", int), ("1.5", int), ("eight", int), ("nan", float), (".inf", float), ("1e999", float),
+    ("1e999", int), ("1" * 5000, int),
+    ("null", int), ("null", str), ('""', str), (r'"a\0b"', str), ("[1]", int), ("{a: 1}", str), ("[]", list[str]),
+    ("[[a]]", list[str]), ("[null]", list[str]), ("a", list[str]), ("8", Bytes), ("2", bool), ("maybe", bool),
+    ("Gaussian", Literal["gaussian"]), ("0", Annotated[int, Limit(1)]), ("2", Annotated[float, Limit(0, 1)]),
+    ("0", Annotated[float, Limit(0, above=True)]), ("x", Annotated[int, Limit(1)] | None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "kind"), REFUSED)
+def test_what_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
+    """A value of another type is refused, and the message is the type in words."""
+    with pytest.raises(Mismatch) as caught:
+        parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
+    assert str(caught.value) == describe(kind) != ""
