@@ -1,0 +1,148 @@
+"""Baselines: torch's own AdamW and SGD, on a model that is resident on the device.
+
+One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll,   one backward each,
+gradients added up by autograd, clipped by their global norm, then torch's update. Bytes a parameter on the device, for
+weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.model.batch import Batch, as_list, to_device
+from keyhole.model.model import Model
+
+State = dict[str, Any]
+
+
+class _TorchMethod:
+    """What AdamW and SGD share: the step, clipping, and state by parameter name."""
+
+    name: str
+
+    def __init__(self, model: Model, max_grad_norm: float | None) -> None:
+        if not model.is_plain:
+            raise UserError(
+                f"method: {self.name} needs every weight on the device in the dtype it computes in; "
+                "use placement=resident, or method=zo with placement=stream"
+            )
+        self.model, self.max_grad_norm = model, max_grad_norm
+        self.params = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
+        if not self.params:
+            raise UserError("every parameter is frozen: there is nothing to train")
+        self.optimizer: torch.optim.Optimizer
+        self._grad_norm: torch.Tensor | None = None
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        token_count = max(1, sum(b.token_count for b in batches))
+        total = torch.zeros((), device=self.model.device)
+        for b in batches:
+            loss = self.model.head.loss_sum(self.model.hidden(b), b.target_N) / token_count
+            loss.backward()
+            total += loss.detach()
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
+        if torch.isfinite(self._grad_norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def flush(self) -> None:
+        """Nothing is deferred."""
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
+
+    def state_dict(self) -> State:
+        return {
+            f"{name}/{key}": value
+            for name, param in self.params.items()
+            for key, value in self.optimizer.state.get(param, {}).items()
+            if value is not None
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        for full_name, value in state.items():
+            name, key = full_name.rsplit("/", 1)
+            if name not in self.params:
+                raise UserError(f"the optimizer state names {name}, which this model does not train")
+            param = self.params[name]
+            on_device = key != "step" and isinstance(value, torch.Tensor)
+            self.optimizer.state[param][key] = value.to(param.device) if on_device else value
+
+
+class AdamW(_TorchMethod):
+    """torch.optim.AdamW."""
+
+    name = "adamw"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 2e-5,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, max_grad_norm)
+        params = list(self.params.values())
+        self.optimizer = torch.optim.AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "AdamW":
+        own = config.adamw
+        return cls(
+            model,
+            config.learning_rate,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            beta1=own.beta1,
+            beta2=own.beta2,
+            eps=own.eps,
+        )
+
+
+class SGD(_TorchMethod):
+    """torch.optim.SGD; its weight decay is added to the gradient, as torch does."""
+
+    name = "sgd"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 5e-3,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        momentum: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, max_grad_norm)
+        params = list(self.params.values())
+        self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "SGD":
+        return cls(
+            model,
+            config.learning_rate,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
+            momentum=config.sgd.momentum,
+        )

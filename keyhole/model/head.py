@@ -1,0 +1,80 @@
+"""From hidden states to logits, without the full logits tensor.
+
+What a causal LM does after its decoder differs from model to model: a matrix product, sometimes a bias, a scale or a
+soft cap. We run the model's own forward with the decoder replaced, for that one call, by a stand-in that returns the
+hidden states we have. The rows of the head may be a chunk of the vocabulary: what follows the product acts on each
+logit alone, so a chunk of rows gives a chunk of logits.
+Legend: N tokens, H width, R rows of the vocabulary.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.ops.loss import RunningNLL
+
+
+class _HiddenStates:
+    """Stands in for any decoder output: the hidden states first, None for every other attribute."""
+
+    def __init__(self, hidden_1NH: torch.Tensor) -> None:
+        self.last_hidden_state = hidden_1NH
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.last_hidden_state if key in (0, "last_hidden_state") else ()
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@contextmanager
+def _decoder_returns(decoder: nn.Module, hidden_1NH: torch.Tensor) -> Iterator[None]:
+    decoder.forward = lambda *args, **kwargs: _HiddenStates(hidden_1NH)
+    try:
+        yield
+    finally:
+        del decoder.forward
+
+
+class Head:
+    """The part of an HF causal LM behind its decoder."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.decoder = module.get_decoder()
+        self.linear = module.get_output_embeddings()
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, V] logits (or [N, R] while the head holds a chunk), through the model's own code."""
+        token = torch.zeros((1, 1), dtype=torch.long, device=hidden_NH.device)
+        with _decoder_returns(self.decoder, hidden_NH[None]):
+            return self.module(input_ids=token, use_cache=False).logits[0]
+
+    def bind(self, weight_RH: torch.Tensor, bias_R: torch.Tensor | None) -> None:
+        """Lets the head hold these rows."""
+        self.linear.weight.data = weight_RH
+        if bias_R is not None:
+            self.linear.bias.data = bias_R
+
+    def add_nll(self, running: RunningNLL, hidden_NH: torch.Tensor, first_row: int, tokens: int = 4096) -> None:
+        """Adds the bound rows' logits to a running loss, a slice of tokens at a time when there are many."""
+        if hidden_NH.shape[0] <= tokens:
+            running.add(self.logits(hidden_NH), first_row)
+            return
+        for part, x in zip(running.split(tokens), hidden_NH.split(tokens), strict=True):
+            part.add(self.logits(x), first_row)
+
+    def loss_sum(self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int = 1024) -> torch.Tensor:
+        """Summed NLL with gradients, for a head that holds all rows; logits of `tokens` tokens exist at a time."""
+
+        def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.logits(x).float(), y, reduction="sum")
+
+        parts = zip(hidden_NH.split(tokens), target_N.split(tokens), strict=True)
+        if not torch.is_grad_enabled():
+            return torch.stack([part(x, y) for x, y in parts]).sum()
+        checkpoint = torch.utils.checkpoint.checkpoint
+        return torch.stack([checkpoint(part, x, y, use_reentrant=False) for x, y in parts]).sum()

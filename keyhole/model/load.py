@@ -1,0 +1,219 @@
+"""From a Hugging Face directory to a `Model`, without a second copy of the weights.
+
+    1. Build the module without its weights (skeleton.py), lay it out flat (layout.py).
+    2. Decide where every unit lives (plan/placement.py).
+    3. Reserve memory of exactly that size and fill it from the safetensors files, shard after shard.
+    4. Page-lock the host part and start the engine.
+
+Peak host memory: the weights that live on the host, plus one shard of the file mapping. A checkpoint whose names do
+not match the module's one to one (Transformers merges the experts of some models while loading) goes through
+Transformers' own loader and is moved over tensor by tensor, each freed as it moves.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from keyhole.errors import UserError
+from keyhole.model.layout import FlatTensor, Layout
+from keyhole.model.model import Model
+from keyhole.model.random_init import fill_random
+from keyhole.model.skeleton import build, read_config
+from keyhole.offload import arena
+from keyhole.offload.engine import Engine
+from keyhole.plan.placement import Placement, Workload, place
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def load(
+    model: str | Path | Any,
+    *,
+    placement: str = "resident",
+    gpu_memory: str | int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    init: str = "pretrained",
+    seed: int = 0,
+    workload: Workload | None = None,
+    trust_remote_code: bool = False,
+    **engine_options: Any,
+) -> Model:
+    """Loads an HF directory, hub id or config object; init="random" needs only the config.
+
+    workload says what will run (method, tokens a pass, number of passes), so that the budget leaves room for it.
+    engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
+    """
+    if init not in ("pretrained", "random"):
+        raise UserError(f"init={init!r}: choose pretrained or random")
+    transformers.utils.logging.disable_progress_bar()
+    device = choose_device(device)
+    config = read_config(model, trust_remote_code)
+    directory = None if model is config else _directory(model)
+    dtype = choose_dtype(dtype, config)
+    module = build(config, dtype, trust_remote_code)
+    layout, placed = place(module, placement, gpu_memory, dtype, device, workload or Workload())
+    homes = _reserve(layout, placed, dtype, device)
+    _move_buffers(module, device)
+    engine_options.setdefault("slot_count", placed.slot_count)
+    engine = Engine(homes, placed.streamed, device, **engine_options)
+    source = None if directory is None else str(model)
+    loaded = Model(module, layout, engine, dtype, tokenizer=_tokenizer(directory), source=source, placed=placed)
+    if init == "random":
+        _pin(loaded)
+        std = getattr(config, "initializer_range", None) or 0.02
+        fill_random(layout.tensors, [loaded.home(t) for t in layout.tensors], std, seed, device)
+    else:
+        if directory is None:
+            raise UserError('a config object has no weights: pass init="random", or a model directory')
+        _fill(loaded, directory, dtype)
+        _pin(loaded)
+    loaded.bind_homes()
+    return loaded
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the first GPU, or the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device: {device!r} is not a device; use cpu, cuda or cuda:0") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("device: cuda was asked for, but PyTorch sees no CUDA GPU here; use device=cpu")
+        index = device.index or 0
+        if index >= torch.cuda.device_count():
+            raise UserError(f"device: cuda:{index} was asked for, but there are {torch.cuda.device_count()} GPUs")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise UserError(f"device: {device} is not supported; use cpu, cuda or cuda:0")
+    return device
+
+
+def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
+    """The dtype asked for, or the one the checkpoint says it is in, or float32."""
+    if dtype is None:
+        dtype = getattr(config, "dtype", None) or torch.float32
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    return dtype
+
+
+def _directory(model: str | Path) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(model), allow_patterns=WEIGHT_PATTERNS))
+
+
+def _tokenizer(directory: Path | None) -> Any:
+    if directory is None or not list(directory.glob("token*")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model: the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def _reserve(layout: Layout, placed: Placement, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """One home a unit: streamed units side by side in host memory, the others side by side on the device."""
+    homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
+    for on_host in (True, False):
+        units = [u for u in layout.units if (u.index in placed.streamed) == on_host]
+        flat = torch.empty(sum(u.numel for u in units), dtype=dtype, device="cpu" if on_host else device)
+        for unit, piece in zip(units, arena.split(flat, [u.numel for u in units]), strict=True):
+            homes[unit.index] = piece
+    return homes
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+
+
+def _pin(model: Model) -> None:
+    streamed = [model.engine.homes[i] for i in sorted(model.engine.streamed)]
+    if streamed and model.device.type == "cuda":
+        first = streamed[0]
+        numel = sum(home.numel() for home in streamed)
+        model.pinned = arena.pin(first.as_strided((numel,), (1,)))
+
+
+def _fill(model: Model, directory: Path, dtype: torch.dtype) -> None:
+    files = _weight_files(directory)
+    aliases: dict[int, list[str]] = {}
+    for name, param in model.module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(param), []).append(name)
+    wanted: dict[str, list[tuple[str, FlatTensor]]] = {}
+    for tensor in model.layout.tensors:
+        name = next((n for n in aliases[id(tensor.param)] if n in files), None)
+        if name is None:
+            _fill_by_transformers(model, directory, dtype)
+            return
+        wanted.setdefault(files[name], []).append((name, tensor))
+    for file, pairs in wanted.items():
+        _fill_from_shard(model, directory / file, pairs)
+
+
+def _fill_from_shard(model: Model, file: Path, pairs: list[tuple[str, FlatTensor]]) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as shard:
+            for name, tensor in pairs:
+                stored = shard.get_tensor(name)
+                if stored.shape != tensor.shape:
+                    found, expected = tuple(stored.shape), tuple(tensor.shape)
+                    raise UserError(f"model: {file} holds {name} with shape {found}; config.json says {expected}")
+                model.home(tensor).copy_(stored)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
+
+
+def _weight_files(directory: Path) -> dict[str, str]:
+    """Tensor name -> file, from the index or the single file of a checkpoint."""
+    from safetensors import SafetensorError, safe_open
+
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    try:
+        if index.exists():
+            weight_map = json.loads(index.read_text())["weight_map"]
+            missing = sorted({f for f in weight_map.values() if not (directory / f).exists()})
+            if missing:
+                raise UserError(f"model: {index} names {missing[0]}, which is missing ({len(missing)} files)")
+            return weight_map
+        if single.exists():
+            with safe_open(single, framework="pt") as shard:
+                return {name: single.name for name in shard.keys()}
+    except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as error:
+        raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
+    pickles = sorted(p.name for p in directory.glob("*.bin"))
+    hint = f"; {pickles[0]} is a pickle, which can run code: convert it to safetensors first" if pickles else ""
+    raise UserError(f"model: {directory} has no weights (model.safetensors or its index){hint}")
+
+
+def _fill_by_transformers(model: Model, directory: Path, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    other, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"model: {directory} lacks {missing[0]} ({len(missing)} tensors); is it the right checkpoint?")
+    theirs = dict(other.named_parameters(remove_duplicate=False))
+    for tensor in model.layout.tensors:
+        source = theirs.pop(tensor.name)
+        model.home(tensor).copy_(source.data)
+        source.data = source.data.new_empty(0)

@@ -1,0 +1,73 @@
+"""An HF model without its weights: the right modules and shapes, at the cost of nothing.
+
+Matrices are created on the meta device, so building a model of any size takes no memory and no time; vectors (norms,
+biases) and buffers (rotary tables) are real and initialised by the model's own code, since they are tiny and since
+what they should be is known only to that code. Afterwards each matrix is replaced by a tensor of its shape that
+takes no memory, which `Model` points to real memory later (a meta tensor could not be re-pointed).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.errors import UserError
+
+
+@contextmanager
+def _matrices_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.ndim > 1 and param.device.type != "meta":
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def read_config(model: Any, trust_remote_code: bool = False) -> Any:
+    """The HF config of a directory, a hub id, or a config object handed in."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(model, PretrainedConfig):
+        return model
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"model: {path} has no config.json, so it is not a Hugging Face model directory")
+    if not path.exists() and (path.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1):
+        raise UserError(f"model: {model} is not a directory here (and not a hub id, which looks like name/model)")
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=path.exists())
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model: the config of {model} cannot be read: {error}") from error
+
+
+def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory."""
+    from transformers import AutoModelForCausalLM
+
+    with _matrices_on_meta():
+        try:
+            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        except ValueError as error:
+            raise UserError(f"model: {type(config).__name__} is not a decoder that predicts text: {error}") from error
+    stand_ins: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is not None:
+                owner._parameters[name] = stand_ins.setdefault(id(param), _stand_in(param, dtype))
+    return module.eval()
+
+
+def _stand_in(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    if param.device.type != "meta":
+        return nn.Parameter(param.data.to(dtype), requires_grad=param.requires_grad)
+    return nn.Parameter(torch.empty((), dtype=dtype).expand(param.shape), requires_grad=param.requires_grad)

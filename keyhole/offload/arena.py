@@ -1,0 +1,46 @@
+"""Flat memory of exactly the size that is needed: on the host, page-locked, or on the device.
+
+A DMA engine reads page-locked ("pinned") memory at the full speed of the link; ordinary ("pageable") memory is
+first copied by the driver, several times slower. PyTorch's own pinned allocator rounds each request up to a power
+of two, and a second copy exists while weights move in. Here memory is reserved first (the kernel gives pages only
+when they are touched, so a checkpoint moving in costs no second copy) and pinned in place afterwards, to the byte.
+"""
+
+import warnings
+
+import torch
+
+
+def host_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Unpinned flat host memory; pages are committed as they are written."""
+    return torch.empty(numel, dtype=dtype)
+
+
+def pin(flat: torch.Tensor) -> bool:
+    """Page-locks existing host memory in place. False, with a warning, when the system refuses."""
+    if flat.numel() == 0 or not torch.cuda.is_available():
+        return False
+    size_bytes = flat.numel() * flat.element_size()
+    error = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0)
+    if int(error) == 0:
+        return True
+    warnings.warn(
+        f"the system refused to pin {size_bytes / 2**30:.2f} GiB of host memory (CUDA error {int(error)}): "
+        "transfers will run at the pageable rate, several times slower. Raise the locked-memory limit "
+        "(`ulimit -l unlimited`) or free host memory.",
+        stacklevel=2,
+    )
+    return False
+
+
+def unpin(flat: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+
+
+def split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Consecutive pieces of flat memory, by their number of elements."""
+    pieces, start = [], 0
+    for size in sizes:
+        pieces.append(flat[start : start + size])
+        start += size
+    return pieces

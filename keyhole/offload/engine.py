@@ -1,0 +1,217 @@
+"""Moves pages of memory between host and device, ahead of the work that needs them.
+
+A page is a flat tensor at its home (host memory, or the device when it is resident). The worker sweeps over pages:
+
+    w = engine.acquire(page)     the page on the device, in a slot
+    ...                          enqueue kernels that read and write w
+    engine.commit(page)          the kernels so far changed w: copy it home
+    engine.release(page)         no later kernel touches w: the slot may take another page
+
+Three CUDA streams work at once, ordered by events alone; the host never waits:
+
+    upload     waits for: the slot's last user, and the page's last write-back;   then copies home -> slot
+    compute    (the caller's stream) waits for: the upload
+    download   waits for: the kernels before commit;                              then copies slot -> home
+
+The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
+next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
+
+Bytes: slot_count x the largest page on the device; each page crosses once up and, if committed, once down a sweep.
+On a CPU device the same logic runs with plain copies.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from keyhole.offload.timeline import Timeline
+
+
+class _Slot:
+    """A reused device buffer, and the events after which it may be overwritten."""
+
+    def __init__(self, buffer: torch.Tensor, cuda: bool) -> None:
+        self.buffer = buffer
+        self.page: int | None = None  # what it holds, or will
+        self.last_page: int | None = None  # what it held before, perhaps still on its way home
+        if cuda:
+            self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
+
+
+class Engine:
+    """Brings pages into slots before they are needed, and takes changed ones home.
+
+    homes: one flat tensor a page. A page whose home is on `device` and is not in `streamed` never moves.
+    overlap=False waits after every transfer; reuse_slots=False allocates a buffer per visit: both only for ablations.
+    chaos: a random generator that delays streams and poisons freed slots, for tests of the ordering.
+    """
+
+    def __init__(
+        self,
+        homes: list[torch.Tensor],
+        streamed: set[int],
+        device: torch.device,
+        *,
+        slot_count: int = 3,
+        overlap: bool = True,
+        reuse_slots: bool = True,
+        chaos: random.Random | None = None,
+    ) -> None:
+        self.homes, self.streamed, self.device = homes, streamed, device
+        self.overlap, self.reuse_slots, self.chaos = overlap, reuse_slots, chaos
+        self.cuda = device.type == "cuda"
+        self.slot_numel = max((homes[page].numel() for page in streamed), default=0)
+        self.slot_count = slot_count if streamed else 0
+        dtype = homes[0].dtype
+        self.slots = [
+            _Slot(torch.empty(self.slot_numel, dtype=dtype, device=device), self.cuda) for _ in range(self.slot_count)
+        ]
+        self.free: deque[_Slot] = deque(self.slots)
+        self.ahead: deque[_Slot] = deque()  # uploaded or on their way, in the order they will be asked for
+        self.held: dict[int, _Slot] = {}
+        self.orders: dict[str, list[int]] = {}
+        self.order: list[int] = []
+        self.cursor = 0
+        self.visited: list[int] = []
+        self.bytes_up = self.bytes_down = 0
+        self.timeline: Timeline | None = None
+        if self.cuda:
+            self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.home_written = {page: torch.cuda.Event() for page in streamed}
+
+    @contextmanager
+    def sweep(self, name: str, guess: list[int], learn: bool = True) -> Iterator[None]:
+        """One pass over pages. `guess` is the order expected when no sweep of this name was seen before;
+        learn=False for work that goes round many times."""
+        self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
+        self.cursor, self.visited = 0, []
+        expected = [slot.page for slot in self.ahead]
+        if expected != self.order[: len(expected)]:
+            self._drop_ahead()
+        self._prefetch()
+        yield
+        if self.visited and learn:
+            self.orders[name] = self.visited
+
+    def acquire(self, page: int) -> torch.Tensor:
+        if page not in self.streamed:
+            return self.homes[page]
+        assert page not in self.held, f"page {page} is acquired already"
+        while self.ahead and self.ahead[0].page != page and any(slot.page == page for slot in self.ahead):
+            self._give_back(self.ahead.popleft())  # expected, but skipped this time
+        if not (self.ahead and self.ahead[0].page == page):
+            self._drop_ahead()
+            self._upload(page)
+        slot = self.ahead.popleft()
+        self.held[page] = slot
+        self.visited.append(page)
+        if self.order[self.cursor : self.cursor + 1] == [page]:
+            self.cursor += 1
+        elif page in self.order:
+            self.cursor = self.order.index(page) + 1
+        self._prefetch()
+        if self.cuda:
+            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+        return slot.buffer[: self.homes[page].numel()]
+
+    def commit(self, page: int) -> None:
+        if page not in self.streamed:
+            return
+        slot, home = self.held[page], self.homes[page]
+        self.bytes_down += home.numel() * home.element_size()
+        if not self.cuda:
+            home.copy_(slot.buffer[: home.numel()])
+            return
+        slot.changed.record()
+        with torch.cuda.stream(self.down):
+            self._delay()
+            self.down.wait_event(slot.changed)
+            with self._span("write-back", page):
+                home.copy_(slot.buffer[: home.numel()], non_blocking=True)
+            self.home_written[page].record()
+        if not self.overlap:
+            torch.cuda.synchronize(self.device)
+
+    def release(self, page: int) -> None:
+        if page not in self.streamed:
+            return
+        slot = self.held.pop(page)
+        if self.cuda:
+            slot.computed.record()
+        if self.chaos and not self.cuda:
+            slot.buffer.fill_(float("nan"))
+        self._give_back(slot)
+        self._prefetch()
+
+    def invalidate(self) -> None:
+        """Homes were written by somebody else: forget what was uploaded ahead."""
+        self._drop_ahead()
+
+    def wait_for_homes(self) -> None:
+        """Blocks the host until every write-back has arrived: before anyone reads the homes."""
+        if self.cuda:
+            self.down.synchronize()
+
+    def home_ready(self, page: int) -> None:
+        """Makes the caller's stream wait for the page's last write-back: before a kernel reads the home in place."""
+        if self.cuda and page in self.streamed:
+            torch.cuda.current_stream(self.device).wait_event(self.home_written[page])
+
+    def _upload(self, page: int) -> None:
+        slot, home = self.free.popleft(), self.homes[page]
+        slot.page = page
+        self.ahead.append(slot)
+        self.bytes_up += home.numel() * home.element_size()
+        if not self.reuse_slots:
+            slot.buffer = torch.empty(self.slot_numel, dtype=home.dtype, device=self.device)
+            if self.cuda:
+                for stream in (self.up, self.down):
+                    slot.buffer.record_stream(stream)
+                self.up.wait_stream(torch.cuda.current_stream(self.device))
+        if not self.cuda:
+            slot.buffer[: home.numel()].copy_(home)
+            return
+        with torch.cuda.stream(self.up):
+            self.up.wait_event(slot.computed)
+            if slot.last_page is not None:
+                self.up.wait_event(self.home_written[slot.last_page])
+            self.up.wait_event(self.home_written[page])
+            self._delay()
+            if self.chaos:
+                slot.buffer.fill_(float("nan"))
+            with self._span("upload", page):
+                slot.buffer[: home.numel()].copy_(home, non_blocking=True)
+            slot.ready.record()
+        slot.last_page = page
+        if not self.overlap:
+            torch.cuda.synchronize(self.device)
+
+    def _prefetch(self) -> None:
+        while self.free and self.order and (self.overlap or not self.held):
+            page = self.order[(self.cursor + len(self.ahead)) % len(self.order)]
+            if page in self.held or any(slot.page == page for slot in self.ahead):
+                return
+            self._upload(page)
+            if not self.overlap:
+                return
+
+    def _drop_ahead(self) -> None:
+        while self.ahead:
+            self._give_back(self.ahead.popleft())
+
+    def _give_back(self, slot: _Slot) -> None:
+        slot.page = None
+        self.free.append(slot)
+
+    def _delay(self) -> None:
+        if self.chaos:
+            torch.cuda._sleep(self.chaos.randrange(0, 2_000_000))
+
+    def _span(self, lane: str, page: int) -> object:
+        return (self.timeline or _NO_TIMELINE).span(lane, f"page {page}")
+
+
+_NO_TIMELINE = Timeline(enabled=False)
