@@ -46,7 +46,8 @@ def test_the_type_decides_how_text_is_read(text: str, kind: Any, value: Any) -> 
 REFUSED = [
     ("true", int), ("1.5", int), ("eight", int), ("nan", float), (".inf", float), ("1e999", float),
     ("1e999", int), ("1" * 5000, int),
-    ("null", int), ("null", str), ('""', str), (r'"a\0b"', str), ("[1]", int), ("{a: 1}", str), ("[]", list[str]),
+    ("null", int), ("null", str), ('""', str), (r'"a\0b"', str), ("[1]", int), ("{a: 1}", str),
+    ("[]", list[str]),
     ("[[a]]", list[str]), ("[null]", list[str]), ("a", list[str]), ("8", Bytes), ("2", bool), ("maybe", bool),
     ("Gaussian", Literal["gaussian"]), ("0", Annotated[int, Limit(1)]), ("2", Annotated[float, Limit(0, 1)]),
     ("0", Annotated[float, Limit(0, above=True)]), ("x", Annotated[int, Limit(1)] | None),

@@ -1,0 +1,110 @@
+"""The command as a whole: a frozen surface, exit codes that mean something, a start without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import keyhole.cli
+from keyhole.cli import app, main
+from keyhole.errors import UserError
+
+SURFACE = {
+    "": {"--version"},
+    "train": {"CONFIG", "KEY=VALUE", "--resume", "--dry-run"},
+    "data": {"CONFIG", "KEY=VALUE", "-n", "--count"},
+    "eval": {"DIR", "--tasks"},
+    "chat": {"DIR"},
+    "env": {"--json"},
+    "demo": {"--output-dir"},
+    "config": set(),
+    "config ls": set(),
+    "config cp": {"NAME", "DEST"},
+    "config show": {"[CONFIG]", "KEY=VALUE"},
+}
+
+
+def surface_of(command: Any, name: str = "") -> dict[str, set[str]]:
+    """Verb -> its arguments and options, help aside."""
+    words: set[str] = set()
+    for param in command.params:
+        words |= set(param.opts) if param.param_type_name == "option" else {param.metavar}
+    found = {name: words - {"--help", "-h"}}
+    for verb, inner in getattr(command, "commands", {}).items():
+        found |= surface_of(inner, f"{name} {verb}".strip())
+    return found
+
+
+def run(*args: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "keyhole", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def test_the_surface_is_frozen() -> None:
+    """A new verb or option must be added here too, on purpose; a setting belongs into the config instead."""
+    assert surface_of(typer.main.get_command(app)) == SURFACE
+
+
+@pytest.mark.parametrize(
+    "args", [("--help",), ("train", "--help"), ("config", "ls"), ("config", "show", "demo-zo")]
+)
+def test_help_and_recipes_do_not_import_torch(args: tuple[str, ...]) -> None:
+    """What needs no model starts at once, also where torch is broken."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        f"from keyhole.cli import main; sys.exit(main({list(args)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_a_user_error_is_one_message_and_exit_2() -> None:
+    """In a real process: the message on stderr, no traceback, nothing on stdout."""
+    done = run("train", "no-such-config.yaml")
+    assert done.returncode == 2 and done.stdout == ""
+    assert "no-such-config.yaml: no such config file" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys: Any) -> None:
+    """Any other exception is ours: exit 1, the traceback, and what to paste."""
+    monkeypatch.setattr("keyhole.plan.probe.environment", lambda **_: 1 / 0)
+    assert main(["env"]) == 1
+    message = capsys.readouterr().err
+    assert "ZeroDivisionError" in message and "Traceback" in message and "keyhole env" in message
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)]
+)
+def test_exceptions_become_exit_codes(monkeypatch: Any, raised: BaseException, code: int) -> None:
+    """Interrupted is 130, a user error 2, and a verb's own code is kept."""
+
+    def fail(**_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("keyhole.plan.probe.environment", fail)
+    assert main(["env"]) == code
+
+
+@pytest.mark.parametrize("args", [["trian"], ["train"], ["train", "demo-zo", "--nonsense"], ["env", "extra"]])
+def test_bad_usage_is_exit_2(args: list[str], capsys: Any) -> None:
+    """Unknown verbs and options and missing arguments are the user's mistake."""
+    assert main(args) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_version(capsys: Any) -> None:
+    """`keyhole --version` prints the package's version."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"keyhole {keyhole.__version__}"
+
+
+def test_a_verb_is_a_file() -> None:
+    """Every verb lives in a file of its own name."""
+    files = {path.stem for path in Path(keyhole.cli.__file__).parent.glob("*.py")}
+    assert {verb for verb in SURFACE if verb and " " not in verb} == files - {"__init__", "words"}

@@ -1,0 +1,113 @@
+"""keyhole train: what reaches the trainer, and bad configs through the real command."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keyhole.cli import main
+
+GOOD = "model: some/model\nmethod: zo\ntrain_data: d.jsonl\noutput_dir: {out}\nmax_steps: 3\n"
+
+
+@pytest.fixture
+def calls(monkeypatch: Any) -> list[Any]:
+    """Records calls of keyhole.trainer.train and returns exit code 0."""
+    seen: list[Any] = []
+
+    def train(config: Any, *, resume: str | None, dry_run: bool) -> int:
+        seen.append((config, resume, dry_run))
+        return 130 if dry_run else 0
+
+    monkeypatch.setitem(sys.modules, "keyhole.trainer", SimpleNamespace(train=train))
+    return seen
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A config file that is in order."""
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD.format(out=tmp_path / "out"))
+    return str(path)
+
+
+def test_config_overrides_and_options_reach_the_trainer(config: str, calls: list[Any]) -> None:
+    """The trainer gets the resolved config, and its exit code is the command's."""
+    assert main(["train", config, "zo.eps=1e-2", "--resume"]) == 0
+    assert main(["train", config, "--resume", "x/checkpoint-3", "seed=5", "--dry-run"]) == 130
+    (first, resume, dry), (second, path, wet) = calls
+    assert (first.zo.eps, first.learning_rate, resume, dry) == (1e-2, 1e-6, "last", False)
+    assert (second.seed, path, wet) == (5, "x/checkpoint-3", True)
+
+
+def test_a_recipe_can_be_named(calls: list[Any], capsys: Any) -> None:
+    """A config that is no file but a shipped recipe is used, and the command says so."""
+    assert main(["train", "demo-zo", "max_steps=2"]) == 0
+    assert calls[0][0].max_steps == 2
+    assert "demo-zo is a shipped recipe" in capsys.readouterr().err
+
+
+def test_warnings_are_printed_and_do_not_stop(config: str, calls: list[Any], capsys: Any) -> None:
+    """A setting without effect is a warning on stderr."""
+    assert main(["train", config, "adamw.beta1=0.5"]) == 0
+    assert "warning: command line: adamw.beta1: has no effect" in capsys.readouterr().err
+
+
+BAD = [
+    ("learnin_rate: 1e-3", (), "did you mean `learning_rate`?"),
+    ("batch_size: eight", (), "line 6: batch_size: found `eight`, expected whole number >= 1"),
+    ("dtype: bf16", (), "expected float32 | bfloat16 | float16 or null; did you mean `bfloat16`?"),
+    ("method: [", (), "not valid YAML"),
+    ("", ("placement=strem",), "did you mean `stream`?"),
+    ("", ("max_steps=null",), "set max_steps or num_train_epochs"),
+    ("", ("eval_steps=3",), "set eval_data"),
+    ("", ("max_grad_norm=1",), "use zo.clip"),
+    ("", ("gpu_memory=8",), "such as 8GiB"),
+    ("", ("seed",), "write key=value"),
+    ("", ("--seed", "3"), "write seed=3"),
+    ("", ("device=tpu",), "expected cpu, cuda or cuda:N"),
+]
+
+
+@pytest.mark.parametrize(("line", "words", "says"), BAD)
+def test_bad_configs_are_one_message_exit_2_and_nothing_written(
+    tmp_path: Path, line: str, words: tuple[str, ...], says: str, capsys: Any
+) -> None:
+    """Each mistake: exit code 2, what to change, no traceback, no output directory."""
+    path = tmp_path / "bad.yaml"
+    path.write_text(GOOD.format(out=tmp_path / "out") + line + "\n")
+    before = sorted(tmp_path.iterdir())
+    assert main(["train", str(path), *words]) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err and "Traceback" not in printed.err and printed.out == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "empty"), (b"\x89PNG\xff", "not UTF-8"), (b"- a", "key: value")]
+)
+def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str, capsys: Any) -> None:
+    """An empty, a binary and a list file are named for what they are."""
+    path = tmp_path / "odd.yaml"
+    path.write_bytes(content)
+    assert main(["train", str(path)]) == 2
+    message = capsys.readouterr().err
+    assert "odd.yaml" in message and says in message
+
+
+def test_a_run_directory_instead_of_its_config(tmp_path: Path, capsys: Any) -> None:
+    """Giving the output directory is answered with the config inside it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("model: x")
+    assert main(["train", str(tmp_path)]) == 2
+    assert str(tmp_path / "run" / "config.yaml") in capsys.readouterr().err
+
+
+def test_a_misspelt_config_name_is_answered_by_the_nearest(tmp_path: Path, config: str, capsys: Any) -> None:
+    """Files beside it come first, then shipped recipes."""
+    assert main(["train", config.replace("good", "goood")]) == 2
+    assert f"did you mean `{config}`?" in capsys.readouterr().err
+    assert main(["train", "demo-zoo"]) == 2
+    assert "did you mean `demo-zo`?" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""Every shipped recipe: reads, is in order, and starts with its manual."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.config import load_config, resolve
+from keyhole.config.recipes import find_config, recipes
+from keyhole.config.schema import Method
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipe_reads_without_a_warning(name: str) -> None:
+    """A recipe is an example: no faults, no warnings, and a fixed point of resolve."""
+    config, warnings = load_config(recipes()[name])
+    assert warnings == []
+    assert resolve(config) == (config, [])
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_recipe_starts_with_its_manual(name: str) -> None:
+    """The head says what it trains, how to launch it, and shows an override that works."""
+    lines = recipes()[name].read_text(encoding="ascii").splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    assert len(head) >= 4 and lines[0].startswith("# ") and lines[0].endswith(".") and len(lines[0]) < 110
+    launches = [line.split() for line in head if f"keyhole train {name}" in line]
+    assert ["#", "keyhole", "train", name] in launches
+    examples = [words[4:] for words in launches if len(words) > 4]
+    assert examples
+    for overrides in examples:
+        assert load_config(recipes()[name], [word for word in overrides if "=" in word])
+
+
+def test_every_method_has_a_demo_recipe() -> None:
+    """A newcomer can try each method on the embedded model."""
+    assert {f"demo-{method}" for method in Method.__args__} <= set(recipes())
+
+
+@pytest.mark.parametrize("typed", ["demo-zo", "demo-zo.yaml", "configs/demo-zo.yaml"])
+def test_a_recipe_is_found_by_name_from_anywhere(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With or without the ending; a file of that name in the current directory comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert find_config(typed) == (recipes()["demo-zo"], True)
+    Path("configs").mkdir()
+    Path(typed).write_text("model: mine")
+    assert find_config(typed) == (Path(typed), False)
