@@ -122,7 +122,7 @@ class TrainConfig:
     warmup_ratio: Fraction = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
     weight_decay: NotNegative = 0.0
-    """Decoupled weight decay: w shrinks by learning_rate * weight_decay per step (not biases and norms)."""
+    """All weights shrink by learning_rate * weight_decay a step (sgd: torch's L2 term in the gradient)."""
     max_grad_norm: Positive | None = None
     """Clips the norm of the whole gradient; null = no clipping. For zo use zo.clip."""
 
