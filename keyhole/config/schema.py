@@ -61,6 +61,8 @@ class ZOConfig:
     """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
     clip: Positive | None = None
     """Bound on the absolute value of each projected gradient; null = no bound."""
+    deferred_update: bool = True
+    """Apply a step's update when the weights are next visited: one pass over them less; same results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +105,9 @@ class TrainConfig:
     device: str | None = None
     """cpu, cuda or cuda:N; null = the first GPU, or the CPU where there is none."""
     placement: Literal["resident", "stream", "auto"] = "resident"
-    """Where weights live: all on the device, in host memory and streamed, or as many on the device as fit."""
+    """Weights on the device, or in host memory and streamed; auto = on the device if everything fits."""
     gpu_memory: Bytes | None = None
-    """Most GPU memory to use, such as 8GiB; null = all that is free."""
+    """Most GPU memory to use, such as 8GiB; streaming keeps resident what fits. null = all that is free."""
 
     max_steps: Count | None = None
     """Number of updates; where num_train_epochs is set too, max_steps decides."""

@@ -63,6 +63,13 @@ def test_every_method_has_a_sane_default_rate_and_a_section(method: str) -> None
     assert not warnings and method in sections()
 
 
+def test_the_schema_names_the_methods_that_exist() -> None:
+    """The choices of `method` are the keys of the table of methods."""
+    from keyhole.methods import METHODS
+
+    assert set(Method.__args__) == set(METHODS)
+
+
 def test_max_steps_decides_over_epochs() -> None:
     """With both set the resolved config keeps one, so the loop has one rule."""
     config, _ = resolve(TrainConfig(**BASE | {"num_train_epochs": 3.0}))
