@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from keyhole.model.skeleton import saved_buffers
+
 SHARD_SIZE = "2GB"  # also the extra host memory a save needs
 
 
@@ -28,7 +30,7 @@ def save_model(model: Any, path: Path) -> None:
 
 def write_files(model: Any, path: Path) -> None:
     """The files themselves: weights, config, generation config, tokenizer."""
-    tensors = dict(model.named_tensors())
+    tensors = dict(model.named_tensors()) | saved_buffers(model.module)
     with torch.no_grad():
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_SIZE)
     if model.tokenizer is not None:

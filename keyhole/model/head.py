@@ -39,12 +39,21 @@ def _decoder_returns(decoder: nn.Module, hidden_1NH: torch.Tensor) -> Iterator[N
         del decoder.forward
 
 
+def _find_decoder(module: nn.Module) -> nn.Module:
+    """What the causal LM calls for hidden states. Where Transformers' own lookup comes back with the LM itself (it
+    does for Llama 4), it is the child that holds the input embedding."""
+    decoder, embedding = module.get_decoder(), module.get_input_embeddings()
+    if decoder is not module:
+        return decoder
+    return next(child for child in module.children() if any(part is embedding for part in child.modules()))
+
+
 class Head:
     """The part of an HF causal LM behind its decoder."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.decoder = module.get_decoder()
+        self.decoder = _find_decoder(module)
         self.linear = module.get_output_embeddings()
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:

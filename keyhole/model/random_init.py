@@ -25,10 +25,10 @@ def fill_random(tensors: list[FlatTensor], homes: list[torch.Tensor], std: float
         if len(tensor.shape) < 2:
             home.copy_(tensor.param.data)
             continue
-        for part in home.view(-1).split(CHUNK):
+        for i, part in enumerate(home.view(-1).split(CHUNK)):
             if pool is None:
                 drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
             else:
-                shift = (tensor.start * 2654435761 + part.storage_offset()) % CHUNK
+                shift = (tensor.start + i * (CHUNK + 1)) * 2654435761 % CHUNK
                 drawn = torch.roll(pool, shift)[: part.numel()]
             part.copy_(drawn)

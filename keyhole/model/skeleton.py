@@ -54,6 +54,8 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
     """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory."""
     from transformers import AutoModelForCausalLM
 
+    if getattr(config, "quantization_config", None):
+        raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize it first")
     with _matrices_on_meta():
         try:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -64,7 +66,16 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
         for name, param in owner._parameters.items():
             if param is not None:
                 owner._parameters[name] = stand_ins.setdefault(id(param), _stand_in(param, dtype))
+    for name, buffer in saved_buffers(module).items():
+        if any(part in name for part in module._keep_in_fp32_modules_strict or ()):
+            buffer.data = buffer.data.float()
     return module.eval()
+
+
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that belong to a checkpoint (the router's correction of some mixtures of experts), unlike rotary tables."""
+    saved = module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def _stand_in(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
