@@ -19,6 +19,7 @@ transfer for the budget; that changes where units begin and end, never an elemen
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding a tensor.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -106,15 +107,20 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _leaves(block: nn.Module) -> list[nn.Module]:
-    """Modules that own a matrix; modules with vectors only (norms) belong to the spine."""
-    return [m for m in block.modules() if any(p is not None and p.ndim > 1 for p in m._parameters.values())]
+    """Modules that own a matrix, each with all that is inside of it (its own code may use its children's weights);
+    modules with vectors only (norms) belong to the spine."""
+    if any(p is not None and p.ndim > 1 for p in block._parameters.values()):
+        return [block]
+    return [leaf for child in block.children() for leaf in _leaves(child)]
 
 
 def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> list[list[nn.Module]]:
     """Consecutive leaves gathered into runs of at most max_numel elements; one run when max_numel is None."""
     runs, size = [], 0
     for leaf in leaves:
-        numel = sum(p.numel() for p in leaf._parameters.values() if p is not None and id(p) in owned)
+        numel = sum(p.numel() for p in leaf.parameters() if id(p) in owned)
+        if numel == 0:
+            continue
         if not runs or (max_numel is not None and size + numel > max_numel):
             runs.append([])
             size = 0
@@ -130,29 +136,26 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None) -> Layout:
     table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
     head_p = head.weight if isinstance(head, nn.Linear) else None
     blocks = find_blocks(module)
-    users: dict[int, int] = {}  # parameter -> how many blocks use it; one shared by two blocks goes to the spine
-    for block in blocks:
-        for p in {id(p): p for p in block.parameters()}.values():
-            users[id(p)] = users.get(id(p), 0) + 1
     special = {id(p) for p in (table_p, head_p) if p is not None}
-    in_blocks = {
-        id(p)
-        for block in blocks
-        for leaf in _leaves(block)
-        for p in leaf._parameters.values()
-        if p is not None and users[id(p)] == 1 and id(p) not in special
+    uses = Counter(id(p) for block in blocks for leaf in _leaves(block) for p in leaf.parameters())
+    in_blocks = {p for p, count in uses.items() if count == 1 and p not in special}  # a shared one goes to the spine
+    users = Counter(id(p) for block in blocks for p in block.parameters())
+    block_of = {
+        id(p): i
+        for i, block in enumerate(blocks)
+        if any(id(p) in in_blocks for p in block.parameters())
+        for p in block.parameters()
+        if users[id(p)] == 1
     }
-    block_of = {id(p): i for i, block in enumerate(blocks) for p in block.parameters() if users[id(p)] == 1}
     builder = _Builder(names, block_of)
     spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in special]
     builder.unit("spine", "spine", spine, [])
     if table_p is not None:
         builder.table("table", table_p)
     for i, block in enumerate(blocks):
-        leaves = _leaves(block)
-        runs = _runs(leaves, in_blocks, max_unit_numel)
+        runs = _runs(_leaves(block), in_blocks, max_unit_numel)
         for j, run in enumerate(runs):
-            params = [p for leaf in run for p in leaf._parameters.values() if p is not None and id(p) in in_blocks]
+            params = [p for leaf in run for p in leaf.parameters() if id(p) in in_blocks]
             name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
             builder.unit("block", name, params, [block] if len(runs) == 1 else run)
     tied = head_p is table_p

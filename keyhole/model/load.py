@@ -19,13 +19,14 @@ import transformers
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.layout import FlatTensor, Layout
+from keyhole.model.layout import Layout
 from keyhole.model.model import Model
 from keyhole.model.random_init import fill_random
-from keyhole.model.skeleton import build, read_config
+from keyhole.model.skeleton import build, read_config, saved_buffers
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
-from keyhole.plan.placement import Placement, Workload, place
+from keyhole.plan.memory import Workload
+from keyhole.plan.placement import Placement, place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -56,7 +57,10 @@ def load(
     config = read_config(model, trust_remote_code)
     directory = None if model is config else _directory(model)
     dtype = choose_dtype(dtype, config)
-    module = build(config, dtype, trust_remote_code)
+    with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
+        torch.default_generator.manual_seed(seed)
+        module = build(config, dtype, trust_remote_code)
+    _read_generation_config(module, directory)
     layout, placed = place(module, placement, gpu_memory, dtype, device, workload or Workload())
     homes = _reserve(layout, placed, dtype, device)
     _move_buffers(module, device)
@@ -153,33 +157,45 @@ def _pin(model: Model) -> None:
         model.pinned = arena.pin(first.as_strided((numel,), (1,)))
 
 
+def _read_generation_config(module: nn.Module, directory: Path | None) -> None:
+    """End-of-turn tokens and sampling settings often stand in this file and nowhere else."""
+    if directory is not None and (directory / "generation_config.json").exists():
+        try:
+            module.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"model: {directory / 'generation_config.json'} cannot be read: {error}") from error
+
+
 def _fill(model: Model, directory: Path, dtype: torch.dtype) -> None:
     files = _weight_files(directory)
     aliases: dict[int, list[str]] = {}
     for name, param in model.module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(param), []).append(name)
-    wanted: dict[str, list[tuple[str, FlatTensor]]] = {}
+    wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for tensor in model.layout.tensors:
         name = next((n for n in aliases[id(tensor.param)] if n in files), None)
         if name is None:
             _fill_by_transformers(model, directory, dtype)
             return
-        wanted.setdefault(files[name], []).append((name, tensor))
+        wanted.setdefault(files[name], []).append((name, model.home(tensor)))
+    for name, buffer in saved_buffers(model.module).items():
+        if name in files:
+            wanted.setdefault(files[name], []).append((name, buffer))
     for file, pairs in wanted.items():
-        _fill_from_shard(model, directory / file, pairs)
+        _fill_from_shard(directory / file, pairs)
 
 
-def _fill_from_shard(model: Model, file: Path, pairs: list[tuple[str, FlatTensor]]) -> None:
+def _fill_from_shard(file: Path, pairs: list[tuple[str, torch.Tensor]]) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as shard:
-            for name, tensor in pairs:
+            for name, target in pairs:
                 stored = shard.get_tensor(name)
-                if stored.shape != tensor.shape:
-                    found, expected = tuple(stored.shape), tuple(tensor.shape)
+                if stored.shape != target.shape:
+                    found, expected = tuple(stored.shape), tuple(target.shape)
                     raise UserError(f"model: {file} holds {name} with shape {found}; config.json says {expected}")
-                model.home(tensor).copy_(stored)
+                target.copy_(stored)
     except (SafetensorError, OSError) as error:
         raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
 
@@ -200,7 +216,8 @@ def _weight_files(directory: Path) -> dict[str, str]:
             with safe_open(single, framework="pt") as shard:
                 return {name: single.name for name in shard.keys()}
     except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as error:
-        raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
+        file = index if index.exists() else single
+        raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
     pickles = sorted(p.name for p in directory.glob("*.bin"))
     hint = f"; {pickles[0]} is a pickle, which can run code: convert it to safetensors first" if pickles else ""
     raise UserError(f"model: {directory} has no weights (model.safetensors or its index){hint}")
@@ -217,3 +234,6 @@ def _fill_by_transformers(model: Model, directory: Path, dtype: torch.dtype) -> 
         source = theirs.pop(tensor.name)
         model.home(tensor).copy_(source.data)
         source.data = source.data.new_empty(0)
+    buffers = dict(other.named_buffers())
+    for name, buffer in saved_buffers(model.module).items():
+        buffer.copy_(buffers[name])

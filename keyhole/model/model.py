@@ -53,6 +53,7 @@ class Model:
         self.head = Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Any = None
+        self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._scratch: dict[str, torch.Tensor] = {}
         self._views: dict[tuple[int, int], list[tuple[nn.Parameter, torch.Tensor]]] = {}
         spine = layout.spine.tensors
@@ -71,8 +72,10 @@ class Model:
 
     def bind_homes(self) -> None:
         """Points every parameter to its home (chunks of a table lie side by side, so a table is one view)."""
-        for tensor in self.layout.tensors:
-            tensor.param.data = self.home(tensor)
+        if not self._home_views:
+            self._home_views = [(tensor.param, self.home(tensor)) for tensor in self.layout.tensors]
+        for param, view in self._home_views:
+            param.data = view
 
     def bind(self, unit: Unit | None, flat: torch.Tensor | None, spine: torch.Tensor) -> None:
         """Points the parameters of a block unit into `flat`, and the spine that goes with it into `spine`."""

@@ -1,8 +1,12 @@
-"""Where every unit lives: on the device, or in host memory behind the link.
+"""Where every unit lives, how it is cut, and why: the decision behind `placement` and `gpu_memory`.
 
     resident   every unit on the device
-    stream     only the spine on the device; every other unit crosses the link when it is visited
-    auto       as many units on the device as the budget leaves room for, the rest streamed
+    stream     every unit but the spine behind the link; with a budget, as many on the device as it leaves room for
+    auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
+
+A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a larger
+copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small GPU. When
+even that is too large for the budget, every matrix is a unit of its own.
 
 Resident blocks are spread evenly between streamed ones: while a resident block is computed, the link works ahead.
 """
@@ -12,26 +16,46 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from keyhole.config.sizes import Bytes
 from keyhole.errors import UserError
-from keyhole.model.layout import Layout, find_layout
+from keyhole.model.layout import Layout, Unit, find_layout
+from keyhole.plan.host import host_memory
+from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
 
-
-@dataclass(frozen=True)
-class Workload:
-    """What will run, as far as memory is concerned."""
-
-    method: str = "zo"
-    tokens: int = 2048  # in one forward pass (a micro-batch)
-    passes: int = 2  # forward passes that advance together
+UNIT_BYTES = 256 * MIB
+SLOT_COUNT = 3
+HOST_SLACK_BYTES = GIB  # Python, PyTorch and the CUDA driver
 
 
 @dataclass
 class Placement:
-    """The decision: pages to stream, slots, and the reasons, a line each."""
+    """The decision: pages to stream, slots, planned bytes, and the reasons, a line each."""
 
     streamed: set[int]
     slot_count: int
+    device_bytes: DeviceBytes
+    budget_bytes: int | None = None
     reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Turns a set of streamed units into planned bytes."""
+
+    work: Workload
+    element_bytes: int
+    workspace_bytes: int
+
+    def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
+        return zo_device_bytes(
+            layout,
+            streamed,
+            SLOT_COUNT,
+            self.work,
+            element_bytes=self.element_bytes,
+            home_bytes=self.element_bytes,
+            workspace_bytes=self.workspace_bytes,
+        )
 
 
 def place(
@@ -40,12 +64,113 @@ def place(
     gpu_memory: str | int | None,
     dtype: torch.dtype,
     device: torch.device,
-    workload: Workload,
+    work: Workload,
 ) -> tuple[Layout, Placement]:
     """Cuts the model into units and decides which of them are streamed."""
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
-    layout = find_layout(module)
-    if placement == "resident":
-        return layout, Placement(set(), 0, ["placement: resident (every unit on the device)"])
-    return layout, Placement({u.index for u in layout.units[1:]}, 3, ["placement: stream"])
+    costs = _Costs(work, torch.empty(0, dtype=dtype).element_size(), workspace_bytes(device))
+    whole = find_layout(module)
+    budget = _budget(gpu_memory, placement, device)
+    resident = Placement(set(), 0, costs.of(whole, set()), budget)
+    if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
+        resident.reasons = _reasons(whole, resident, placement, dtype)
+        _enforce(budget, device)
+        return whole, resident
+    if whole.block_count == 0:
+        raise UserError(
+            f"placement: {type(module).__name__} has no list of repeated blocks, so there is nothing to stream unit by "
+            "unit; use placement=resident"
+        )
+    layout, streamed = _fit(module, costs, budget)
+    _check_host(host_bytes(layout, streamed, costs.element_bytes), placement)
+    placed = Placement(streamed, SLOT_COUNT, costs.of(layout, streamed), budget)
+    placed.reasons = _reasons(layout, placed, placement, dtype)
+    _enforce(budget, device)
+    return layout, placed
+
+
+def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, set[int]]:
+    """The cut and the streamed units: everything streamed, then as much made resident as the budget allows."""
+    smallest = None
+    for max_bytes in (UNIT_BYTES, 1):  # a cap of one byte makes every matrix a unit of its own
+        layout = find_layout(module, max_unit_numel=max(1, max_bytes // costs.element_bytes))
+        streamed = {u.index for u in layout.units[1:]}
+        smallest = costs.of(layout, streamed)
+        if budget is None:
+            return layout, streamed
+        if smallest.total <= budget:
+            for group in _by_preference(layout):
+                fewer = streamed - {u.index for u in group}
+                if costs.of(layout, fewer).total <= budget:
+                    streamed = fewer
+            return layout, streamed
+    parts = ", ".join(smallest.lines())
+    raise UserError(
+        f"gpu_memory: {Bytes(budget)} is below the minimum of {smallest.total / GIB:.2f} GiB for this model at "
+        f"{costs.work.tokens} tokens a pass and {costs.work.passes} passes ({parts}). Raise gpu_memory, or lower "
+        "batch_size, max_length, gradient_accumulation_steps or zo.directions."
+    )
+
+
+def _by_preference(layout: Layout) -> list[list[Unit]]:
+    """Groups in the order in which they are made resident: the tables (each whole), then blocks, evenly spread."""
+    tables = [group for kind in ("table", "head") if (group := layout.of_kind(kind))]
+    blocks = [[u for u in layout.of_kind("block") if u.block == i] for i in range(layout.block_count)]
+    bits = max(1, (len(blocks) - 1).bit_length())
+    spread = sorted(range(len(blocks)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))  # bit reversal: 0 1/2 1/4 3/4 ...
+    return tables + [blocks[i] for i in spread]
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """What cuBLAS reserves a thread: 32 MiB from compute capability 9.0 on, 8 MiB and a little before."""
+    if device.type != "cuda":
+        return 0
+    return 32 * MIB if torch.cuda.get_device_capability(device)[0] >= 9 else 8 * MIB + 128 * 1024
+
+
+def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) -> int | None:
+    if gpu_memory is not None:
+        try:
+            return int(Bytes.parse(gpu_memory))
+        except ValueError as error:
+            raise UserError(f"gpu_memory: {gpu_memory!r} is not {error}") from error
+    if placement == "auto" and device.type == "cuda":
+        return int(0.95 * torch.cuda.mem_get_info(device)[0])
+    return None
+
+
+def _enforce(budget: int | None, device: torch.device) -> None:
+    if budget is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
+
+
+def _check_host(needed: int, placement: str) -> None:
+    memory = host_memory()
+    missing = needed + HOST_SLACK_BYTES - memory.available_bytes
+    if missing > 0:
+        raise UserError(
+            f"placement: {placement} keeps {needed / GIB:.2f} GiB of weights in host memory, but only "
+            f"{memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are missing. Free memory, raise "
+            "gpu_memory so that more stays on the GPU, or use a 16-bit dtype."
+        )
+
+
+def _reasons(layout: Layout, placed: Placement, placement: str, dtype: torch.dtype) -> list[str]:
+    size = torch.empty(0, dtype=dtype).element_size()
+    blocks = layout.of_kind("block")
+    cut = len(blocks) // layout.block_count if layout.block_count else 0
+    away = sum(layout.units[i].numel for i in placed.streamed) * size
+    total = layout.numel * size
+    lines = [
+        f"units: {layout.block_count} x {layout.block_class}"
+        + (f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB or one matrix" if cut > 1 else "")
+        + f"; head {'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks",
+        f"placement: {placement}: {(total - away) / GIB:.2f} GiB of weights on the device, {away / GIB:.2f} GiB streamed "
+        f"in {len(placed.streamed)} units through {placed.slot_count} slots",
+    ]
+    if placed.budget_bytes is not None:
+        lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
+    lines.append(f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})")
+    return lines

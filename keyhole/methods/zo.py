@@ -1,0 +1,284 @@
+"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only, every unit visited once a step.
+
+For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step,
+
+    g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        w <- w - lr (1/q sum_i g_i z_i + weight_decay w)
+
+What we do differently from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
+
+  - The 2q passes, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update of
+    step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes an element in 16 bit, instead of 16.
+  - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1,
+    and `flush` applies it when someone wants to see the weights. Over the link: each unit once up, once down a step.
+  - z is a function of (seed, t, i, element) and never stored. Perturbed weights are computed from the clean ones, so
+    nothing drifts. fp32 arithmetic, one rounding at the end (stochastic by default in 16 bit).
+  - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
+    these rows on the fly, exactly as the full pass over the table will apply it later in the step.
+  - g stays on the device. A non-finite g gives an update of exactly zero.
+
+Memory beside the weights: two units and 2q spines in the compute dtype, and the hidden states of the passes.
+Legend: q directions, m micro-batches; pass index = (2 i + sign) m + micro-batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
+from keyhole.model.layout import Unit
+from keyhole.model.model import Model
+from keyhole.ops.loss import RunningNLL
+
+
+@dataclass
+class Pending:
+    """An update that is known but not applied yet: [lr, g_1/q .. g_q/q] on the device, and the step of its noise."""
+
+    coef: torch.Tensor
+    step: int
+
+
+class ZO:
+    """See the top of this file. `lr` may be changed between steps."""
+
+    name = "zo"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 1e-6,
+        *,
+        eps: float = 1e-3,
+        directions: int = 1,
+        distribution: str = "gaussian",
+        weight_decay: float = 0.0,
+        rounding: str = "stochastic",
+        clip: float | None = None,
+        seed: int = 0,
+        deferred_update: bool = True,
+    ) -> None:
+        if not eps > 0:
+            raise UserError(f"zo.eps: {eps} must be above 0; 1e-3 is usual")
+        if directions < 1:
+            raise UserError(f"zo.directions: {directions} must be at least 1")
+        self.model, self.lr, self.eps, self.directions = model, lr, eps, directions
+        self.weight_decay, self.clip, self.deferred_update = weight_decay, clip, deferred_update
+        self.noise = {"seed": seed, "distribution": distribution}
+        self.decay = {"weight_decay": weight_decay, "rounding": rounding}
+        self.step_count = 0
+        self.pending: Pending | None = None
+        self._updated: set[int] = set()  # units that have had the pending update in this sweep
+        self.projected: torch.Tensor | None = None
+        layout, device, dtype = model.layout, model.device, model.dtype
+        self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
+        self.spines = torch.empty((directions, 2, layout.spine.numel), dtype=dtype, device=device)
+        self.changed = torch.zeros((), dtype=torch.int64, device=device)
+        self.trained = [_trained_spans(unit) for unit in layout.units]
+        if not any(any(on for _, _, on in spans) for spans in self.trained):
+            raise UserError("every parameter is frozen: there is nothing to train")
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "ZO":
+        own = config.zo
+        return cls(
+            model,
+            config.learning_rate,
+            eps=own.eps,
+            directions=own.directions,
+            distribution=own.distribution,
+            weight_decay=config.weight_decay,
+            rounding=own.rounding,
+            clip=own.clip,
+            seed=config.seed,
+            deferred_update=own.deferred_update,
+        )
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
+        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        self.changed.zero_()
+        self._updated = set()
+        with self.model.sweep("train"):
+            self._perturb_spine()
+            hidden = self.model.lockstep(
+                [b for _ in range(2 * self.directions) for b in batches], self._server(len(batches)), self._rows(batches)
+            )
+            losses_q2 = self._losses(hidden, batches)
+            self._update_rest()
+        self._defer(losses_q2)
+        if not self.deferred_update:
+            self.flush()
+        return losses_q2.mean()
+
+    def _perturb_spine(self) -> None:
+        spine = self.model.layout.spine
+        for i in range(self.directions):
+            self._prepare(spine, self.model.engine.homes[0], self.spines[i, 0], self.spines[i, 1], i)
+
+    def _server(self, micro: int) -> Callable[[Unit | None, Callable[[int], None]], None]:
+        """What happens at each unit: arrive, update, perturb, and let every pass through."""
+
+        def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+            for i, sign, weights in self._arrive(unit):
+                self.model.bind(unit, weights, self.spines[i, sign])
+                for k in range(micro):
+                    resume((2 * i + sign) * micro + k)
+
+        return serve
+
+    def _arrive(self, unit: Unit | None) -> Any:
+        """Yields (direction, sign, perturbed weights) of a unit; its slot is given back as early as possible."""
+        engine = self.model.engine
+        w = None if unit is None else engine.acquire(unit.index)
+        for i in range(self.directions):
+            if unit is not None:
+                plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
+                if self._prepare(unit, w, plus, minus, i):
+                    engine.commit(unit.index)
+                if i == self.directions - 1:
+                    engine.release(unit.index)
+            for sign in (0, 1):
+                yield i, sign, None if unit is None else (plus, minus)[sign]
+
+    def _prepare(self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, direction: int) -> bool:
+        """Writes both perturbed copies; applies the pending update if the unit has not had it. True if w changed."""
+        update = self.pending is not None and unit.index not in self._updated
+        for begin, end, trained in self.trained[unit.index]:
+            w_, plus_, minus_ = w[begin:end], plus[begin:end], minus[begin:end]
+            if not trained:
+                plus_.copy_(w_)
+                minus_.copy_(w_)
+                continue
+            at = {"offset": unit.start + begin, **self.noise}
+            perturb = {"step": self.step_count, "eps": self.eps}
+            if update:
+                ops.zo_update_perturb_(w_, plus_, minus_, **at, **perturb, **self._pending_update(), changed=self.changed)
+            else:
+                ops.zo_perturb(w_, plus_, minus_, **at, **perturb, direction=direction)
+        self._updated.add(unit.index)
+        return update
+
+    def _pending_update(self) -> dict[str, Any]:
+        return {"coef": self.pending.coef, "update_step": self.pending.step, **self.decay}
+
+    def _rows(self, batches: list[DeviceBatch]) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Rows of the table for a pass: both signs are made at once, the minus rows wait for their pass."""
+        table = self.model.layout.table
+        waiting: dict[tuple[int, int], torch.Tensor] = {}
+
+        def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
+            sign_and_direction, k = divmod(index, len(batches))
+            i, sign = divmod(sign_and_direction, 2)
+            if sign == 1:
+                return waiting.pop((i, k))
+            stale_MH = self.model.table_rows(ids_M)
+            if not table.param.requires_grad:
+                waiting[i, k] = stale_MH.to(self.model.dtype)
+                return waiting[i, k]
+            plus_MH, waiting[i, k] = ops.zo_rows(
+                stale_MH,
+                ids_M,
+                offset=table.start,
+                eps=self.eps,
+                step=self.step_count,
+                direction=i,
+                dtype=self.model.dtype,
+                **self.noise,
+                **(self._pending_update() if self.pending else {}),
+            )
+            return plus_MH
+
+        return rows
+
+    def _losses(self, hidden: list[torch.Tensor], batches: list[DeviceBatch]) -> torch.Tensor:
+        """[q, 2] mean losses: the head's chunks are visited once, all passes use each."""
+        micro = len(batches)
+        running = [RunningNLL(batches[p % micro].target_N) for p in range(len(hidden))]
+        for unit in self.model.layout.head_units:
+            for i, sign, weights in self._arrive(unit):
+                self.model.bind_head(unit, weights, self.spines[i, sign])
+                for p in range((2 * i + sign) * micro, (2 * i + sign + 1) * micro):
+                    self.model.head.add_nll(running[p], hidden[p], unit.rows[0])
+        self.model.bind_homes()
+        sums = torch.stack([state.nll_N().sum() for state in running]).view(self.directions, 2, micro)
+        token_count = max(1, sum(b.token_count for b in batches))
+        return sums.sum(dim=2) / token_count
+
+    def _defer(self, losses_q2: torch.Tensor) -> None:
+        """Turns losses into the pending update, on the device. Non-finite losses give no update."""
+        projected = (losses_q2[:, 0] - losses_q2[:, 1]) / (2 * self.eps)
+        if self.clip is not None:
+            projected = projected.clamp(-self.clip, self.clip)
+        lr = torch.full((1,), self.lr, device=projected.device)
+        coef = torch.cat([lr, projected / self.directions])
+        finite = torch.isfinite(losses_q2).all()
+        self.projected = projected
+        self.pending = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
+        self.step_count += 1
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Applies the deferred update, so that the weights at home are the weights after the last step."""
+        if self.pending is None:
+            return
+        self._updated = set()
+        self.changed.zero_()
+        with self.model.sweep("flush"):
+            self._update_rest()
+        self.pending = None
+
+    def _update_rest(self) -> None:
+        """Applies the pending update to every unit that no pass has visited: the table of an untied model, say."""
+        if self.pending is None:
+            return
+        for unit in self.model.layout.units:
+            if unit.index in self._updated:
+                continue
+            w = self.model.engine.acquire(unit.index)
+            for begin, end, trained in self.trained[unit.index]:
+                if trained:
+                    at = {"offset": unit.start + begin, "coef": self.pending.coef, "step": self.pending.step}
+                    ops.zo_update_(w[begin:end], **at, **self.noise, **self.decay, changed=self.changed)
+            self.model.engine.commit(unit.index)
+            self.model.engine.release(unit.index)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step. Reading them waits for the device."""
+        if self.projected is None:
+            return {}
+        share = float(self.changed) / max(1, sum(t.shape.numel() for t in self.model.layout.tensors))
+        return {"projected_grad": float(self.projected.abs().mean()), "changed": share}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The noise needs no state: the step count says it all. Flush first."""
+        self.flush()
+        return {"step_count": self.step_count, "seed": self.noise["seed"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["seed"] != self.noise["seed"]:
+            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
+        self.step_count = int(state["step_count"])
+
+
+def _trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
+    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree."""
+    spans: list[tuple[int, int, bool]] = []
+    for j, tensor in enumerate(unit.tensors):
+        last = j == len(unit.tensors) - 1
+        begin = 0 if unit.rows or not spans else spans[-1][1]
+        end = unit.numel if last else unit.tensors[j + 1].start - unit.start
+        trained = tensor.param.requires_grad
+        if spans and spans[-1][2] == trained:
+            spans[-1] = (spans[-1][0], end, trained)
+        else:
+            spans.append((begin, end, trained))
+    return spans

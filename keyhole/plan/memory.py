@@ -1,0 +1,102 @@
+"""Bytes on the device and on the host, as plain functions of shapes. Nothing here touches a GPU.
+
+A zeroth-order step that streams units through slots holds on the device, for b bytes an element:
+
+    homes        the spine and every resident unit                               b x their elements
+    slots        slot_count x the largest streamed unit                          b x ...
+    perturbed    w + eps z and w - eps z of one unit, and of the spine for
+                 each of q directions                                            b x (2 unit + 2 q spine)
+    activations  one running pass, and what each waiting pass keeps              below
+    logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
+    workspace    what cuBLAS reserves, once a thread
+
+Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
+in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product).
+Activations and logits are never alive together, so the larger counts. These numbers decide what fits; the measured
+peak is printed beside them after a few steps.
+"""
+
+from dataclasses import dataclass
+
+from keyhole.model.layout import CHUNK_ROWS, Layout
+
+MIB = 2**20
+GIB = 2**30
+ALLOCATOR_SLACK = 1.03  # blocks that the caching allocator keeps but cannot hand out again
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What will run, as far as memory is concerned."""
+
+    method: str = "zo"
+    tokens: int = 2048  # in one forward pass: batch_size x length
+    passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
+    directions: int = 1
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """The parts of the device peak."""
+
+    homes: int
+    slots: int
+    perturbed: int
+    activations: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        moving = max(self.activations, self.logits)
+        return int((self.homes + self.slots + self.perturbed + moving + self.workspace) * ALLOCATOR_SLACK)
+
+    def lines(self) -> list[str]:
+        names = ("homes", "slots", "perturbed", "activations", "logits", "workspace")
+        return [f"{name}: {getattr(self, name) / GIB:.2f} GiB" for name in names]
+
+
+def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
+    """One running pass in the widest part of a block, the hidden states of all passes, and waiting widths."""
+    hidden = layout.table.shape[1]
+    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
+    wide = max((max(shape) for shape in matrices), default=hidden)
+    cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
+    running = work.tokens * (2 * hidden + 3 * wide)
+    waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
+    return (running + waiting) * element_bytes
+
+
+def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
+    """Logits of one chunk in the model's dtype and two fp32 copies, and the hidden states of all passes."""
+    tokens = min(work.tokens, 4096)
+    rows = min(CHUNK_ROWS, layout.table.shape[0])
+    return tokens * rows * (element_bytes + 8) + work.tokens * work.passes * layout.table.shape[1] * element_bytes
+
+
+def zo_device_bytes(
+    layout: Layout,
+    streamed: set[int],
+    slot_count: int,
+    work: Workload,
+    *,
+    element_bytes: int,
+    home_bytes: int,
+    workspace_bytes: int,
+) -> DeviceBytes:
+    """The device peak of a zeroth-order step. element_bytes: of compute; home_bytes: of storage and link."""
+    spine = layout.spine.numel
+    largest_streamed = max((layout.units[i].numel for i in streamed), default=0)
+    return DeviceBytes(
+        homes=home_bytes * sum(u.numel for u in layout.units if u.index not in streamed),
+        slots=home_bytes * slot_count * largest_streamed if streamed else 0,
+        perturbed=element_bytes * (2 * layout.largest_unit_numel + 2 * work.directions * spine),
+        activations=activation_bytes(layout, work, element_bytes),
+        logits=logits_bytes(layout, work, element_bytes),
+        workspace=workspace_bytes * (work.passes + 1),
+    )
+
+
+def host_bytes(layout: Layout, streamed: set[int], home_bytes: int) -> int:
+    """Host memory of the streamed units."""
+    return home_bytes * sum(layout.units[i].numel for i in streamed)
