@@ -1,6 +1,69 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite, and a tiny model with a tokenizer and data that any test can use.
 
+The model is a random Llama of 35 thousand parameters; its tokenizer has one token a byte, a chat template,
+and an end-of-turn token. Both are built once a session, offline, in the layout of a Hugging Face directory. Tests
+that change a directory copy it first.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
 settings.load_profile("keyhole")
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+
+
+def build_tokenizer():
+    """One token a byte, and the special ones above."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", chat_template=CHAT_TEMPLATE
+    )
+
+
+def build_llama(vocab_size: int, **changes):
+    """A random Llama, small enough for a step in milliseconds."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "vocab_size": vocab_size, "max_position_embeddings": 256}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**shape | {"initializer_range": 0.1} | changes))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory with model and tokenizer. Do not change it."""
+    path = tmp_path_factory.mktemp("tiny-model")
+    tokenizer = build_tokenizer()
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = build_llama(len(tokenizer), **ids)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 rows of prompt and completion, of different lengths. Do not change it."""
+    path = tmp_path_factory.mktemp("tiny-data") / "sums.jsonl"
+    rows = [{"prompt": f"{a} + {a * a} = ", "completion": f"{a + a * a}"} for a in range(1, 25)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

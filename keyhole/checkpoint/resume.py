@@ -1,0 +1,49 @@
+"""Which settings may change when a run goes on.
+
+Safe ones say how long to train, how fast from here on, what to report, and where things are; they are applied
+from the next step on, and printed. The others say what the run *is* (model, data, batches, seed, method):
+with another value the steps so far and the steps to come would not be one run, so they are refused, all at
+once, by name. Sections of methods that are not in use do not count.
+"""
+
+import json
+from typing import Any
+
+from keyhole.checkpoint.state import State
+from keyhole.config import TrainConfig, to_dict
+from keyhole.config.fields import sections, settings
+from keyhole.errors import UserError
+
+SAFE = {
+    "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
+    "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
+    "report_to", "output_dir", "device", "placement", "gpu_memory",
+}  # fmt: skip
+
+
+def flat_config(config: TrainConfig) -> dict[str, Any]:
+    """Dotted key -> plain value, the top level and the section of the method."""
+    values = to_dict(config)
+    own = values[config.method]
+    flat = {key: value for key, value in values.items() if key not in sections()}
+    flat |= {f"{config.method}.{key}": value for key, value in own.items()}
+    return json.loads(json.dumps(flat))
+
+
+def apply_changes(state: State, config: TrainConfig) -> list[str]:
+    """A line for every safe setting that changed since the checkpoint; UserError names those that may not."""
+    lines, refused = [], []
+    now = flat_config(config)
+    for key in sorted(now.keys() | state.config.keys()):
+        default = settings()[key].default if key in settings() else None
+        before, after = state.config.get(key, default), now.get(key, default)
+        if before == after:
+            continue
+        if key in SAFE:
+            lines.append(f"{key}: {before} -> {after}, from step {state.step + 1} on")
+        else:
+            refused.append(f"  {key}: the run has {before}, the config now says {after}")
+    if refused:
+        fix = "set them back, or start a new run in another output_dir"
+        raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
+    return lines

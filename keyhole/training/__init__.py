@@ -1,0 +1,14 @@
+"""What the training loop is made of, a file each; keyhole/trainer.py puts the pieces together.
+
+schedule.py   the learning rate as a function of the step
+metrics.py    one record a step: read late, checked, written to run/metrics.jsonl
+guard.py      losses and weights that are not finite
+moved.py      whether every trained tensor really changes
+evaluate.py   loss and perplexity on held-out data
+signals.py    SIGINT and SIGTERM: finish the step, save, leave
+rundir.py     the output directory: whose it is, and what goes into run/
+saving.py     when to write a checkpoint, and whether the disk has room
+start.py      the block that says what was decided
+display.py    lines and the progress bar
+plot.py       run/loss.png
+"""

@@ -1,0 +1,53 @@
+"""Numbers that are not finite stop a run; they are never trained on and never saved.
+
+A loss of NaN or infinity means that this batch, or the weights before it, are broken. Methods do not apply an
+update they computed from such a loss (they look at the gradient's norm, or zero the update on the device), so
+the weights are still those of the step before; the run stops and says which step, which samples, and which
+checkpoint is good.
+
+A finite loss with a gradient that overflows can happen in float16 now and then. Its update is skipped,
+loudly; a run that skips MOST_SKIPS steps in a row stops too.
+
+Weights are looked at before they are written: one read of memory, next to a write to disk, costs little, and
+"the last good checkpoint" then is good.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from keyhole.errors import UserError
+
+MOST_SKIPS = 10
+
+
+class NonFinite(UserError):
+    """A loss, a gradient or a weight is NaN or infinite."""
+
+
+def stop(step: int, what: str, batch: str, last_good: str | None) -> NonFinite:
+    """The error that ends a run at `step`; `what` is the number that broke, such as `the loss is nan`."""
+    good = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was written before it"
+    return NonFinite(
+        f"step {step}: {what}; its update was not applied and nothing was overwritten\n"
+        f"  batch: {batch}\n"
+        f"  {good}\n"
+        "  likely: a learning rate that is too high (try a third of it), float16 (try dtype=bfloat16), or "
+        "this batch"
+    )
+
+
+def bad_numbers(values: Mapping[str, float]) -> list[str]:
+    """`name is value` for every value that is not finite."""
+    return [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+
+
+def first_bad_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """The name of the first tensor with a NaN or an infinity; None when all are finite. Takes no memory."""
+    for name, tensor in tensors:
+        if tensor.numel() and tensor.is_floating_point():
+            low, high = torch.aminmax(tensor)  # either is NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                return name
+    return None

@@ -1,0 +1,145 @@
+"""One record a step: read late, checked, and appended to run/metrics.jsonl.
+
+A loss is a scalar on the device, and reading it waits for the step. So on a GPU records are read one step
+late: while the host waits for step t, step t + 1 is already queued, and the device never idles. On a CPU
+there is nothing to wait for. `drain` reads what is left, before an evaluation, a save, or the end.
+
+A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
+"tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
+{"step", "eval_loss", "perplexity", "eval_tokens"}. A number that is not finite is written as null. Everything
+but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed.
+"""
+
+import json
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole.plan.host import read_text
+from keyhole.training import guard
+
+GIB = 2**30
+Entry = dict[str, Any]
+
+
+@dataclass
+class Record:
+    """What is known of a step when it has been queued. `extra` may hold scalars on the device."""
+
+    step: int
+    loss: torch.Tensor
+    learning_rate: float
+    epoch: float
+    tokens: int
+    batch: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Reads records when their step is done, checks them, and hands entries to `write`."""
+
+    def __init__(
+        self, device: torch.device, write: Callable[[Entry], None], last_good: Callable[[], str | None]
+    ) -> None:
+        self.device, self.write, self.last_good = device, write, last_good
+        self.lag = 1 if device.type == "cuda" else 0
+        self.queue: deque[Record] = deque()
+        self.skips = 0
+        self.clock_s = time.perf_counter()
+
+    def add(self, record: Record) -> None:
+        """Takes the record of the step just queued; reads the one before it (on a GPU)."""
+        self.queue.append(record)
+        while len(self.queue) > self.lag:
+            self._read(self.queue.popleft())
+
+    def drain(self) -> None:
+        """Waits for every step so far."""
+        while self.queue:
+            self._read(self.queue.popleft())
+
+    def restart_clock(self) -> None:
+        """Time up to now belongs to no step (it was an evaluation or a save)."""
+        self.clock_s = time.perf_counter()
+
+    def _read(self, record: Record) -> None:
+        loss = float(record.loss)
+        extra = {name: float(value) for name, value in record.extra.items()}
+        before_s, self.clock_s = self.clock_s, time.perf_counter()
+        seconds = self.clock_s - before_s
+        entry = {
+            "step": record.step,
+            "loss": loss,
+            "learning_rate": record.learning_rate,
+            "epoch": record.epoch,
+        }
+        entry |= {
+            "tokens": record.tokens,
+            "seconds": seconds,
+            "tokens_per_second": record.tokens / max(seconds, 1e-9),
+        }
+        self.write(entry | memory_gib(self.device) | extra)
+        self._check(record, loss, extra)
+
+    def _check(self, record: Record, loss: float, extra: dict[str, float]) -> None:
+        if not math.isfinite(loss):
+            raise guard.stop(record.step, f"the loss is {loss}", record.batch, self.last_good())
+        bad = guard.bad_numbers(extra)
+        self.skips = self.skips + 1 if bad else 0
+        if self.skips >= guard.MOST_SKIPS:
+            what = f"{', '.join(bad)}, for {self.skips} steps in a row"
+            raise guard.stop(record.step, what, record.batch, self.last_good())
+
+
+class MetricsFile:
+    """run/metrics.jsonl. Opening it drops what is past `last_step`: a resumed run does those steps again."""
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(_line(entry) for entry in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, entry: Entry) -> None:
+        self.file.write(_line(entry))
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[Entry]:
+    """The entries of a metrics file; a torn line, as a killed run leaves, is passed over."""
+    entries = []
+    for line in read_text(path).splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            entries.append(entry)
+    return entries
+
+
+def _line(entry: Entry) -> str:
+    def strict(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: strict(value) for name, value in entry.items()}, allow_nan=False) + "\n"
+
+
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """Peak memory of the GPU's allocator, or this process's memory now where there is no GPU."""
+    if device.type == "cuda":
+        return {"gpu_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
+    words = read_text(Path("/proc/self/statm")).split()
+    resident_bytes = int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+    return {"host_gib": round(resident_bytes / GIB, 3)}

@@ -1,0 +1,71 @@
+"""Does every trained tensor really change? A sample of each says so after a few steps.
+
+"Full" tuning can freeze parts without a word: a tensor left out of the optimizer, a module never reached, or
+16-bit weights rounded to nearest, where a step below half the distance to the next number is lost (a bfloat16
+weight near 1 needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to
+SAMPLE elements of each, evenly spaced, are kept on the host (8 KiB a tensor in 16 bit) and compared bit by
+bit after STEPS steps whose rate was not 0. Gradient methods move only those rows of the embedding that a
+batch uses, so its sample is taken from rows of the first batch. A tensor whose sample stands still may still
+have moved elsewhere: hence a warning, not an error.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from keyhole.model.model import Model
+
+SAMPLE = 4096
+STEPS = 3
+NAMED = 5
+
+
+class Moved:
+    """Samples of every trained tensor, taken when it is made."""
+
+    def __init__(self, model: Model, first_ids: torch.Tensor) -> None:
+        self.model = model
+        self.rows_R = first_ids.unique()
+        self.before = dict(self._samples())
+
+    def _samples(self) -> Iterable[tuple[str, torch.Tensor]]:
+        self.model.engine.wait_for_homes()
+        table = self.model.layout.table
+        for tensor in self.model.layout.tensors:
+            if tensor.param.requires_grad:
+                home = self.model.home(tensor)
+                yield tensor.name, sample(home, self.rows_R if tensor is table else None)
+
+    def still(self) -> tuple[list[str], float]:
+        """(tensors whose sample has not changed, share of all sampled elements that has)."""
+        names, changed, total = [], 0, 0
+        for name, after in self._samples():
+            count = int((after != self.before[name]).sum())
+            changed, total = changed + count, total + after.numel()
+            names += [] if count else [name]
+        return names, changed / max(1, total)
+
+
+def sample(tensor: torch.Tensor, rows_R: torch.Tensor | None = None) -> torch.Tensor:
+    """Up to SAMPLE evenly spaced elements (of these rows) on the host, as integers of the same width."""
+    if rows_R is None:
+        flat = tensor.reshape(-1)
+        picked = flat[:: max(1, -(-flat.numel() // SAMPLE))]
+    else:
+        rows_R = rows_R[: max(1, SAMPLE // min(SAMPLE, tensor.shape[1]))].to(tensor.device)
+        picked = tensor[rows_R].reshape(-1)[:SAMPLE]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return picked.contiguous().view(integer).cpu().clone()
+
+
+def verdict(still: list[str], share: float, steps: int, dtype: torch.dtype, count: int) -> str:
+    """The line for the user."""
+    percent = f"{100 * share:.1f} % of the sampled weights changed"
+    if not still:
+        return f"check: all {count} trained tensors changed within {steps} steps ({percent})"
+    names = ", ".join(still[:NAMED]) + (f", and {len(still) - NAMED} more" if len(still) > NAMED else "")
+    why = "they get no gradient, or their steps are too small"
+    if torch.finfo(dtype).bits == 16:
+        why = f"rounding to nearest {dtype} loses steps below half its spacing; dtype=float32 keeps them"
+    head = f"warning: {len(still)} of {count} trained tensors did not change in {steps} steps"
+    return f"{head} ({names}): {why}. {percent}"

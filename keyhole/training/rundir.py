@@ -1,0 +1,100 @@
+"""The output directory: whose it is, and what goes into run/.
+
+    output_dir/            the trained model, an ordinary Hugging Face directory
+      checkpoint-N/        the same plus keyhole_state.json and optimizer.safetensors
+      run/keyhole.json     the marker: this directory is ours (and the format's version)
+      run/config.yaml      every setting of the run      run/env.json   versions and hardware
+      run/metrics.jsonl    one line a step               run/loss.png   the curve
+
+Nothing that is not ours is written over, and nothing of ours without --resume. The look at the directory
+(`inspect`) changes nothing; it is made (`open_run`) only when data and model have turned out to be good.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keyhole
+from keyhole.checkpoint.files import flush, write_text
+from keyhole.checkpoint.find import checkpoints
+from keyhole.config import TrainConfig, to_yaml
+from keyhole.errors import UserError
+
+FORMAT = 1
+LEFTOVERS = (".*.saving-*", ".*.old-*")  # what a killed process left half-written or half-deleted
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    root: Path
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def marker(self) -> Path:
+        return self.run / "keyhole.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.run / "metrics.jsonl"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.marker.is_file()
+
+    @property
+    def has_model(self) -> bool:
+        return any(self.root.glob("model*.safetensors"))
+
+
+def inspect(output_dir: str, resume: bool) -> RunDir:
+    """Whether a run may write here; UserError says what to change otherwise."""
+    found = RunDir(Path(output_dir))
+    if not os.path.lexists(found.root):
+        return found
+    if not found.root.is_dir():
+        raise UserError(f"output_dir: {found.root} is a file; choose a directory")
+    stranger = None if found.is_ours else _first_file(found.root)
+    if stranger is not None:
+        raise UserError(
+            f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}); "
+            "choose a new or empty directory"
+        )
+    if not resume and (checkpoints(found.root) or found.has_model):
+        last = checkpoints(found.root)[-1].name if checkpoints(found.root) else "a finished model"
+        raise UserError(
+            f"output_dir: {found.root} holds a run already ({last}); go on from there with --resume, "
+            "or choose another output_dir"
+        )
+    return found
+
+
+def _first_file(root: Path) -> Path | None:
+    """Any file below `root`, other than a marker that a killed process was about to write."""
+    try:
+        return next((p for p in root.rglob("*") if not p.is_dir() and p.name != ".keyhole.json.tmp"), None)
+    except OSError as error:
+        raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
+
+
+def open_run(found: RunDir, config: TrainConfig, environment: dict[str, Any]) -> None:
+    """Makes the directory ours, and writes down settings and environment."""
+    try:
+        found.run.mkdir(parents=True, exist_ok=True)
+        if not found.is_ours:
+            write_text(found.marker, json.dumps({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
+        for pattern in LEFTOVERS:
+            for path in found.root.glob(pattern):
+                shutil.rmtree(path, ignore_errors=True)
+        write_text(found.run / "config.yaml", to_yaml(config))
+        write_text(found.run / "env.json", json.dumps(environment, indent=2) + "\n")
+        flush(found.run)
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write to {found.root}: {error.strerror}") from error

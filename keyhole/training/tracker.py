@@ -1,0 +1,45 @@
+"""Metrics for others: TensorBoard when `report_to: tensorboard`, nobody otherwise.
+
+metrics.jsonl is always written and is the truth; a tracker is a copy of it in another format, opt-in.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import UserError
+
+
+class Nobody:
+    """Takes entries and keeps nothing."""
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """An entry of metrics.jsonl."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class TensorBoard(Nobody):
+    """Scalars in run/tensorboard; a resumed run replaces the steps it does again."""
+
+    def __init__(self, directory: Path, last_step: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "report_to: tensorboard is missing; pip install 'keyhole[tensorboard]', or report_to=null"
+            ) from error
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=last_step + 1)
+
+    def write(self, entry: dict[str, Any]) -> None:
+        for name, value in entry.items():
+            if name != "step":
+                self.writer.add_scalar(name, value, entry["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def tracker(report_to: str | None, directory: Path, last_step: int) -> Nobody:
+    """The tracker that the config asks for."""
+    return Nobody() if report_to is None else TensorBoard(directory, last_step)

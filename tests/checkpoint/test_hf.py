@@ -1,0 +1,116 @@
+"""Models as Hugging Face directories."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import keyhole
+from keyhole.checkpoint import hf
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> keyhole.Model:
+    return keyhole.load(tiny_model, device="cpu")
+
+
+def names(path: Path) -> set[str]:
+    return {file.name for file in path.iterdir()}
+
+
+def test_round_trip_through_transformers(model: keyhole.Model, tmp_path: Path) -> None:
+    """What is saved loads in transformers, equal in every weight, with its tokenizer."""
+    model.save_pretrained(tmp_path / "out")
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    ours = dict(model.named_tensors())
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == model.tokenizer.chat_template
+
+
+def test_saving_beside_other_files_replaces_only_the_model(
+    model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards of an older save go, files of other kinds stay, and nothing temporary is left."""
+    (tmp_path / "run").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(hf, "SHARD_SIZE", "50KB")
+        model.save_pretrained(tmp_path)
+    assert hf.INDEX in names(tmp_path) and len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    model.save_pretrained(tmp_path)
+    assert hf.INDEX not in names(tmp_path) and list(tmp_path.glob("model*")) == [
+        tmp_path / "model.safetensors"
+    ]
+    assert "run" in names(tmp_path) and not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_a_crash_between_files_leaves_no_mixture(
+    model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the process dies while shards are moved, the directory does not load, rather than mix two models."""
+    monkeypatch.setattr(hf, "SHARD_SIZE", "50KB")
+    model.save_pretrained(tmp_path)
+    real, moved = os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        if len(moved) == 3:
+            raise KeyboardInterrupt
+        moved.append(target)
+        real(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", replace)
+        model.save_pretrained(tmp_path)
+    with pytest.raises(OSError):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_publish_links_weights_and_copies_the_rest(model: keyhole.Model, tmp_path: Path) -> None:
+    """The published model takes no space, private files stay out, and editing its config harms no checkpoint."""
+    checkpoint, out = tmp_path / "out" / "checkpoint-3", tmp_path / "out"
+    model.save_pretrained(checkpoint)
+    (checkpoint / "secret.json").write_text("{}")
+    hf.publish(checkpoint, out, {"secret.json"})
+    assert names(out) == names(checkpoint) - {"secret.json"} | {"checkpoint-3"}
+    assert (out / "model.safetensors").samefile(checkpoint / "model.safetensors")
+    assert not (out / "config.json").samefile(checkpoint / "config.json")
+    hf.publish(checkpoint, out, {"secret.json"})  # again, over itself
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_publish_copies_where_links_are_impossible(
+    model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system without links gets copies."""
+
+    def link(source: Path, target: Path) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    model.save_pretrained(tmp_path / "c")
+    hf.publish(tmp_path / "c", tmp_path / "out", set())
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "c" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_end_tokens_join_the_generation_config(model: keyhole.Model, tmp_path: Path) -> None:
+    """The token that ends a trained turn stops generation after a save, beside the ones known before."""
+    end = model.tokenizer.eos_token_id
+    assert hf.add_end_tokens(model.module, [end]) == [end]
+    assert hf.add_end_tokens(model.module, [end, 3, 3]) == [end, 3]
+    model.save_pretrained(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [end, 3]
+
+
+def test_a_generation_config_that_transformers_refuses_is_mended(
+    model: keyhole.Model, tmp_path: Path
+) -> None:
+    """Training is not lost to a temperature without do_sample, which transformers does not write."""
+    model.module.generation_config.temperature = 0.5
+    model.save_pretrained(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.do_sample is True

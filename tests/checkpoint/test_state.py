@@ -1,0 +1,96 @@
+"""Checkpoints: written whole, verified to the byte."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import keyhole
+from keyhole.checkpoint import state
+from keyhole.checkpoint.state import STATE, TENSORS, Damaged, method_state, save_checkpoint, verify
+
+SCALARS = {"step_count": 7, "scale": 0.1, "list": [1, 2]}
+OTHER = {"loader": {"epoch": 1, "position": 5}, "config": {"seed": 3}, "versions": {"torch": "2"}}
+
+
+def write(path: Path, model: Any) -> dict[str, Any]:
+    saved = SCALARS | {"w/exp_avg": torch.randn(4, 5), "w/step": torch.tensor(3.0)}
+    save_checkpoint(path, model, saved, step=12, **OTHER)
+    return saved
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("whole") / "checkpoint-12"
+    write(path, keyhole.load(tiny_model, device="cpu"))
+    return path
+
+
+def test_everything_comes_back(tiny_model: Path, tmp_path: Path) -> None:
+    """Step, loader, scalars and tensors are read back as they were; no temporary name is left."""
+    path = tmp_path / "checkpoint-12"
+    saved = write(path, keyhole.load(tiny_model, device="cpu"))
+    found = verify(path)
+    assert (found.step, found.loader, found.config) == (12, OTHER["loader"], OTHER["config"])
+    read = dict(method_state(path, found))
+    assert {name: value for name, value in read.items() if name in SCALARS} == SCALARS
+    assert all(torch.equal(read[name], saved[name]) for name in ("w/exp_avg", "w/step"))
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the disk fills midway, the checkpoint of that name is still the old one, whole."""
+    model = keyhole.load(tiny_model, device="cpu")
+    path = tmp_path / "checkpoint-12"
+    write(path, model)
+    before = verify(path)
+
+    def fail(path: Path, tensors: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(state, "write_tensors", fail)
+    with pytest.raises(OSError):
+        write(path, model)
+    assert verify(path) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-12"]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", TENSORS, STATE, "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("harm", ["missing", "truncated", "empty"])
+def test_missing_and_torn_files_are_named(whole: Path, tmp_path: Path, name: str, harm: str) -> None:
+    """Whichever file is missing or short, the fault names it."""
+    path = shutil.copytree(whole, tmp_path / "checkpoint-12")
+    content = (path / name).read_bytes()
+    if harm == "missing":
+        (path / name).unlink()
+    else:
+        (path / name).write_bytes(content[: len(content) // 2] if harm == "truncated" else b"")
+    with pytest.raises(Damaged, match=name):
+        verify(path)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_is_never_loaded(whole: Path, data: st.DataObject) -> None:
+    """Any bit of any file: the checkpoint is refused, or (a space in the state file) means what it meant."""
+    before = verify(whole)
+    file = data.draw(st.sampled_from(sorted(whole.iterdir())))
+    content = bytearray(file.read_bytes())
+    place, bit = data.draw(st.integers(0, len(content) - 1)), data.draw(st.integers(0, 7))
+    original = bytes(content)
+    content[place] ^= 1 << bit
+    try:
+        file.write_bytes(content)
+        try:
+            assert verify(whole) == before and file.name == STATE
+        except Damaged as fault:
+            assert file.name in str(fault)
+    finally:
+        file.write_bytes(original)
