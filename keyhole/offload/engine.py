@@ -92,7 +92,12 @@ class Engine:
         if expected != self.order[: len(expected)]:
             self._drop_ahead()
         self._prefetch()
-        yield
+        try:
+            yield
+        except BaseException:  # an error, or an interrupt: nobody will release what is held
+            for page in list(self.held):
+                self.release(page)
+            raise
         if self.visited and learn:
             self.orders[name] = self.visited
 

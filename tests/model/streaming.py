@@ -1,0 +1,31 @@
+"""A streamed twin of a resident model, cut and run as the test likes, past the decisions of plan/placement.py."""
+
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole.model.layout import find_layout
+from keyhole.model.model import Model
+from keyhole.model.skeleton import build
+from keyhole.offload.arena import split
+from keyhole.offload.engine import Engine
+
+
+def streamed(
+    resident: keyhole.Model, max_unit_numel: int | None = None, keep: tuple[str, ...] = (), **engine_options: Any
+) -> Model:
+    """The same weights, every unit behind the engine but the spine and the kinds named in `keep`."""
+    module = build(resident.config, resident.dtype)
+    layout = find_layout(module, max_unit_numel)
+    flat = torch.full((layout.numel,), float("nan"), dtype=resident.dtype)
+    homes = split(flat, [unit.numel for unit in layout.units])
+    away = {unit.index for unit in layout.units[1:] if unit.kind not in keep}
+    model = Model(module, layout, Engine(homes, away, torch.device("cpu"), **engine_options), resident.dtype)
+    for mine, theirs in zip(layout.tensors, resident.layout.tensors, strict=True):
+        assert mine.name == theirs.name and mine.start == theirs.start
+        model.home(mine).copy_(resident.home(theirs))
+    for name, buffer in resident.module.named_buffers():
+        module.get_buffer(name).copy_(buffer)
+    model.bind_homes()
+    return model

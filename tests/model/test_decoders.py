@@ -1,0 +1,56 @@
+"""Every decoder family through the whole core: equal to Hugging Face, and to itself wherever its weights live."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import keyhole
+from tests.model.decoders import NAMES, batch, config, hf_nll
+from tests.model.streaming import streamed
+
+pytestmark = pytest.mark.parametrize("name", NAMES)
+
+
+def load(name: str, **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", **options)
+
+
+def test_nll_is_cross_entropy_of_the_full_logits(name: str) -> None:
+    """Chunked loss at the trained positions equals the textbook computation on all logits."""
+    model, one = load(name), batch()
+    nll_B, count_B = model.nll(one)
+    torch.testing.assert_close(nll_B, hf_nll(model.module, one), rtol=1e-5, atol=1e-4)
+    assert count_B.tolist() == [7, 7]
+
+
+def test_streamed_equals_resident(name: str) -> None:
+    """Losses and greedy tokens are the same bits whether units are resident, streamed whole, or cut into matrices."""
+    resident, one = load(name), batch()
+    nll_B, tokens = resident.nll(one)[0], resident.generate(one["input_ids"], max_new_tokens=4, do_sample=False)
+    for other in (load(name, placement="stream"), streamed(resident, max_unit_numel=1)):
+        assert torch.equal(other.nll(one)[0], nll_B)
+        assert torch.equal(other.generate(one["input_ids"], max_new_tokens=4, do_sample=False), tokens)
+        assert torch.equal(other.nll(one)[0], nll_B)  # generating left nothing behind
+
+
+def test_save_and_load_back(name: str, tmp_path: Path) -> None:
+    """A saved streamed model is, to the bit, what Transformers and keyhole load from its directory."""
+    model = load(name, placement="stream", seed=3)
+    for _, buffer in saved_buffers_of(model):
+        buffer.uniform_(-0.1, 0.1)
+    model.save_pretrained(tmp_path / "saved")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    for key, tensor in model.module.state_dict().items():
+        assert torch.equal(theirs[key], tensor), key
+    for placement in ("resident", "stream"):
+        back = keyhole.load(tmp_path / "saved", placement=placement, device="cpu")
+        assert torch.equal(back.nll(batch())[0], model.nll(batch())[0])
+
+
+def saved_buffers_of(model: keyhole.Model) -> list[tuple[str, torch.Tensor]]:
+    from keyhole.model.skeleton import saved_buffers
+
+    return list(saved_buffers(model.module).items())

@@ -1,0 +1,133 @@
+"""Lockstep: the order of work is fixed, every unit is served once for all, and nothing survives a failure."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.model.lockstep import Lockstep
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Whatever a test does, the threads of its passes have ended."""
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def visiting(conductor: Lockstep, log: list, index: int, units: list[Any]) -> Callable[[], int]:
+    def run() -> int:
+        log.append((index, None))
+        for unit in units:
+            conductor.current.meet(unit)
+            log.append((index, unit))
+        return index * 10
+
+    return run
+
+
+def serve_all(count: int, log: list) -> Callable:
+    def serve(unit: Any, resume: Callable[[int], None]) -> None:
+        log.append(("serve", unit))
+        for i in range(count):
+            resume(i)
+
+    return serve
+
+
+def test_passes_advance_together() -> None:
+    """Each unit is served once and all passes go through it before the next one is looked at."""
+    conductor, log = Lockstep(CPU), []
+    results = conductor.run([visiting(conductor, log, i, ["a", "b"]) for i in range(3)], serve_all(3, log))
+    assert results == [0, 10, 20]
+    expected = [[("serve", unit), (0, unit), (1, unit), (2, unit)] for unit in (None, "a", "b")]
+    assert log == sum(expected, [])
+
+
+def test_order_of_resuming_is_the_servers() -> None:
+    """Passes run in the order in which the server resumes them, and `current` is the one that runs."""
+    conductor, log = Lockstep(CPU), []
+
+    def serve(unit: Any, resume: Callable[[int], None]) -> None:
+        resume(1)
+        assert conductor.current is None
+        resume(0)
+
+    def run(index: int) -> Callable[[], None]:
+        def body() -> None:
+            log.append((index, conductor.current.index))
+
+        return body
+
+    conductor.run([run(0), run(1)], serve)
+    assert log == [(1, 1), (0, 0)]
+
+
+@given(st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=4))
+def test_passes_may_visit_different_units(routes: list[list[int]]) -> None:
+    """Each pass sees exactly its own units in its own order, whatever the others visit."""
+    routes = [[u for k, u in enumerate(route) if k == 0 or u != route[k - 1]] for route in routes]
+    conductor, log = Lockstep(CPU), []
+    conductor.run([visiting(conductor, log, i, route) for i, route in enumerate(routes)], serve_all(len(routes), log))
+    for i, route in enumerate(routes):
+        assert [unit for who, unit in log if who == i] == [None, *route]
+    served = [unit for who, unit in log if who == "serve"]
+    assert len(served) - 1 <= sum(len(route) for route in routes)
+    if all(route == routes[0] for route in routes):
+        assert served == [None, *routes[0]]
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("at", ["start", "a", "b", "end"])
+def test_error_in_a_pass_reaches_the_caller(failing: int, at: str) -> None:
+    """The pass's own exception is raised, and the other passes, wherever they wait, are ended."""
+    conductor, log = Lockstep(CPU), []
+
+    def body() -> None:
+        for unit in ("start", "a", "b", "end"):
+            if unit in ("a", "b"):
+                conductor.current.meet(unit)
+            if unit == at:
+                raise KeyError(at)
+
+    passes = [body if i == failing else visiting(conductor, log, i, ["a", "b"]) for i in range(3)]
+    with pytest.raises(KeyError, match=at):
+        conductor.run(passes, serve_all(3, log))
+
+
+@pytest.mark.parametrize("at", [None, "a", "b"])
+def test_error_in_the_server_ends_the_passes(at: str | None) -> None:
+    """A server that fails (a damaged unit, an interrupt) leaves no pass behind."""
+    conductor, log = Lockstep(CPU), []
+
+    def serve(unit: Any, resume: Callable[[int], None]) -> None:
+        if unit == at:
+            raise KeyboardInterrupt
+        for i in range(2):
+            resume(i)
+
+    with pytest.raises(KeyboardInterrupt):
+        conductor.run([visiting(conductor, log, i, ["a", "b"]) for i in range(2)], serve)
+    assert not any(unit == at for _, unit in log)
+
+
+def test_forgotten_pass_is_a_bug() -> None:
+    """A server that does not resume everybody is caught, not waited for."""
+    conductor, log = Lockstep(CPU), []
+    with pytest.raises(AssertionError, match="waiting"):
+        conductor.run([visiting(conductor, log, i, ["a"]) for i in range(2)], serve_all(1, log))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_passes_take_the_grad_mode_of_the_caller(grad: bool) -> None:
+    """PyTorch keeps the grad mode by thread; a pass sees its conductor's."""
+    with torch.set_grad_enabled(grad):
+        seen = Lockstep(CPU).run([torch.is_grad_enabled] * 2, lambda unit, resume: (resume(0), resume(1)))
+    assert seen == [grad, grad]

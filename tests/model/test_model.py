@@ -1,0 +1,174 @@
+"""The facade: batches of every shape, units that come and go, and a model that is whole again afterwards."""
+
+import random
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.model import layout as layout_module
+from tests.model.decoders import VOCAB, batch, config, hf_nll
+from tests.model.streaming import streamed
+
+
+def load(name: str = "llama", **options: object) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", **options)
+
+
+def padded(lengths: list[int]) -> dict[str, torch.Tensor]:
+    """Rows of these lengths, padded on the right."""
+    one = batch(len(lengths), max(lengths))
+    one["attention_mask"] = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    one["input_ids"][one["attention_mask"] == 0] = 0
+    one["labels"][one["attention_mask"] == 0] = -100
+    return one
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_list_of_batches_is_each_batch(placement: str) -> None:
+    """Passes in lockstep give the bits that each batch gives alone, and the model crosses the link once for all."""
+    model = load(placement=placement)
+    batches = [batch(2, 10, seed=1), batch(3, 7, seed=2), batch(1, 4, seed=3)]
+    alone = [model.nll(one) for one in batches]
+    before = model.engine.bytes_up
+    together = model.nll(batches)
+    assert all(torch.equal(a, b) for x, y in zip(alone, together, strict=True) for a, b in zip(x, y, strict=True))
+    weights = sum(model.layout.units[i].numel for i in model.engine.streamed) * 4
+    assert model.engine.bytes_up - before <= weights
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bloom", "falcon_alibi", "gemma3"])
+def test_padding_does_not_count(name: str) -> None:
+    """A right-padded row costs what it costs alone."""
+    model, one = load(name), padded([9, 6, 4])
+    nll_B, count_B = model.nll(one)
+    assert count_B.tolist() == [6, 3, 1]
+    for i, length in enumerate([9, 6, 4]):
+        row = {key: one[key][i : i + 1, :length] for key in ("input_ids", "labels")}
+        torch.testing.assert_close(model.nll(row)[0][0], nll_B[i], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_without_a_trained_token() -> None:
+    """They cost nothing and count nothing, even when no row has one."""
+    model, one = load(placement="stream"), batch(3)
+    one["labels"][1] = -100
+    nll_B, count_B = model.nll(one)
+    assert count_B.tolist() == [7, 0, 7] and nll_B[1] == 0 and nll_B[0] > 0
+    one["labels"][:] = -100
+    nll_B, count_B = model.nll(one)
+    assert count_B.tolist() == [0, 0, 0] and nll_B.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi"])
+def test_vocabulary_in_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table and head cut into many row chunks give the loss of the full logits, streamed or not, and the tokens."""
+    whole = load(name)
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", 16)
+    model, one = load(name), batch(2, 12)
+    assert len(model.layout.head_units) == 7
+    torch.testing.assert_close(model.nll(one)[0], hf_nll(whole.module, one), rtol=1e-5, atol=1e-4)
+    other = load(name, placement="stream")
+    assert torch.equal(other.nll(one)[0], model.nll(one)[0])
+    want = whole.generate(one["input_ids"], max_new_tokens=5, do_sample=False)
+    assert torch.equal(other.generate(one["input_ids"], max_new_tokens=5, do_sample=False), want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_streamed_equals_resident_in_16_bit(dtype: str) -> None:
+    """The dtype of the weights changes nothing about where they may live."""
+    one, options = batch(), {"max_new_tokens": 4, "do_sample": False}
+    resident, other = load("qwen2", dtype=dtype), load("qwen2", dtype=dtype, placement="stream")
+    assert torch.equal(resident.nll(one)[0], other.nll(one)[0])
+    assert torch.equal(resident.generate(one["input_ids"], **options), other.generate(one["input_ids"], **options))
+
+
+@pytest.mark.parametrize("keep", [(), ("table",), ("head",), ("table", "head"), ("block",)])
+@pytest.mark.parametrize("slot_count", [1, 2, 5])
+def test_any_mix_of_resident_and_streamed(keep: tuple[str, ...], slot_count: int) -> None:
+    """Whatever stays on the device, with any number of slots and freed slots poisoned, the bits are the same."""
+    resident, one = load(), batch()
+    other = streamed(resident, 3000, keep, slot_count=slot_count, chaos=random.Random(0))
+    assert torch.equal(other.nll([one, one])[1][0], resident.nll(one)[0])
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"reuse_slots": False}])
+def test_ablations_do_not_change_the_numbers(options: dict[str, bool]) -> None:
+    """Switching an optimisation off changes time, not values."""
+    resident, one = load("mixtral"), batch()
+    other = streamed(resident, 2000, **options)
+    for _ in range(2):
+        assert torch.equal(other.nll(one)[0], resident.nll(one)[0])
+
+
+def test_generate_samples_beams_and_left_padding() -> None:
+    """HF's own options work on a streamed model and give what they give on a resident one."""
+    resident, other = load(), load(placement="stream")
+    ids = batch(3, 6)["input_ids"]
+    mask = torch.ones_like(ids)
+    ids[1, :2], mask[1, :2] = 0, 0
+    for options in ({"do_sample": True, "top_k": 20}, {"num_beams": 3, "do_sample": False}):
+        tokens = []
+        for model in (resident, other):
+            torch.manual_seed(5)
+            tokens.append(model.generate(ids, mask, max_new_tokens=6, **options))
+        assert torch.equal(*tokens)
+
+
+def test_generate_crosses_the_link_once_a_token() -> None:
+    """All rows of a batch share each upload; only what was prefetched past the end may come on top."""
+    model = load("llama", placement="stream")
+    weights = 4 * sum(unit.numel for unit in model.layout.units if unit.kind in ("block", "head"))
+    slots = 4 * model.engine.slot_count * model.engine.slot_numel
+    model.generate(batch(4, 6)["input_ids"], max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    assert 5 * weights <= model.engine.bytes_up <= 5 * weights + 2 * slots
+
+
+@pytest.mark.parametrize("max_unit_numel", [None, 1])
+@pytest.mark.parametrize("at", ["model.embed_tokens", "model.layers.1", "model.layers.2.mlp.up_proj", "lm_head"])
+@pytest.mark.parametrize("call", ["nll", "generate"])
+def test_model_survives_a_failure(at: str, call: str, max_unit_numel: int | None) -> None:
+    """An error (or an interrupt) anywhere in a pass is raised, and the next call is as if nothing had happened."""
+    resident, one = load(), batch()
+    model = streamed(resident, max_unit_numel, chaos=random.Random(1))
+
+    def fail(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.module.get_submodule(at).register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.nll([one, one]) if call == "nll" else model.generate(one["input_ids"], max_new_tokens=2)
+    hook.remove()
+    assert torch.equal(model.nll(one)[0], resident.nll(one)[0])
+    want = resident.generate(one["input_ids"], max_new_tokens=2, do_sample=False)
+    assert torch.equal(model.generate(one["input_ids"], max_new_tokens=2, do_sample=False), want)
+
+
+def test_tokens_outside_of_the_vocabulary() -> None:
+    """An input outside raises; a label outside gives NaN, never a number that looks like a loss."""
+    model, one = load(placement="stream"), batch(1, 6)
+    one["labels"][0, 5] = VOCAB + 7
+    assert model.nll(one)[0].isnan().all()
+    one["input_ids"][0, 3] = VOCAB
+    with pytest.raises(IndexError):
+        model.nll(one)
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_parameters_are_home_between_calls(placement: str) -> None:
+    """After any call the module holds its own weights and is an ordinary HF model, padding index included."""
+    model, one = load("opt", placement=placement), batch()
+    padding = model.embedding.padding_idx
+    for _ in range(2):
+        model.nll(one)
+        model.generate(one["input_ids"], max_new_tokens=2)
+        assert model.embedding.padding_idx == padding is not None
+        for tensor in model.layout.tensors:
+            assert tensor.param.data_ptr() == model.home(tensor).data_ptr() and tensor.param.shape == tensor.shape
+        torch.testing.assert_close(hf_nll(model.module, one), model.nll(one)[0])
+
+
+def test_no_graph_is_built() -> None:
+    """Losses of `nll` carry no gradient, whatever the grad mode of the caller."""
+    with torch.enable_grad():
+        nll_B, _ = load(placement="stream").nll(batch())
+    assert not nll_B.requires_grad
