@@ -128,7 +128,7 @@ class TrainConfig:
     max_grad_norm: Positive | None = None
     """Clips the norm of the whole gradient; null = no clipping. For zo use zo.clip."""
 
-    max_length: Count | None = 1024
+    max_length: Annotated[int, Limit(2)] | None = 1024
     """Longest sample in tokens; null = no limit."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to samples longer than max_length; what is cut is reported."""
