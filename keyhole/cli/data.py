@@ -1,5 +1,6 @@
 """keyhole data CONFIG [key=value ...] [-n 3]"""
 
+import sys
 from typing import Annotated
 
 import typer
@@ -19,6 +20,6 @@ def data(
     Example: keyhole data my.yaml -n 5 max_length=512
     """
     settings = read_config(config, overrides)
-    from keyhole.data import preview
+    from keyhole.data import preview_config
 
-    typer.echo(preview(settings, count))
+    typer.echo(preview_config(settings, count, color=sys.stdout.isatty()))
