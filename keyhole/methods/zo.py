@@ -255,7 +255,8 @@ class ZO:
         """Of the last step. Reading them waits for the device."""
         if self.projected is None:
             return {}
-        share = float(self.changed) / max(1, sum(t.shape.numel() for t in self.model.layout.tensors))
+        trained = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
+        share = float(self.changed) / trained
         return {"projected_grad": float(self.projected.abs().mean()), "changed": share}
 
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.layout import Layout
+from keyhole.model.layout import FlatTensor, Layout, Unit
 from keyhole.model.model import Model
 from keyhole.model.random_init import fill_random
 from keyhole.model.skeleton import build, read_config, saved_buffers
@@ -139,7 +139,17 @@ def _reserve(layout: Layout, placed: Placement, dtype: torch.dtype, device: torc
         flat = torch.empty(sum(u.numel for u in units), dtype=dtype, device="cpu" if on_host else device)
         for unit, piece in zip(units, arena.split(flat, [u.numel for u in units]), strict=True):
             homes[unit.index] = piece
+            _zero_padding(unit, piece)
     return homes
+
+
+def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
+    """The gaps between aligned tensors are perturbed and updated with the rest: they must hold numbers."""
+    starts = [tensor.start - unit.start for tensor in unit.tensors[1:]] + [unit.numel]
+    for tensor, begin in zip(unit.tensors, starts, strict=True):
+        end = tensor.stop - unit.start
+        if end < begin:
+            home[end:begin] = 0
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

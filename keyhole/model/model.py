@@ -21,10 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole import ops
 from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
 from keyhole.model.head import Head
-from keyhole.model.layout import FlatTensor, Layout, Unit
+from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
 from keyhole.model.lockstep import Lockstep
+from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.loss import RunningNLL
 
@@ -55,10 +57,10 @@ class Model:
         self.conductor: Any = None
         self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._scratch: dict[str, torch.Tensor] = {}
-        self._views: dict[tuple[int, int], list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self._spine: torch.Tensor  # what the spine's parameters point into, for the pass that runs
         spine = layout.spine.tensors
-        self._outer = [t for t in spine if t.block is None]
-        self._inner = {b: [t for t in spine if t.block == b] for b in range(layout.block_count)}
+        self._spine_tensors = {b: [t for t in spine if t.block == b] for b in (None, *range(layout.block_count))}
         self._install_hooks()
 
     # -- where parameters point to ---------------------------------------------------------------------------------
@@ -78,14 +80,23 @@ class Model:
             param.data = view
 
     def bind(self, unit: Unit | None, flat: torch.Tensor | None, spine: torch.Tensor) -> None:
-        """Points the parameters of a block unit into `flat`, and the spine that goes with it into `spine`."""
-        key = (unit.index if unit else -1, flat.data_ptr() if flat is not None else 0, spine.data_ptr())
+        """Points the parameters of a block unit into `flat`, and those of the spine outside of blocks and in the
+        unit's block into `spine`. (A pass that enters the next block takes that block's with it: `on_block`.)"""
+        self._spine = spine
+        self._point_spine(None)
+        if unit is not None:
+            self._point_spine(unit.block)
+            self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
+
+    def _point_spine(self, block: int | None) -> None:
+        key = ("spine", block, self._spine.data_ptr())
+        self._point(key, self._spine_tensors[block], self._spine, self.layout.spine.start)
+
+    def _point(self, key: tuple, tensors: list[FlatTensor], flat: torch.Tensor, start: int) -> None:
+        """Points tensors into `flat`, whose first element is `start`. Views of reused memory are made once."""
         views = self._views.get(key)
         if views is None:
-            views = [(t.param, _view(spine, t, self.layout.spine.start)) for t in self._outer]
-            if unit is not None:
-                views += [(t.param, _view(spine, t, self.layout.spine.start)) for t in self._inner[unit.block]]
-                views += [(t.param, _view(flat, t, unit.start)) for t in unit.tensors]
+            views = [(t.param, _view(flat, t, start)) for t in tensors]
             if self.engine.reuse_slots:
                 self._views[key] = views
         for param, view in views:
@@ -96,7 +107,7 @@ class Model:
         first, last = unit.rows
         bias = self.head.linear.bias
         if bias is not None:
-            tensor = next(t for t in self._outer if t.param is bias)
+            tensor = next(t for t in self._spine_tensors[None] if t.param is bias)
             bias = _view(spine, tensor, self.layout.spine.start)[first:last]
         width = unit.tensors[0].shape[1]
         self.head.bind(flat[: (last - first) * width].view(last - first, width), bias)
@@ -125,7 +136,10 @@ class Model:
         head = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block")]
         with self.engine.sweep(name, blocks + head, learn):
-            yield
+            try:
+                yield
+            finally:
+                self.bind_homes()
 
     def lockstep(self, batches: list[DeviceBatch], serve: Serve, rows: Rows) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H]."""
@@ -148,8 +162,10 @@ class Model:
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
         """Rows of the input embedding, gathered where the table lives."""
         table_VH = self.home(self.layout.table)
-        if table_VH.device == self.device:
-            return table_VH[ids_M]
+        if table_VH.device == self.device or (self.pinned and ops.use_kernel(self.device)):
+            for unit in self.layout.of_kind("table"):
+                self.engine.home_ready(unit.index)
+            return ops.gather_rows(table_VH, ids_M)
         self.engine.wait_for_homes()
         return table_VH[ids_M.to(table_VH.device)].to(self.device)
 
@@ -174,7 +190,6 @@ class Model:
                 for state, x in zip(running, hidden, strict=True):
                     self.head.add_nll(state, x, unit.rows[0])
                 self.engine.release(unit.index)
-            self.bind_homes()
         results = [_by_row(state.nll_N(), b) for state, b in zip(running, batches, strict=True)]
         return results[0] if isinstance(batch, dict) else results
 
@@ -202,6 +217,13 @@ class Model:
 
             return hook
 
+        def on_block(block: int) -> Callable:
+            def hook(module: nn.Module, args: tuple) -> None:
+                if self.conductor is not None:
+                    self._point_spine(block)
+
+            return hook
+
         def on_embed(module: nn.Module, args: tuple) -> tuple | None:
             if self.conductor is None:
                 return None
@@ -212,6 +234,8 @@ class Model:
         for unit in self.layout.of_kind("block"):
             for owner in unit.modules:
                 owner.register_forward_pre_hook(on_enter(unit))
+        for block, owner in enumerate(find_blocks(self.module)):  # after on_enter: the unit's pass is bound by then
+            owner.register_forward_pre_hook(on_block(block))
         self.embedding.register_forward_pre_hook(on_embed)
 
     # -- looking at it, and saving ---------------------------------------------------------------------------------
@@ -227,6 +251,13 @@ class Model:
         from keyhole.checkpoint.hf import save_model
 
         save_model(self, Path(path))
+
+    def close(self) -> None:
+        """Gives page-locked memory back; the model cannot be used afterwards."""
+        if self.pinned:
+            torch.cuda.synchronize(self.device)
+            arena.unpin(self.engine.homes[min(self.engine.streamed)])
+            self.pinned = False
 
     def describe(self) -> list[str]:
         """What was decided and why, a line each."""

@@ -1,0 +1,259 @@
+"""Zeroth-order steps against the textbook, against themselves streamed, and at the edges."""
+
+import random
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.model.batch import to_device
+from keyhole.ops.loss import RunningNLL
+from tests.model.decoders import NAMES, batch, config
+from tests.model.streaming import streamed
+
+EPS, SEED = 1e-2, 7
+
+
+def load(name: str = "llama", **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", **{"device": "cpu", **options})
+
+
+def weights(model: keyhole.Model) -> list[torch.Tensor]:
+    return [tensor.detach().clone() for _, tensor in model.named_tensors()]
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))
+
+
+def train(model: keyhole.Model, steps: int, batches: list | None = None, lr: float = 1e-3, **options: Any) -> list[float]:
+    """Steps with a falling learning rate; returns the losses, and leaves nothing pending."""
+    opt = keyhole.ZO(model, **{"eps": EPS, "seed": SEED, **options})
+    losses = []
+    for t in range(steps):
+        opt.lr = lr * (1 - t / 40)
+        losses.append(opt.step(batches or [batch(seed=t)]))
+    opt.flush()
+    return [loss.item() for loss in losses]
+
+
+@torch.no_grad()
+def textbook(model: keyhole.Model, steps: int, q: int, weight_decay: float, micro: int) -> None:
+    """MeZO as in the textbook: perturb all weights, call the model, put them back, update."""
+    params = model.layout.tensors
+
+    def z(tensor: Any, t: int, i: int) -> torch.Tensor:
+        return flat_z(t, i)[tensor.start : tensor.stop].view(tensor.shape)
+
+    @lru_cache(maxsize=q)
+    def flat_z(t: int, i: int) -> torch.Tensor:
+        return ops.noise(model.layout.numel, offset=0, seed=SEED, step=t, direction=i)
+
+    def loss(batches: list) -> torch.Tensor:
+        sums, count = [], 0
+        for one in batches:
+            b = to_device(one, model.device)
+            running = RunningNLL(b.target_N)
+            running.add(model.head.logits(model.hidden(b)), 0)
+            sums.append(running.nll_N().sum())
+            count += b.token_count
+        return torch.stack(sums).sum() / count
+
+    for t in range(steps):
+        batches = [batch(seed=micro * t + k, length=10 + k) for k in range(micro)]
+        clean = [p.param.data.clone() for p in params]
+        g = []
+        for i in range(q):
+            losses = []
+            for sign in (1, -1):
+                for p, w in zip(params, clean, strict=True):
+                    p.param.data.copy_(w + sign * (EPS * z(p, t, i)))
+                losses.append(loss(batches))
+            g.append((losses[0] - losses[1]) / (2 * EPS))
+        lr = torch.tensor(1e-3 * (1 - t / 40))
+        for p, w in zip(params, clean, strict=True):
+            u = sum((g[i] / q * z(p, t, i) for i in range(1, q)), g[0] / q * z(p, t, 0))
+            p.param.data.copy_(w - lr * (u + weight_decay * w))
+
+
+@pytest.mark.parametrize("q, weight_decay, micro", [(1, 0.0, 1), (1, 0.1, 1), (4, 0.1, 1), (2, 0.1, 3)])
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_equals_the_textbook_loop(name: str, q: int, weight_decay: float, micro: int) -> None:
+    """20 steps in fp32 give the textbook's weights to the bit, with directions, decay, a schedule, accumulation."""
+    book, ours = load(name), load(name)
+    textbook(book, 20, q, weight_decay, micro)
+    opt = keyhole.ZO(ours, eps=EPS, seed=SEED, directions=q, weight_decay=weight_decay)
+    for t in range(20):
+        opt.lr = 1e-3 * (1 - t / 40)
+        opt.step([batch(seed=micro * t + k, length=10 + k) for k in range(micro)])
+    opt.flush()
+    assert equal(weights(book), weights(ours))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_equals_resident(name: str) -> None:
+    """Losses and weights after 20 steps are the same bits, slots poisoned when freed."""
+    resident = load(name)
+    whole = streamed(resident, chaos=random.Random(0))
+    expected = train(resident, 20)
+    assert train(whole, 20) == expected
+    assert equal(weights(resident), weights(whole))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_units_equal_whole_blocks(name: str) -> None:
+    """Every matrix a unit of its own, two slots: still the same bits."""
+    resident = load(name)
+    cut = streamed(resident, max_unit_numel=1, slot_count=2, chaos=random.Random(1))
+    assert train(cut, 3) == train(resident, 3)
+    assert equal(weights(resident), weights(cut))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_streams_exactly(dtype: str) -> None:
+    """Stochastic rounding depends on the element, not on where it lives."""
+    resident = load(dtype=dtype)
+    other = streamed(resident, max_unit_numel=1)
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    assert train(resident, 5, batches, directions=2) == train(other, 5, batches, directions=2)
+    assert equal(weights(resident), weights(other))
+
+
+@pytest.mark.parametrize("switch", ["overlap", "reuse_slots", "deferred_update"])
+def test_ablations_change_no_number(switch: str) -> None:
+    """Each optimisation can be switched off without moving a bit."""
+    first = load("opt")
+    options = {} if switch == "deferred_update" else {switch: False}
+    second = streamed(first, **options)
+    ours = {"deferred_update": False} if switch == "deferred_update" else {}
+    assert train(first, 5) == train(second, 5, **ours)
+    assert equal(weights(first), weights(second))
+
+
+def test_a_unit_crosses_once_a_step() -> None:
+    """However many directions and micro-batches there are, the bytes over the link are those of one visit."""
+    resident = load()
+    model = streamed(resident)
+    opt = keyhole.ZO(model, directions=3, eps=EPS)
+    batches = [batch(seed=k) for k in range(4)]
+    opt.step(batches)
+    opt.step(batches)
+    up, down = model.engine.bytes_up, model.engine.bytes_down
+    opt.step(batches)
+    size = sum(model.layout.units[i].numel for i in model.engine.streamed) * 4
+    assert (model.engine.bytes_up - up, model.engine.bytes_down - down) == (size, size)
+
+
+def test_resume_is_exact() -> None:
+    """N + M steps equal N, state out, state in, M."""
+    whole, parts = load(), load()
+    train(whole, 6, [batch()])
+    first = keyhole.ZO(parts, eps=EPS, seed=SEED)
+    for t in range(2):
+        first.lr = 1e-3 * (1 - t / 40)
+        first.step(batch())
+    state = first.state_dict()
+    second = keyhole.ZO(parts, eps=EPS, seed=SEED)
+    second.load_state_dict(state)
+    for t in range(2, 6):
+        second.lr = 1e-3 * (1 - t / 40)
+        second.step(batch())
+    second.flush()
+    assert equal(weights(whole), weights(parts))
+    with pytest.raises(UserError, match="seed"):
+        keyhole.ZO(parts, seed=8).load_state_dict(state)
+
+
+def test_frozen_parameters_stay() -> None:
+    """What requires no gradient is neither perturbed nor updated; the rest is."""
+    model = load("qwen2")
+    frozen = [t for t in model.layout.tensors if "mlp" in t.name or "embed" in t.name]
+    for tensor in frozen:
+        tensor.param.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in model.named_tensors()}
+    train(model, 3)
+    still = {name for name, tensor in model.named_tensors() if torch.equal(tensor, before[name])}
+    assert still == {t.name for t in frozen}
+
+
+def test_everything_frozen_is_refused() -> None:
+    """A model with nothing to train is the user's mistake."""
+    model = load()
+    model.module.requires_grad_(False)
+    with pytest.raises(UserError, match="frozen"):
+        keyhole.ZO(model)
+
+
+def test_a_non_finite_loss_changes_nothing() -> None:
+    """When the loss overflows, the update is exactly zero, weight decay included."""
+    model = load()
+    with torch.no_grad():
+        next(t for t in model.layout.tensors if "layers.1.mlp.down" in t.name).param.data.fill_(1e38)
+    before = weights(model)
+    opt = keyhole.ZO(model, lr=1e-2, eps=EPS, weight_decay=0.1)
+    loss = opt.step(batch())
+    opt.flush()
+    assert not torch.isfinite(loss) and equal(before, weights(model))
+
+
+def test_clip_bounds_the_projected_gradient() -> None:
+    """|g| is at most `clip`, and the update is that of the clipped g."""
+    model = load()
+    opt = keyhole.ZO(model, lr=1e-3, eps=EPS, clip=1e-3)
+    opt.step(batch())
+    assert opt.metrics()["projected_grad"] == pytest.approx(1e-3)
+
+
+def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
+    """Small steps change a share of bf16 weights in proportion; rounded to nearest almost all are lost."""
+    shares = {}
+    for rounding in ("stochastic", "nearest"):
+        model = load(dtype="bfloat16")
+        opt = keyhole.ZO(model, lr=1e-7, eps=EPS, rounding=rounding)
+        opt.step(batch())
+        opt.flush()
+        shares[rounding] = opt.metrics()["changed"]
+    assert shares["stochastic"] > 5 * shares["nearest"]
+    assert shares["stochastic"] > 1e-3
+
+
+def test_it_learns() -> None:
+    """On one batch, the loss falls."""
+    model = load()
+    losses = train(model, 60, [batch()], lr=2e-2, directions=4, distribution="rademacher")
+    assert losses[-1] < losses[0] - 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_gpu_streamed_equals_resident_under_random_delays(name: str, dtype: str) -> None:
+    """50 random schedules with delayed streams and poisoned slots give the resident run's bits."""
+    small = {"device": "cuda", "dtype": dtype}
+    resident = load(name, **small)
+    expected = train(resident, 4)
+    for schedule in range(50):
+        model = load(name, **small, placement="stream", chaos=random.Random(schedule))
+        assert train(model, 4) == expected, schedule
+        assert equal(weights(resident), weights(model)), schedule
+        model.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_first_update_on_the_gpu_is_that_of_the_cpu() -> None:
+    """Noise, arithmetic and rounding agree between devices to the bit, given the same projected gradient."""
+    models = [load(dtype="bfloat16", device=device) for device in ("cpu", "cuda")]
+    for mine, theirs in zip(models[0].layout.tensors, models[1].layout.tensors, strict=True):
+        models[1].home(theirs).copy_(models[0].home(mine))
+    for model in models:
+        opt = keyhole.ZO(model, eps=EPS, weight_decay=0.1)
+        opt.step(batch())
+        opt.pending.coef.copy_(torch.tensor([1e-3, 0.7]))
+        opt.flush()
+    assert equal(weights(models[0]), weights(models[1]))
