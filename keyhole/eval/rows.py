@@ -1,0 +1,56 @@
+"""NLL of many rows of very different lengths, in few passes over the weights.
+
+Rows are sorted by length, so that those in a batch need little padding, and put into batches of at most
+`batch_tokens` tokens, padding included, the longest first: if memory is short, it fails at once. When units
+are streamed, `passes` batches go through the model in lockstep. With W bytes of streamed weights and T tokens
+in all,
+
+    bytes over the link  =  W * ceil(T / (batch_tokens * passes))         not  W * rows
+
+Results come back in the order of the rows. Legend: R rows of the whole set, B rows of a batch, T positions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from keyhole.data.dataset import Sample
+from keyhole.data.loader import collate
+from keyhole.model.model import Model
+
+BATCH_TOKENS = 4096
+PASSES = 4
+
+Groups = list[list[list[int]]]  # row indices of the batches that go through the model together
+Watch = Callable[[Groups], Iterable[list[list[int]]]]  # sees the groups go by: a progress bar
+
+
+def score_rows(
+    model: Model,
+    rows: Sequence[Sample],
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    passes: int = PASSES,
+    watch: Watch = iter,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
+    nll_R = torch.zeros(len(rows), dtype=torch.float64)
+    count_R = torch.zeros(len(rows), dtype=torch.int64)
+    batches = plan_batches([len(row.input_ids) for row in rows], batch_tokens)
+    together = passes if model.engine.streamed else 1
+    for group in watch([batches[i : i + together] for i in range(0, len(batches), together)]):
+        results = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+        for batch, (nll_B, count_B) in zip(group, results, strict=True):
+            nll_R[batch] = nll_B.double().cpu()
+            count_R[batch] = count_B.cpu()
+    return nll_R, count_R
+
+
+def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Indices of the rows of each batch, the longest first; a row longer than batch_tokens goes alone."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > batch_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches

@@ -1,0 +1,112 @@
+"""Task files: questions with candidate answers, one of which is right.
+
+A row (JSONL, JSON or Parquet; keyhole.data.files reads it) is
+
+    {"prompt": "The soup was cold.\nStamp:", "candidates": [" blue", " red"], "answer": 1}
+
+    prompt       text, or a chat: a list of {role, content}, written out by the model's chat template
+    candidates   two or more texts; prompt and candidate are joined byte for byte, the space between included
+    answer       the index of the right one, from 0, or its text; the column may also be called `label`
+
+Further columns are ignored: rows that also have a `completion` serve as training data too. The word `demo`
+stands for the embedded task. A wrong row is refused with its file and line before any model is loaded.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from keyhole.data.files import Record, read
+from keyhole.demo import paths
+from keyhole.errors import UserError
+
+Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row: what is asked, what may be answered, which answer is right, and where it was found."""
+
+    prompt: str | Turns
+    candidates: tuple[str, ...]
+    answer: int
+    where: str = "question"
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions under one name."""
+
+    name: str
+    questions: list[Question]
+
+
+def is_task(source: str) -> bool:
+    """Whether the first row of a source has candidates; otherwise it is plain data."""
+    first = next(iter(read(paths.locate(source, paths.TEST))))
+    return "candidates" in first.row
+
+
+def read_task(source: str, limit: int | None = None) -> Task:
+    """All questions of a file, glob or directory, or the first `limit`."""
+    return Task(task_name(source), questions(islice(read(paths.locate(source, paths.TEST)), limit)))
+
+
+def task_name(source: str) -> str:
+    """`demo`, or folder and file without the suffix: data/rte/val.jsonl is rte/val."""
+    path = Path(source)
+    return source if source == "demo" else f"{path.parent.name}/{path.stem}".lstrip("/")
+
+
+def questions(records: Iterable[Record]) -> list[Question]:
+    """Rows as questions."""
+    return [_question(record) for record in records]
+
+
+def _question(record: Record) -> Question:
+    missing = [name for name in ("prompt", "candidates") if name not in record.row]
+    if "answer" not in record.row and "label" not in record.row:
+        missing.append("answer")
+    if missing:
+        raise UserError(
+            f"{record.where}: a task needs prompt, candidates and answer; {', '.join(missing)} is missing, "
+            f"found: {', '.join(map(str, record.row)) or 'nothing'}"
+        )
+    candidates = _candidates(record)
+    return Question(_prompt(record), candidates, _answer(record, candidates), record.where)
+
+
+def _prompt(record: Record) -> str | Turns:
+    prompt = record.row["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    turns = prompt if isinstance(prompt, list) else [None]
+    if turns and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns):
+        return turns
+    raise UserError(f"{record.where}: prompt: expected text or turns {{role, content}}, found {prompt!r:.60}")
+
+
+def _candidates(record: Record) -> tuple[str, ...]:
+    found = record.row["candidates"]
+    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(c, str) and c for c in found):
+        raise UserError(f"{record.where}: candidates: expected a list of 2 or more texts, found {found!r:.60}")
+    if len(set(found)) < len(found):
+        raise UserError(f"{record.where}: candidates: two of them are the same: {found!r:.60}")
+    return tuple(found)
+
+
+def _answer(record: Record, candidates: tuple[str, ...]) -> int:
+    answer = record.row["answer"] if "answer" in record.row else record.row["label"]
+    if isinstance(answer, str):
+        texts = candidates if answer in candidates else tuple(c.strip() for c in candidates)
+        if texts.count(answer) == 1:
+            return texts.index(answer)
+        raise UserError(f"{record.where}: answer: {answer!r} is not one of the candidates {list(candidates)}")
+    if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < len(candidates):
+        raise UserError(
+            f"{record.where}: answer: expected an index from 0 to {len(candidates) - 1}, or the text of a "
+            f"candidate, found {answer!r}"
+        )
+    return answer
