@@ -1,0 +1,168 @@
+"""Batches in an order that is a pure function of (seed, epoch), and a position in it that fits in two
+integers.
+
+    order(seed, e) = row indices sorted by splitmix64(seed, e, index)      no generator, no state
+    step = the next batch_size * gradient_accumulation_steps rows of the order, cut into micro-batches
+
+Nothing else is random, so resuming is exact: {"epoch": e, "offset": o} says which rows have been seen, and
+the next step is the one that would have come. The offset counts rows, not steps; batch sizes may change
+across a resume.
+
+The end of an epoch is the end of a step: its last step takes the rows that are left, with fewer or smaller
+micro-batches, as a plain PyTorch loop without drop_last does. So an epoch is steps_per_epoch whole steps in
+which every row is seen exactly once, and num_train_epochs means what it says. The loss of a step is a mean
+over *its* tokens, so a short step is weighted right.
+
+Micro-batches are padded on the right to their longest row (to a multiple of `pad_to_multiple_of`, 8 by
+default, which matrix units like), with attention_mask 0 and label -100 there. Packed batches have no
+attention mask: their padding is one more sample at the end of the row, with positions from 0, that nobody
+is trained on and nobody sees.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from keyhole.data.dataset import IGNORED, Dataset, Sample
+from keyhole.errors import UserError
+
+Batch = dict[str, torch.Tensor]
+
+
+def order(count: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """Row indices of an epoch. The same on every machine and every version of every library."""
+    if not shuffle:
+        return np.arange(count)
+    key = _splitmix64(np.uint64(seed % 2**64)) ^ _splitmix64(~np.uint64(epoch))
+    return np.argsort(_splitmix64(_splitmix64(np.arange(count, dtype=np.uint64) ^ key)), kind="stable")
+
+
+def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
+    """A bijection of 64-bit integers that scatters them (Steele, Lea and Flood 2014)."""
+    with np.errstate(over="ignore"):
+        z = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def collate(samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = 8) -> Batch:
+    """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU."""
+    longest = max(len(s.input_ids) for s in samples)
+    width = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+
+    def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
+        return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int64)
+
+    batch = {"input_ids": padded([s.input_ids for s in samples], pad_token_id)}
+    batch["labels"] = padded([s.labels for s in samples], IGNORED)
+    if samples[0].position_ids is None:
+        batch["attention_mask"] = padded([[1] * len(s.input_ids) for s in samples], 0)
+    else:
+        rows = [s.position_ids + list(range(width - len(s.input_ids))) for s in samples]
+        batch["position_ids"] = padded(rows, 0)
+    return batch
+
+
+class Loader:
+    """An endless iterator of steps, each a list of micro-batches."""
+
+    def __init__(
+        self, dataset: Dataset, batch_size: int, gradient_accumulation_steps: int = 1, seed: int = 0,
+        shuffle: bool = True, pad_token_id: int | None = None, pad_to_multiple_of: int = 8,
+    ) -> None:  # fmt: skip
+        assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
+        self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
+        self.rows_per_step = batch_size * gradient_accumulation_steps
+        self.pad_token_id = dataset.pad_token_id if pad_token_id is None else pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.fingerprint = dataset.fingerprint
+        self._epoch, self._offset = 0, 0
+        self._order: tuple[int, np.ndarray] | None = None
+        self._last: list[int] = []
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-len(self.dataset) // self.rows_per_step)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far: 1.5 is half way through the second."""
+        return self._epoch + self._offset / len(self.dataset)
+
+    def next_step(self) -> list[Batch]:
+        """The micro-batches of the next step."""
+        if self._order is None or self._order[0] != self._epoch:
+            self._order = (self._epoch, order(len(self.dataset), self.seed, self._epoch, self.shuffle))
+        rows = self._order[1][self._offset : self._offset + self.rows_per_step].tolist()
+        self._last = rows
+        self._offset += len(rows)
+        if self._offset == len(self.dataset):
+            self._epoch, self._offset = self._epoch + 1, 0
+        return [self._batch(rows[i : i + self.batch_size]) for i in range(0, len(rows), self.batch_size)]
+
+    def _batch(self, rows: list[int]) -> Batch:
+        return collate([self.dataset[i] for i in rows], self.pad_token_id, self.pad_to_multiple_of)
+
+    __next__ = next_step
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def where(self, most: int = 4) -> str:
+        """Where the samples of the last step came from, for error messages."""
+        samples = [i for row in self._last for i in self.dataset.rows[row]]
+        names = [self.dataset.where[i] for i in samples[:most]]
+        return "; ".join(names) + (f"; and {len(samples) - most} more" if len(samples) > most else "")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs; plain JSON."""
+        return {
+            "epoch": self._epoch, "offset": self._offset, "seed": self.seed, "shuffle": self.shuffle,
+            "rows": len(self.dataset), "fingerprint": self.fingerprint,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at the exact row; refused when the data are not the ones the state is about."""
+        if state["fingerprint"] != self.fingerprint:
+            raise UserError(
+                f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
+                f"{len(self.dataset):,} now, or other tokens); restore train_data, the tokenizer, "
+                "max_length, overlong, packing, data_format and train_on, or start anew in another output_dir"
+            )
+        for key in ("seed", "shuffle"):
+            if state[key] != getattr(self, key):
+                raise UserError(
+                    f"resume: {key}={getattr(self, key)}, but the checkpoint's is {state[key]}; set it back"
+                )
+        self._epoch, self._offset, self._last = int(state["epoch"]), int(state["offset"]), []
+
+
+class EvalBatches:
+    """The batches of a data set in order, as often as one likes; empty (and false) without one."""
+
+    def __init__(
+        self,
+        dataset: Dataset | None,
+        batch_size: int,
+        pad_token_id: int | None = None,
+        pad_to_multiple_of: int = 8,
+    ) -> None:
+        self.dataset, self.batch_size, self.pad_to_multiple_of = dataset, batch_size, pad_to_multiple_of
+        self.pad_token_id = dataset.pad_token_id if dataset and pad_token_id is None else pad_token_id or 0
+
+    def __len__(self) -> int:
+        return 0 if self.dataset is None else -(-len(self.dataset) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for i in range(len(self)):
+            stop = min(len(self.dataset), (i + 1) * self.batch_size)
+            rows = [self.dataset[j] for j in range(i * self.batch_size, stop)]
+            yield collate(rows, self.pad_token_id, self.pad_to_multiple_of)
+
+
+def eval_batches(dataset: Dataset, batch_size: int, pad_token_id: int | None = None) -> EvalBatches:
+    """Every row once, in order, batch_size at a time."""
+    return EvalBatches(dataset, batch_size, pad_token_id)

@@ -1,0 +1,79 @@
+"""Samples as the model will see them, readable in any terminal.
+
+A sample is shown in runs: stretches of tokens that are only read, and stretches that are trained on, each
+with a word in front, so nothing depends on colour. Tokens are separated by `|`, line breaks are written
+\\n, ids stand below:
+
+    sample 1 of 24 (sums.jsonl, line 1): 14 tokens, 3 trained
+      read     0  1| +| 1| =|
+               16 489 220 284
+      TRAINED  4   2|</s>
+               220 2
+      cut      12 tokens after this one, 12 of them trained: ...
+
+Long runs show their two ends. In a packed row every sample is shown under its own heading.
+"""
+
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+from keyhole.data.dataset import Dataset
+
+SHOWN = 40  # tokens at each end of a long run
+GREEN, RESET = "\033[32m", "\033[0m"
+
+
+def preview(dataset: Dataset, tokenizer: Any, n: int = 3, *, color: bool = False, ids: bool = True) -> str:
+    """The first n rows, token by token."""
+    lines: list[str] = []
+    for row in range(min(n, len(dataset))):
+        if dataset.packed:
+            size = f"{dataset.row_length(row)} tokens in {len(dataset.rows[row])} samples"
+            lines.append(f"row {row + 1} of {len(dataset)}: {size}")
+        for sample in dataset.rows[row]:
+            lines += [*_sample(dataset, tokenizer, sample, color, ids), ""]
+    return "\n".join(lines)
+
+
+def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids: bool) -> Iterator[str]:
+    part = slice(dataset.starts[index], dataset.starts[index + 1])
+    token_ids, trained = dataset.ids[part].tolist(), dataset.trained[part].tolist()
+    yield (
+        f"sample {index + 1} of {len(dataset.lengths)} ({dataset.where[index]}): {len(token_ids)} tokens, "
+        f"{sum(trained)} trained"
+    )
+    start = 0
+    for is_trained, group in groupby(trained):
+        run = token_ids[start : start + len(list(group))]
+        yield from _run(tokenizer, run, start, is_trained, color, show_ids)
+        start += len(run)
+    cut = dataset.cuts.get(index)
+    if cut is not None:
+        shown = "|".join(_words(tokenizer, cut.first_ids)) + (
+            "|..." if cut.tokens > len(cut.first_ids) else ""
+        )
+        yield f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}"
+
+
+def _run(
+    tokenizer: Any, run: list[int], start: int, is_trained: bool, color: bool, show_ids: bool
+) -> Iterator[str]:
+    gap = len(run) - 2 * SHOWN
+    pieces = [run] if gap <= 0 else [run[:SHOWN], run[-SHOWN:]]
+    at = [start, start + len(run) - SHOWN]
+    for i, piece in enumerate(pieces):
+        if i == 1:
+            yield f"           ... {gap} more ..."
+        text = "|".join(_words(tokenizer, piece))
+        text = f"{GREEN}{text}{RESET}" if color and is_trained else text
+        yield f"  {'TRAINED' if is_trained else 'read':8} {at[i]:>5}  {text}"
+        if show_ids:
+            yield f"  {'ids':8}        {' '.join(map(str, piece))}"
+
+
+def _words(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """Each token as text, with white space and control characters written out."""
+    words = tokenizer.convert_ids_to_tokens(token_ids)
+    texts = [tokenizer.convert_tokens_to_string([w]) if w is not None else "?" for w in words]
+    return [repr(text)[1:-1] for text in texts]

@@ -1,0 +1,235 @@
+"""Templates and masks: what is trained on is exactly the answers and their ends, written out by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.data.files import Record
+from keyhole.data.formats import Example, normalise
+from keyhole.data.render import Renderer
+from keyhole.errors import UserError
+from tests.data import chats
+from tests.data.chats import answers, chat, tokenizer
+
+
+def render(tok: Any, layout: str, train_on: str = "answers", **row: Any) -> Any:
+    """One row as (tokens, list of trained texts)."""
+    example = normalise(Record("data.jsonl", "line", 7, row), layout)
+    tokens = Renderer(tok, train_on)([example])[0]
+    return tokens, trained_text(tok, tokens)
+
+
+def trained_text(tok: Any, tokens: Any) -> list[str]:
+    ids = tokens.ids_T.tolist()
+    labels = [i if t else -100 for i, t in zip(ids, tokens.trained_T.tolist(), strict=True)]
+    return answers(tok, chats.Sample(ids, labels))
+
+
+TALK = chat("What is the capital?", "Paris.", "Of France?", "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (chats.CHATML, ["Paris.<|im_end|>", "Yes.<|im_end|>"]),
+        (chats.LLAMA3, ["Paris.<|eot_id|>", "Yes.<|eot_id|>"]),
+        (chats.THINKING, ["Paris.<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]),
+        (chats.CLOSING, ["Paris.<|end|>", "Yes.<|end|>\n</s>"]),
+        (chats.STRICT, [" Paris.</s>", " Yes.</s>"]),
+        (chats.PREFILLED, ["Paris.</s>", "Yes.</s>"]),
+        (chats.BARE, ["Paris.\n", "Yes.\n</s>"]),
+        (None, ["Paris.</s>", "Yes.</s>"]),
+    ],
+    ids=["chatml", "llama3", "thinking", "closing", "strict", "prefilled", "bare", "no-template"],
+)
+def test_answers_of_a_chat(template: str | None, expected: list[str]) -> None:
+    """Each assistant turn with its end is trained, and nothing else, whatever the template rewrites."""
+    _, trained = render(tokenizer(template), "messages", messages=TALK)
+    assert trained == expected
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.LLAMA3, chats.STRICT, None])
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_chat_is_tokenised_as_at_inference(template: str | None, bos: bool) -> None:
+    """The ids are those of apply_chat_template, bos at most once; the prompt is what precedes the answer."""
+    tok = tokenizer(template, bos)
+    tokens, _ = render(tok, "messages", messages=TALK[:2])
+    ids = tokens.ids_T.tolist()
+    assert ids.count(tok.bos_token_id) == (
+        1 if template in (chats.LLAMA3, chats.STRICT) or (bos and not template) else 0
+    )
+    if template:
+        options = {"tokenize": True, "return_dict": False, "date_string": "26 Jul 2024"}
+        assert ids == tok.apply_chat_template(TALK[:2], **options)
+        prompt = tok.apply_chat_template(TALK[:1], add_generation_prompt=True, **options)
+        assert ids[: int(tokens.trained_T.argmax())] == prompt
+
+
+def test_the_date_of_the_day_is_not_in_the_data() -> None:
+    """A template that prints today's date gets a fixed one: a run resumed tomorrow has the same tokens."""
+    tok = tokenizer(chats.LLAMA3)
+    tokens, _ = render(tok, "messages", messages=TALK)
+    assert "Today: 26 Jul 2024" in tok.decode(tokens.ids_T.tolist())
+
+
+def test_reasoning_in_earlier_turns_is_dropped_by_the_template_and_not_searched_for() -> None:
+    """Where the template rewrites a turn, what it wrote is trained on, not what the file says."""
+    talk = chat("Hello?", "<think>hm</think>\n\nHi", "Sure?", "<think>yes</think>\n\nSure")
+    _, trained = render(tokenizer(chats.THINKING), "messages", messages=talk)
+    assert trained == ["Hi<|im_end|>", "<think>\n\n</think>\n\nSure<|im_end|>"]
+
+
+def test_a_chat_that_begins_with_an_answer() -> None:
+    """There is no prefix to render, and the answer is found all the same."""
+    _, trained = render(
+        tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant")
+    )
+    assert trained == ["Hello there<|eot_id|>"]
+
+
+def test_a_weight_of_zero_takes_a_turn_out() -> None:
+    """The other answer is still trained."""
+    talk = [TALK[0], TALK[1] | {"weight": 0}, *TALK[2:]]
+    _, trained = render(tokenizer(chats.CHATML), "messages", messages=talk)
+    assert trained == ["Yes.<|im_end|>"]
+
+
+def test_a_conversational_prompt_is_not_trained_on() -> None:
+    """Answers inside the prompt are context; those of the completion are trained."""
+    _, trained = render(tokenizer(chats.CHATML), "prompt_completion", prompt=TALK[:3], completion=TALK[3:])
+    assert trained == ["Yes.<|im_end|>"]
+
+
+def test_train_on_all() -> None:
+    """Every token but the first is trained."""
+    tokens, _ = render(tokenizer(chats.CHATML), "messages", train_on="all", messages=TALK)
+    assert not tokens.trained_T[0] and tokens.trained_T[1:].all()
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("What is the answer:", " yes", " yes</s>"),
+        ("What is the answer:", "\nyes", "\nyes</s>"),
+        ("What is the answer: ", "yes", " yes</s>"),  # the token " yes" lies across the boundary
+        ("What is the answer:\n", "yes", "yes</s>"),
+        ("", "yes", "yes</s>"),
+        ("caf\u00e9 \U0001f600", "\U0001f601 yes", "\U0001f601 yes</s>"),
+        ("<s>What", " is", " is</s>"),
+        ("What", " is</s>", " is</s>"),
+    ],
+)
+def test_prompt_and_completion(
+    bos: bool, trim_offsets: bool, prompt: str, completion: str, expected: str
+) -> None:
+    """The completion and an eos are trained; bos is there once if the tokenizer adds it, never trained."""
+    tok = tokenizer(chats.CHATML, bos, trim_offsets)
+    tokens, trained = render(tok, "prompt_completion", prompt=prompt, completion=completion)
+    ids = tokens.ids_T.tolist()
+    if not prompt and not bos:
+        expected = tok.decode(ids[1:])  # nothing predicts the first token
+    assert trained == [expected]
+    assert ids.count(tok.bos_token_id) == (1 if bos or prompt.startswith("<s>") else 0)
+    assert ids.count(tok.eos_token_id) == 1 and tokens.end_id == tok.eos_token_id
+    assert tokens.straddles == prompt.endswith(" ")
+
+
+def test_the_prompt_is_a_prefix_of_the_whole() -> None:
+    """What precedes the trained tokens is what a prompt tokenises to at inference."""
+    tok = tokenizer(bos=True)
+    tokens, _ = render(tok, "prompt_completion", prompt="What is the answer:", completion=" yes")
+    assert tokens.ids_T[: int(tokens.trained_T.argmax())].tolist() == tok("What is the answer:").input_ids
+
+
+def test_alpaca_without_a_chat_template() -> None:
+    """Instruction and input under one heading, the output under the other, eos at its end."""
+    tok = tokenizer(bos=True)
+    tokens, trained = render(tok, "alpaca", instruction="Add.", input="1 2", output="3")
+    text = tok.decode(tokens.ids_T.tolist(), clean_up_tokenization_spaces=False)
+    assert text == "<s>### Instruction:\nAdd.\n\n1 2\n\n### Response:\n3</s>\n\n"
+    assert trained == ["3</s>"]
+
+
+def test_text_is_trained_as_a_whole() -> None:
+    """Everything but the first token, and the eos."""
+    tokens, _ = render(tokenizer(bos=True), "text", text="Hello there")
+    assert tokens.trained_T.tolist() == [False] + [True] * (len(tokens.ids_T) - 1)
+
+
+def test_a_tokenizer_without_offsets_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boundaries found by tokenising prefixes agree with those found by offsets."""
+    rows = [{"prompt": p, "completion": c} for p, c in [("What is:", " yes"), ("What: ", "yes"), ("", "no")]]
+    tok = tokenizer(bos=True)
+    fast = [render(tok, "prompt_completion", **row)[0] for row in rows]
+    monkeypatch.setattr(type(tok), "is_fast", False)
+    slow = [render(tok, "prompt_completion", **row)[0] for row in rows]
+    for a, b in zip(fast, slow, strict=True):
+        assert a.ids_T.tolist() == b.ids_T.tolist() and a.trained_T.tolist() == b.trained_T.tolist()
+
+
+def test_a_chat_the_template_refuses_names_the_row() -> None:
+    """The template's own words, the file, the line and the roles."""
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: .*roles: user, user.*roles must alternate"):
+        render(tokenizer(chats.STRICT), "messages", messages=[TALK[0], TALK[0]])
+
+
+def test_an_answer_that_cannot_be_found_is_refused() -> None:
+    """A template that writes more than the answer from the answer; the row is named, nothing is guessed."""
+    template = (
+        "{{ messages[1].content | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: cannot find turn 2"):
+        render(tokenizer(template), "messages", messages=chat("Hello", "Paris", "more"))
+
+
+WORDS = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=12)
+
+
+@given(
+    contents=st.lists(WORDS, min_size=2, max_size=6), template=st.sampled_from([chats.CHATML, chats.CLOSING])
+)
+def test_any_chat_trains_its_answers(contents: list[str], template: str) -> None:
+    """For any text, each trained run decodes to its answer and end, give or take a token across its start."""
+    tok = tokenizer(template)
+    tokens, trained = render(tok, "messages", messages=chat(*contents))
+    said = contents[1::2]
+    assert len(trained) == len(said)
+    for run, content in zip(trained, said, strict=True):
+        end = "<|im_end|>" if template == chats.CHATML else "<|end|>"
+        assert end in run
+        assert run.split(end)[0].endswith(content) or content.startswith(run.split(end)[0]) or end in content
+
+
+@given(prompt=st.text(max_size=20), completion=WORDS, bos=st.booleans())
+def test_no_text_is_lost(prompt: str, completion: str, bos: bool) -> None:
+    """The ids decode to bos, prompt, completion, eos, and what is not trained is at most the prompt."""
+    tok = tokenizer(None, bos)
+    tokens = Renderer(tok)([Example(Record("f", "line", 1, {}), prompt=prompt, answer=completion)])[0]
+    text = tok.decode(tokens.ids_T.tolist(), clean_up_tokenization_spaces=False)
+    whole = prompt + completion
+    assert text == ("<s>" if bos and not whole.startswith("<s>") else "") + whole + (
+        "" if whole.endswith("</s>") else "</s>"
+    )
+    untrained = tokens.ids_T[: int(tokens.trained_T.argmax())].tolist()
+    assert len(tok.decode(untrained).removeprefix("<s>").encode()) <= len(prompt.encode()) + 4
+
+
+def test_many_examples_at_once_are_as_one_by_one(tmp_path: Path) -> None:
+    """A batch gives what its members give alone."""
+    tok = tokenizer(chats.CHATML)
+    rows = [{"messages": chat("Hello" * n, "yes" * n)} for n in range(1, 6)]
+    examples = [
+        normalise(Record("f", "line", i, json.loads(json.dumps(row))), "messages")
+        for i, row in enumerate(rows)
+    ]
+    together = Renderer(tok)(examples)
+    for example, tokens in zip(examples, together, strict=True):
+        alone = Renderer(tok)([example])[0]
+        assert np.array_equal(alone.ids_T, tokens.ids_T) and np.array_equal(alone.trained_T, tokens.trained_T)
