@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import typer
 
 import keyhole
-from keyhole.cli import chat, config, data, demo, env, train
+from keyhole.cli import bench, chat, config, data, demo, env, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 
@@ -34,6 +34,7 @@ app.command(cls=eval_.EvalCommand)(eval_.eval)
 app.command()(chat.chat)
 app.command()(env.env)
 app.add_typer(config.app, name="config")
+app.add_typer(bench.app, name="bench")
 app.command()(demo.demo)
 
 

@@ -1,0 +1,79 @@
+"""What a step could cost at best, and how near it is.
+
+    compute alone   the resident zo step of the same shape: every unit on the device, nothing crosses the link
+    link alone      bytes that cross a step, the larger way, over the measured duplex rate
+    floor           max of the two: with perfect overlap the shorter one hides behind the longer
+
+A line joins a case's record with those of its companions: the textbook loop and the resident step of the
+same model, dtype, batch and length. Where a companion is missing, what depends on it is None: nothing is
+guessed or scaled.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keyhole.bench.cases import Case
+
+GIB = 2**30
+Record = dict[str, Any]
+
+
+@dataclass
+class Line:
+    """One line of a table: a case, what was measured, and how it compares."""
+
+    case: Case
+    record: Record
+    tok_s: float | None = None
+    to_textbook: float | None = None  # tok/s over the textbook loop's
+    compute_s: float | None = None
+    link_s: float | None = None
+    floor_s: float | None = None
+    to_floor: float | None = None  # seconds over the floor's
+    link_share: float | None = None  # of the duplex rate
+    bound: str = ""
+    same_losses: bool | None = None  # bit for bit those of the resident step
+
+    @property
+    def ok(self) -> bool:
+        return self.record["status"] == "ok"
+
+
+def cases_of(records: list[Record]) -> dict[str, Record]:
+    """Name -> record of the cases, the latest where a case was run again."""
+    return {r["name"]: r for r in records if r["kind"] == "case"}
+
+
+def companion(case: Case, system: str) -> str:
+    """Name of the case that this one is compared with: everything on, no budget, the plain wire."""
+    plain = {"gpu_memory": None, "wire": None, "overlap": True, "reuse_slots": True, "deferred_update": True}
+    return replace(case, system=system, **plain).name
+
+
+def line_of(case: Case, found: dict[str, Record]) -> Line:
+    record = found.get(case.name, {"status": "missing", "error": "not run"})
+    line = Line(case, record)
+    if not line.ok:
+        return line
+    step_s = record["step_s"]
+    line.tok_s = case.tokens / step_s
+    textbook, resident = (found.get(companion(case, system), {}) for system in ("textbook", "resident"))
+    if textbook.get("status") == "ok":
+        line.to_textbook = textbook["step_s"] / step_s
+    if case.system != "streamed":
+        return line
+    if record.get("link"):
+        line.link_s = max(record["bytes_up"], record["bytes_down"]) / record["link"]["duplex"] / 1e9
+        line.link_share = line.link_s / step_s
+    if resident.get("status") == "ok":
+        line.compute_s = resident["step_s"]
+        line.same_losses = record["losses"] == resident["losses"]
+        line.floor_s = max(line.compute_s, line.link_s or 0.0)
+        line.to_floor = step_s / line.floor_s
+        line.bound = "link" if (line.link_s or 0.0) > line.compute_s else "compute"
+    return line
+
+
+def lines_of(cases: list[Case], records: list[Record]) -> list[Line]:
+    found = cases_of(records)
+    return [line_of(case, found) for case in cases]

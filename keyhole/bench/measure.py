@@ -1,0 +1,108 @@
+"""Seconds a step, and bytes on the device and on the host.
+
+Steps are timed as a run would make them: enqueued one after the other, a CUDA event between each two, and
+no wait until the last. The upload of step t + 1 may begin in step t; in the steady state every step gains
+what the one before lost. The wall clock over all timed steps, waiting at the end for every stream, is
+reported beside the median of the events.
+
+Device memory is the peak that PyTorch's allocator reserved and handed out from the first step on (what
+making random weights took is given back before). Host memory is the peak resident set of the process,
+pinned weights included.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_can_reset_host_peak = True
+Step = Callable[[], torch.Tensor]
+
+
+def time_steps(
+    step: Step, device: torch.device, warm_up: int, timed: int, between: Callable[[], None]
+) -> dict[str, Any]:
+    """Runs warm_up + timed steps; `between` is called after the warm-up. Losses are those of all steps."""
+    losses = [step() for _ in range(warm_up)]
+    _wait(device)
+    between()
+    begin_s = time.perf_counter()
+    marks = [_mark(device)]
+    for _ in range(timed):
+        losses.append(step())
+        marks.append(_mark(device))
+    _wait(device)
+    wall_s = (time.perf_counter() - begin_s) / timed
+    steps_s = [_seconds(a, b) for a, b in zip(marks, marks[1:], strict=False)]
+    return {
+        "step_s": statistics.median(steps_s),
+        "min_s": min(steps_s),
+        "max_s": max(steps_s),
+        "wall_s": wall_s,
+        "steps_s": steps_s,
+        "losses": [float(loss) for loss in losses],
+    }
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clean_up(device: torch.device) -> None:
+    """Gives back what is not in use and starts the peaks anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    reset_host_peak()
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Peaks since clean_up, and what the whole device holds now (the CUDA context included)."""
+    if device.type != "cuda":
+        return {"reserved_bytes": 0, "allocated_bytes": 0, "in_use_bytes": 0}
+    free, total = torch.cuda.mem_get_info(device)
+    return {
+        "reserved_bytes": torch.cuda.max_memory_reserved(device),
+        "allocated_bytes": torch.cuda.max_memory_allocated(device),
+        "in_use_bytes": total - free,
+    }
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def host_memory() -> int:
+    """Peak resident set of this process since reset_host_peak, in bytes; the present one if none is kept."""
+    return max(_status_bytes("VmHWM") if _can_reset_host_peak else 0, _status_bytes("VmRSS"))
+
+
+def reset_host_peak() -> None:
+    """Sets the peak back to the present."""
+    global _can_reset_host_peak
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        _can_reset_host_peak = False

@@ -1,0 +1,63 @@
+"""keyhole bench zo [--cases judged,13B-bf16-*] [--quick] [--time-limit S] [--timeline FILE]"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Time keyhole on this machine, with the baseline and the floor in the same run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _bench() -> None:
+    """Keeps `zo` a word of its own while it is the only one."""
+
+
+@app.command()
+def zo(
+    cases: Annotated[
+        str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
+    ] = "judged",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")
+    ] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps a case.")] = 5,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Start no case that would end after this.")
+    ] = None,
+    timeline: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Save the trace of one streamed step (Perfetto).")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")
+    ] = None,
+) -> None:
+    """Zeroth-order: textbook, resident and streamed steps.
+
+    Tables: judged, sizes, ablation, wire, batches, lengths, budgets, giant.
+    """
+    from keyhole.bench.runner import bench_zo
+
+    words = [word for word in cases.split(",") if word]
+    command = f"keyhole bench zo --cases {cases} --steps {steps} --warm-up {warm_up}"
+    command += " --quick" if quick else ""
+    command += f" --time-limit {time_limit:g}" if time_limit is not None else ""
+    report = bench_zo(
+        words,
+        out=Path(out),
+        command=command,
+        device=device,
+        quick=quick,
+        steps=steps,
+        warm_up=warm_up,
+        time_limit_s=time_limit,
+        timeline=Path(timeline) if timeline else None,
+        say=typer.echo,
+    )
+    typer.echo("\n" + report.summary())
