@@ -1,0 +1,27 @@
+"""Numerical kernels: each op is a PyTorch reference and a Triton kernel of one signature, equal bit for bit.
+
+    noise                 z of a range of elements
+    zo_update_            the update of a zeroth-order step, in place
+    zo_perturb            w + eps z and w - eps z
+    zo_update_perturb_    both, in one pass over memory
+    zo_rows               both, for gathered rows of an embedding table
+    gather_rows           rows of a table on the device or in page-locked host memory
+    describe              which implementation runs, and why
+"""
+
+from keyhole.ops.backend import describe, use_kernel
+from keyhole.ops.gather import gather_rows
+from keyhole.ops.tiles import noise
+from keyhole.ops.rows import zo_rows
+from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
+
+__all__ = [
+    "describe",
+    "gather_rows",
+    "noise",
+    "use_kernel",
+    "zo_perturb",
+    "zo_rows",
+    "zo_update_",
+    "zo_update_perturb_",
+]

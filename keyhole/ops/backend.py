@@ -1,0 +1,76 @@
+"""Which implementation an op runs, and why.
+
+Every op here exists twice with one signature: a plain PyTorch reference (the CPU path, and the oracle of the
+tests) and a Triton kernel. The kernel runs when the tensors are on a CUDA device and Triton can be imported;
+otherwise the reference does. Both give the same bits (see tiles.py), so the choice is about speed alone.
+
+Triton is optional: without it `jit` leaves a function as it is and nothing ever calls it. `force()` overrides
+the choice, so that one test can run both on the same inputs; under TRITON_INTERPRET=1 the kernels also take
+CPU tensors, one program after the other, in numpy.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+
+    TRITON_MISSING = ""
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError as error:
+    TRITON_MISSING = str(error)
+    INTERPRETED = False
+
+    class tl:
+        """Stands in for triton.language where module-level code needs its names."""
+
+        @staticmethod
+        def constexpr(value):
+            return value
+
+
+_forced: str | None = None
+
+
+def jit(**options):
+    """`triton.jit(**options)` where Triton exists; the bare function elsewhere."""
+    return (lambda fn: fn) if TRITON_MISSING else triton.jit(**options)
+
+
+@contextmanager
+def force(choice: str | None) -> Iterator[None]:
+    """Within this context every op runs "kernel" or "reference" (None: choose by device again)."""
+    global _forced
+    assert choice in (None, "kernel", "reference"), choice
+    before, _forced = _forced, choice
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def use_kernel(device: torch.device) -> bool:
+    """Whether ops on tensors of this device run the Triton kernel."""
+    if _forced is not None:
+        return _forced == "kernel"
+    return device.type == "cuda" and not TRITON_MISSING
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def describe() -> str:
+    """The choice and its reason, for the block printed at start."""
+    if _forced is not None:
+        return f"ops: {_forced}, forced"
+    if TRITON_MISSING:
+        return f"ops: PyTorch reference on every device, because Triton is missing ({TRITON_MISSING})"
+    if not torch.cuda.is_available():
+        return f"ops: PyTorch reference, because there is no CUDA device (Triton {triton.__version__} is there)"
+    how = "interpreted" if INTERPRETED else "compiled"
+    return f"ops: Triton {triton.__version__} kernels ({how}) for CUDA tensors, PyTorch reference for CPU tensors"

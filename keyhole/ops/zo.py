@@ -1,0 +1,279 @@
+"""The passes over the weights of a zeroth-order step: update, perturb, and both in one.
+
+For a flat tensor w whose first element has global index `offset`, with z_i(t) the noise of direction i at step t:
+
+    update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))     z at update_step
+    perturb   plus = w + eps z,   minus = w - eps z                                      z at step, one direction
+
+`coef` = [lr, c_0, .., c_{q-1}] is a float32 tensor on the device: the projected gradients never visit the host, so no
+step waits for the previous one. All arithmetic is float32 in the order written, with no fused multiply-add, and one
+rounding at the end; plus and minus are rounded to nearest, in their own dtype. The perturbed weights are computed from
+the clean ones, so nothing drifts, and the deferred update of step t-1 can be fused with the perturbation of step t:
+
+    bytes per element     textbook MeZO (perturb, perturb back, restore, update)     fused
+    bfloat16              4 x (2 read + 2 written) = 16, and 4 draws of z            2 read + 6 written = 8, 2 draws
+
+One kernel serves the three ops. A program owns 8192 elements: two tiles of noise, one of rounding bits. The tile grid is
+that of the index space, not of the tensor, and both ends are masked: any offset and size work. When offset and size are
+multiples of 8 elements (and the tensors 16-byte aligned), memory is read and written 4 elements at a time.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from keyhole.ops.backend import jit, on_device, tl, use_kernel
+from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, chunk_noise_reference, chunks, int32, key, lanes, tile_noise
+from keyhole.ops.rounding import (
+    ROUNDINGS,
+    TILE,
+    chunk_bits_reference,
+    round_nearest,
+    round_stochastic,
+    stochastic_round_reference,
+    tile_bits,
+)
+
+VECTOR = 8  # alignment, in elements, that lets the compiler widen accesses
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
+
+
+def float32(value: float) -> float:
+    """The nearest float32, so that reference and kernel start from the same number."""
+    return torch.tensor(value, dtype=torch.float32).item()
+
+
+def stochastic(rounding: str, dtype: torch.dtype) -> bool:
+    """Whether random bits are needed: float32 weights are stored as computed."""
+    assert rounding in ROUNDINGS, rounding
+    return rounding == "stochastic" and dtype != torch.float32
+
+
+def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int], torch.Tensor], weight_decay: float,
+                      bits: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+    """round(w - lr (sum_i c_i z_i + wd w)) in w's dtype. `draw(i)` makes z_i; `bits` is None for nearest."""
+    w_fp32 = w.to(torch.float32)
+    u = draw(0).mul_(coef[1])
+    for i in range(1, coef.numel() - 1):
+        u.add_(draw(i).mul_(coef[1 + i]))
+    if weight_decay:
+        u.add_(w_fp32 * weight_decay)
+    moved = w_fp32 - u.mul_(coef[0])
+    return moved.to(w.dtype) if bits is None else stochastic_round_reference(moved, bits, w.dtype)
+
+
+def zo_update_reference_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int, distribution: str,
+                         weight_decay: float, rounding: str, changed: torch.Tensor | None) -> None:  # fmt: skip
+    """The update, chunk by chunk."""
+    for part in chunks(offset, w.numel()):
+        span = dict(start=offset + part.start, n=part.stop - part.start, seed=seed, step=step, device=w.device)
+        bits = chunk_bits_reference(**span) if stochastic(rounding, w.dtype) else None
+        draw = partial(chunk_noise_reference, **span, distribution=distribution)
+        new = updated_reference(w[part], coef, lambda i, draw=draw: draw(direction=i), weight_decay, bits)
+        if changed is not None:
+            width = torch.int32 if w.dtype == torch.float32 else torch.int16
+            changed += (new.view(width) != w[part].view(width)).sum()
+        w[part] = new
+
+
+def zo_perturb_reference(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, eps: float, seed: int,
+                         step: int, direction: int, distribution: str) -> None:  # fmt: skip
+    """The perturbation, chunk by chunk."""
+    for part in chunks(offset, w.numel()):
+        w_fp32 = w[part].to(torch.float32)
+        z = chunk_noise_reference(offset + part.start, part.stop - part.start, seed=seed, step=step, direction=direction,
+                                  distribution=distribution, device=w.device).mul_(eps)  # fmt: skip
+        plus[part] = w_fp32 + z
+        minus[part] = w_fp32 - z
+
+
+@jit()
+def _direction_sum(coef_ptr, tile, step, k0, k1, Q: tl.constexpr, GAUSSIAN: tl.constexpr):
+    """u = c_0 z_0 + c_1 z_1 + ... for the four vectors of a noise tile."""
+    u0, u1, u2, u3 = tile_noise(tile, step * 0, step, k0, k1, GAUSSIAN)
+    c = tl.load(coef_ptr + 1)
+    u0, u1, u2, u3 = c * u0, c * u1, c * u2, c * u3
+    for i in range(1, Q):
+        z0, z1, z2, z3 = tile_noise(tile, step * 0 + i, step, k0, k1, GAUSSIAN)
+        c = tl.load(coef_ptr + 1 + i)
+        u0, u1, u2, u3 = u0 + c * z0, u1 + c * z1, u2 + c * z2, u3 + c * z3
+    return u0, u1, u2, u3
+
+
+@jit()
+def updated(w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """round(w - lr (u + wd w)) in w's dtype."""
+    w_fp32 = w.to(tl.float32)
+    if DECAY:
+        u = u + wd * w_fp32
+    moved = w_fp32 - lr * u
+    if STOCHASTIC:
+        new = round_stochastic(moved, bits, w.dtype)
+    else:
+        new = round_nearest(moved, w.dtype)
+    return new
+
+
+@jit()
+def _store_updated(w_ptr, mask, w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Store one updated vector; returns it and, per element, whether its bits changed (0 or 1)."""
+    new = updated(w, u, bits, lr, wd, DECAY, STOCHASTIC)
+    tl.store(w_ptr, new, mask)
+    if w.dtype == tl.float32:
+        differs = new.to(tl.int32, bitcast=True) != w.to(tl.int32, bitcast=True)
+    else:
+        differs = new.to(tl.int16, bitcast=True) != w.to(tl.int16, bitcast=True)
+    return new, (differs & mask).to(tl.int32)
+
+
+@jit()
+def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps):
+    """Store one vector of w + eps z and of w - eps z."""
+    w_fp32, move = w.to(tl.float32), eps * z
+    tl.store(plus_ptr, round_nearest(w_fp32 + move, plus_ptr.dtype.element_ty), mask)
+    tl.store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask)
+
+
+@jit()
+def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, update_step, step, direction, k0, k1, eps,
+          wd, FIRST: tl.constexpr, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr, DECAY: tl.constexpr,
+          STOCHASTIC: tl.constexpr):  # fmt: skip
+    """Four vectors: one noise tile, starting FIRST elements into the program's span. Returns how many changed, [1024]."""
+    i0 = FIRST + lanes()
+    i1, i2, i3 = i0 + _WIDTH, i0 + 2 * _WIDTH, i0 + 3 * _WIDTH
+    m0, m1 = (i0 >= lo) & (i0 < hi), (i1 >= lo) & (i1 < hi)
+    m2, m3 = (i2 >= lo) & (i2 < hi), (i3 >= lo) & (i3 < hi)
+    w0, w1 = tl.load(w_ptr + i0, m0), tl.load(w_ptr + i1, m1)
+    w2, w3 = tl.load(w_ptr + i2, m2), tl.load(w_ptr + i3, m3)
+    changed = i0 * 0
+    if Q > 0:
+        u0, u1, u2, u3 = _direction_sum(coef_ptr, tile, update_step, k0, k1, Q, GAUSSIAN)
+        lr = tl.load(coef_ptr)
+        w0, n0 = _store_updated(w_ptr + i0, m0, w0, u0, word_a & 0xFFFF, lr, wd, DECAY, STOCHASTIC)
+        w1, n1 = _store_updated(w_ptr + i1, m1, w1, u1, word_a >> 16, lr, wd, DECAY, STOCHASTIC)
+        w2, n2 = _store_updated(w_ptr + i2, m2, w2, u2, word_b & 0xFFFF, lr, wd, DECAY, STOCHASTIC)
+        w3, n3 = _store_updated(w_ptr + i3, m3, w3, u3, word_b >> 16, lr, wd, DECAY, STOCHASTIC)
+        changed = n0 + n1 + n2 + n3
+    if PERTURB:
+        z0, z1, z2, z3 = tile_noise(tile, direction, step, k0, k1, GAUSSIAN)
+        store_perturbed(plus_ptr + i0, minus_ptr + i0, m0, w0, z0, eps)
+        store_perturbed(plus_ptr + i1, minus_ptr + i1, m1, w1, z1, eps)
+        store_perturbed(plus_ptr + i2, minus_ptr + i2, m2, w2, z2, eps)
+        store_perturbed(plus_ptr + i3, minus_ptr + i3, m3, w3, z3, eps)
+    return changed
+
+
+@jit(do_not_specialize=["tile_0", "lead", "n", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
+def _zo_kernel(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile_0, lead, n, update_step, step, direction, k0, k1,
+               eps, wd, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr, DECAY: tl.constexpr,
+               STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+    """One program: 8192 elements of the index space. The tensor starts `lead` elements into tile `tile_0`."""
+    pid = tl.program_id(0).to(tl.int64)
+    tile = tile_0 + pid
+    update_step, step, direction = update_step.to(tl.uint32), step.to(tl.uint32), direction.to(tl.uint32)
+    k0, k1 = k0.to(tl.uint32), k1.to(tl.uint32)
+    start = pid * _TILE - lead  # the program's first element, as a position in the tensor; negative if it comes before
+    lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n - start, _TILE).to(tl.int32)
+    if ALIGNED:
+        start = tl.multiple_of(start, _VECTOR)
+        lo, hi = tl.multiple_of(lo, _VECTOR), tl.multiple_of(hi, _VECTOR)
+    w_ptr += start
+    if PERTURB:
+        plus_ptr += start
+        minus_ptr += start
+    r0, r1, r2, r3 = k0, k0, k0, k0
+    if STOCHASTIC:
+        r0, r1, r2, r3 = tile_bits(tile, update_step, k0, k1)
+    changed = _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2, lo, hi, r0, r1, update_step, step, direction, k0, k1,
+                    eps, wd, 0, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)  # fmt: skip
+    changed += _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2 + 1, lo, hi, r2, r3, update_step, step, direction, k0,
+                     k1, eps, wd, _TILE // 2, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)  # fmt: skip
+    if COUNT:
+        tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
+
+
+def _launch(w: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None, *, offset: int, seed: int,
+            distribution: str, coef: torch.Tensor | None = None, update_step: int = 0, weight_decay: float = 0.0,
+            rounding: str = "nearest", changed: torch.Tensor | None = None, eps: float = 0.0, step: int = 0,
+            direction: int = 0) -> None:  # fmt: skip
+    """Run the kernel over w: an update if there is a coef, a perturbation if there are plus and minus."""
+    (tile_0, lead), n = divmod(offset, TILE), w.numel()
+    with on_device(w):
+        for part, aligned in _spans(lead, n):
+            tiles = -(-(lead + part.stop) // TILE) - (lead + part.start) // TILE
+            tile, first = divmod(lead + part.start, TILE)
+            _zo_kernel[(tiles,)](
+                w[part], None if plus is None else plus[part], None if minus is None else minus[part], coef, changed,
+                tile_0 + tile, first, part.stop - part.start, int32(update_step), int32(step), direction, *key(seed), eps,
+                weight_decay, Q=0 if coef is None else coef.numel() - 1, PERTURB=plus is not None,
+                GAUSSIAN=distribution == "gaussian", DECAY=weight_decay != 0, STOCHASTIC=stochastic(rounding, w.dtype),
+                COUNT=changed is not None, ALIGNED=aligned, num_warps=NUM_WARPS, enable_fp_fusion=False,
+            )  # fmt: skip
+
+
+def _spans(lead: int, n: int) -> list[tuple[slice, bool]]:
+    """Parts of the tensor to launch, and whether each is aligned: a ragged tail is not to slow down the rest."""
+    body = n - n % VECTOR if lead % VECTOR == 0 else 0
+    parts = ((slice(0, body), True), (slice(body, n), False))
+    return [(part, aligned) for part, aligned in parts if part.stop > part.start]
+
+
+def _check(w: torch.Tensor, *others: torch.Tensor) -> None:
+    for tensor in (w, *others):
+        assert tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.dim() == 1, (tensor.dtype, tensor.shape)
+        assert tensor.shape == w.shape and tensor.device == w.device, (tensor.shape, tensor.device)
+
+
+def _check_update(coef: torch.Tensor, changed: torch.Tensor | None, device: torch.device) -> None:
+    assert coef.dtype == torch.float32 and coef.dim() == 1 and coef.numel() >= 2 and coef.is_contiguous(), coef.shape
+    assert changed is None or (changed.dtype == torch.int64 and changed.numel() == 1), changed
+    assert all(tensor is None or tensor.device == device for tensor in (coef, changed)), device
+
+
+def zo_update_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int, distribution: str = "gaussian",
+               weight_decay: float = 0.0, rounding: str = "stochastic", changed: torch.Tensor | None = None) -> None:  # fmt: skip
+    """w <- round(w - lr (sum_i c_i z_i + wd w)), in place.
+
+    w: flat, float32 | bfloat16 | float16. coef: [lr, c_0, ..] float32 on w's device. step: that of the noise.
+    changed: int64 scalar on w's device; the number of elements whose stored bits changed is added to it.
+    """
+    check(offset, w.numel(), seed, (step,), coef.numel() - 1, distribution)
+    _check(w)
+    _check_update(coef, changed, w.device)
+    same = dict(offset=offset, coef=coef, seed=seed, distribution=distribution, weight_decay=float32(weight_decay),
+                rounding=rounding, changed=changed)  # fmt: skip
+    if use_kernel(w.device):
+        _launch(w, update_step=step, **same)
+    else:
+        zo_update_reference_(w, step=step, **same)
+
+
+def zo_perturb(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, eps: float, seed: int, step: int,
+               direction: int = 0, distribution: str = "gaussian") -> None:  # fmt: skip
+    """plus <- w + eps z, minus <- w - eps z; the dtype of plus and minus may differ from w's."""
+    check(offset, w.numel(), seed, (step,), direction + 1, distribution)
+    _check(w, plus, minus)
+    run = _launch if use_kernel(w.device) else zo_perturb_reference
+    run(w, plus, minus, offset=offset, eps=float32(eps), seed=seed, step=step, direction=direction,
+        distribution=distribution)  # fmt: skip
+
+
+def zo_update_perturb_(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, coef: torch.Tensor,
+                       eps: float, seed: int, update_step: int, step: int, direction: int = 0,
+                       distribution: str = "gaussian", weight_decay: float = 0.0, rounding: str = "stochastic",
+                       changed: torch.Tensor | None = None) -> None:  # fmt: skip
+    """zo_update_ at update_step, then zo_perturb at step: the same bits, and on the GPU one pass over memory."""
+    update = dict(coef=coef, weight_decay=weight_decay, rounding=rounding, changed=changed)
+    same = dict(offset=offset, seed=seed, distribution=distribution)
+    if not use_kernel(w.device):
+        zo_update_(w, step=update_step, **update, **same)
+        zo_perturb(w, plus, minus, eps=eps, step=step, direction=direction, **same)
+        return
+    check(offset, w.numel(), seed, (update_step, step), max(coef.numel() - 1, direction + 1), distribution)
+    _check(w, plus, minus)
+    _check_update(coef, changed, w.device)
+    update["weight_decay"] = float32(weight_decay)
+    _launch(w, plus, minus, eps=float32(eps), update_step=update_step, step=step, direction=direction, **update, **same)
