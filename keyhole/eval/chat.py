@@ -129,9 +129,11 @@ class Conversation:
             raise UserError(f"the model's chat template cannot write the conversation: {error}") from None
 
     def _fit(self, text: str) -> torch.Tensor:
-        """The tokens of the conversation, without its oldest turns where the context is too short for all."""
+        """The tokens of the conversation, without its oldest turns where the context is too short for all.
+        An answer has a quarter of the context for itself, if it may be that long."""
         ids, longest = self._ids(text), context_length(self.model)
-        while longest and ids.shape[1] + self.max_new_tokens > longest and len(self.turns) > 2:
+        room = min(self.max_new_tokens, longest // 4) if longest else 0
+        while longest and ids.shape[1] + room > longest and len(self.turns) > 2:
             self.turns = self.turns[2:]
             ids = self._ids(text)
         if longest and ids.shape[1] >= longest:

@@ -1,0 +1,123 @@
+"""The table of `keyhole eval`: tasks and data files, our directories and any other."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.data.loader import collate
+from keyhole.data.prepare import prepare
+from keyhole.errors import UserError
+from keyhole.eval import evaluate
+from keyhole.eval.evaluate import score_data, table
+from tests.model.decoders import hf_nll
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> str:
+    """Eight sums, the right answer second."""
+    path = tmp_path / "sums" / "val.jsonl"
+    path.parent.mkdir()
+    rows = [{"prompt": f"{a}+{a}=", "candidates": [str(2 * a + 1), str(2 * a)], "answer": 1} for a in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("placement", ["auto", "stream"])
+def test_tasks_and_data_in_one_table(
+    tiny_model: Path, tiny_data: Path, task: str, tmp_path: Path, placement: str
+) -> None:
+    """One line a file; the same numbers go to the JSON file, whatever the placement."""
+    lines: list[str] = []
+    text = evaluate(
+        str(tiny_model),
+        [task, str(tiny_data)],
+        placement=placement,
+        device="cpu",
+        json_path=tmp_path / "out.json",
+        say=lines.append,
+    )
+    found = json.loads((tmp_path / "out.json").read_text())
+    first, second = found["results"]
+    assert first["name"] == "sums/val" and first["questions"] == 8 and len(first["predictions"]) == 8
+    assert second["samples"] == 24 and second["perplexity"] == pytest.approx(math.exp(second["loss"]))
+    rows = [line for line in text.splitlines() if "sums" in line]
+    assert f"{100 * first['accuracy']:.1f}%" in rows[0] and f"{second['loss']:.4f}" in rows[1]
+    assert text.isascii() and any("placement" in line for line in lines)
+    assert found["dtype"] == "float32" and found["device"] == "cpu"
+
+
+def test_loss_is_that_of_training(tiny_model: Path, tiny_data: Path) -> None:
+    """Validation loss is the NLL over all trained tokens by their number, not a mean of rows or batches."""
+    model = keyhole.load(tiny_model, device="cpu", placement="stream")
+    score = score_data(model, str(tiny_data), batch_tokens=64)
+    nll, count = 0.0, 0
+    for row in map(json.loads, tiny_data.read_text().splitlines()):
+        prompt, answer = (model.tokenizer(row[key]).input_ids for key in ("prompt", "completion"))
+        answer.append(model.tokenizer.eos_token_id)
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        nll += float(hf_nll(model.module, {"input_ids": torch.tensor([prompt + answer]), "labels": labels}))
+        count += len(answer)
+    assert score.tokens == count and score.loss == pytest.approx(nll / count, rel=1e-5)
+
+
+def test_a_trained_directory_is_evaluated(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> None:
+    """What keyhole saves, keyhole evaluates: loss falls after training on the very file."""
+    model = keyhole.load(tiny_model, device="cpu")
+    before = score_data(model, str(tiny_data)).loss
+    opt, batch = keyhole.AdamW(model, 1e-3), collate(list(prepare(str(tiny_data), model.tokenizer)), 0)
+    for _ in range(3):
+        opt.step(batch)
+    model.save_pretrained(tmp_path / "out")
+    back = keyhole.load(tmp_path / "out", device="cpu")
+    assert score_data(back, str(tiny_data)).loss == score_data(model, str(tiny_data)).loss < before
+
+
+def test_limit_reads_the_first_rows(tiny_model: Path, tiny_data: Path, task: str, tmp_path: Path) -> None:
+    """A quick look at a large file costs a few rows."""
+    evaluate(str(tiny_model), [task, str(tiny_data)], device="cpu", limit=3, json_path=tmp_path / "o.json", say=str)
+    first, second = json.loads((tmp_path / "o.json").read_text())["results"]
+    assert first["questions"] == second["samples"] == 3
+
+
+def test_what_was_cut_is_said(tiny_model: Path, task: str) -> None:
+    """Texts that do not fit are counted under the table."""
+    text = evaluate(str(tiny_model), [task], device="cpu", max_length=5, say=str)
+    assert "sums/val: 3 texts were too long and were cut" in text.splitlines()[-1]
+
+
+def test_mistakes_come_before_the_model(tmp_path: Path, task: str) -> None:
+    """A bad task file is reported even where the model does not exist: nothing was loaded."""
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a", "candidates": ["b"], "answer": 0}\n')
+    with pytest.raises(UserError, match="bad.jsonl, line 1"):
+        evaluate("no/such/model", [task, str(bad)])
+    with pytest.raises(UserError, match="missing.jsonl"):
+        evaluate("no/such/model", [task, str(tmp_path / "missing.jsonl")])
+    with pytest.raises(UserError, match="not a directory"):
+        evaluate("no/such/model", [task])
+    with pytest.raises(UserError, match="at least one"):
+        evaluate("no/such/model", [])
+
+
+def test_a_directory_without_a_tokenizer(tiny_model: Path, tiny_data: Path, task: str, tmp_path: Path) -> None:
+    """Tasks and data both need one; the message says so."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((tiny_model / name).read_bytes())
+    for source in (task, str(tiny_data)):
+        with pytest.raises(UserError, match="no tokenizer"):
+            evaluate(str(tmp_path), [source], device="cpu", say=str)
+
+
+def test_json_goes_nowhere_else(tiny_model: Path, task: str, tmp_path: Path) -> None:
+    """A path in a directory that does not exist is refused, not created."""
+    with pytest.raises(UserError, match="not a directory"):
+        evaluate(str(tiny_model), [task], device="cpu", json_path=tmp_path / "no" / "o.json", say=str)
+
+
+def test_an_empty_table_has_a_header() -> None:
+    """Columns are there before rows are."""
+    assert "accuracy" in table([]) and "perplexity" in table([])

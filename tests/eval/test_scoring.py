@@ -1,0 +1,183 @@
+"""Scores against a one-candidate-at-a-time reference, and the boundary between prompt and candidate."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.eval.scoring import Encoder, score_task
+from keyhole.eval.tasks import Question, Task
+
+WORDS = "soup bread was good bad cold warm very not the a red blue stamp".split()
+
+
+def make_questions(count: int, seed: int = 0) -> list[Question]:
+    rng = random.Random(seed)
+
+    def words(n: int) -> str:
+        return " ".join(rng.choice(WORDS) for _ in range(n))
+
+    return [
+        Question(words(rng.randint(1, 9)), tuple(f" {words(1 + k)} {k}" for k in range(rng.randint(2, 4))), 1)
+        for _ in range(count)
+    ]
+
+
+@torch.no_grad()
+def reference(directory: Path, question: Question) -> tuple[list[float], list[float]]:
+    """Sums and means of log-probabilities by the book: one candidate, one forward pass, all logits."""
+    module, tokenizer = AutoModelForCausalLM.from_pretrained(directory), AutoTokenizer.from_pretrained(directory)
+    sums, means = [], []
+    for candidate in question.candidates:
+        prompt, full = (tokenizer(text).input_ids for text in (question.prompt, question.prompt + candidate))
+        logp = F.log_softmax(module(torch.tensor([full])).logits[0, :-1].float(), dim=-1)
+        scores = logp[range(len(prompt) - 1, len(full) - 1), full[len(prompt) :]]
+        sums.append(float(scores.sum()))
+        means.append(float(scores.mean()))
+    return sums, means
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_scores_are_those_of_the_book(tiny_model: Path, placement: str) -> None:
+    """Accuracy by mean and by sum, margin and loss equal a loop over candidates with Hugging Face alone."""
+    model = keyhole.load(tiny_model, device="cpu", placement=placement)
+    questions = make_questions(12)
+    score = score_task(model, Task("words", questions), batch_tokens=100)
+    sums, means = zip(*[reference(tiny_model, question) for question in questions], strict=True)
+    best = [max(range(len(mean)), key=mean.__getitem__) for mean in means]
+    assert score.predictions == best and score.questions == 12 and score.name == "words"
+    assert score.accuracy == sum(choice == 1 for choice in best) / 12
+    assert score.accuracy_sum == sum(max(range(len(s)), key=s.__getitem__) == 1 for s in sums) / 12
+    margins = [mean[1] - max(x for i, x in enumerate(mean) if i != 1) for mean in means]
+    assert score.margin == pytest.approx(sum(margins) / 12, abs=1e-5)
+    tokens = sum(round(s[1] / m[1]) for s, m in zip(sums, means, strict=True))
+    assert score.loss == pytest.approx(-sum(s[1] for s in sums) / tokens, rel=1e-5)
+    assert score.chance == pytest.approx(sum(1 / len(q.candidates) for q in questions) / 12)
+
+
+def test_many_candidates_cross_the_link_once(tiny_model: Path) -> None:
+    """All candidates of all questions that fit a group share one upload of the weights."""
+    model = keyhole.load(tiny_model, device="cpu", placement="stream")
+    weights = 4 * sum(unit.numel for unit in model.layout.units if unit.kind in ("block", "head"))
+    score_task(model, Task("words", make_questions(10)))
+    assert model.engine.bytes_up <= weights + 4 * model.engine.slot_count * model.engine.slot_numel
+
+
+def test_a_trained_model_answers_right(tiny_model: Path) -> None:
+    """After a few AdamW steps on the right answers, accuracy and margin rise from chance: the sign is right."""
+    model = keyhole.load(tiny_model, device="cpu")
+    questions = [
+        Question(f"{a} stamp:", (" red", " blue"), index) for a, index in (("good", 1), ("bad", 0), ("cold", 0))
+    ]
+    task = Task("stamps", questions)
+    before = score_task(model, task)
+    encoder, opt = Encoder(model.tokenizer), keyhole.AdamW(model, 1e-2)
+    right = [rows[q.answer] for q, rows in zip(questions, encoder.encode(questions), strict=True)]
+    batches = [
+        {"input_ids": torch.tensor([row.input_ids]), "labels": torch.tensor([row.labels])} for row in right
+    ]
+    for _ in range(30):
+        opt.step(batches)
+    after = score_task(model, task)
+    assert after.accuracy == 1.0 and after.margin > before.margin + 0.1 and after.loss < before.loss
+
+
+def bpe(*texts: str, bos: bool = False) -> PreTrainedTokenizerFast:
+    """A small BPE that merges across what people think of as boundaries."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=200, show_progress=False)
+    tokenizer.train_from_iterator(texts * 20, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def test_boundary_where_tokens_merge() -> None:
+    """A token across prompt and candidate belongs to the candidate, and all candidates begin at the same place."""
+    tokenizer = bpe("Answer: yes", "Answer: no", "Answer: ")
+    question = Question("Answer: ", ("yes", "no", "maybe"), 0)
+    alone = tokenizer("Answer: ").input_ids
+    rows = Encoder(tokenizer).encode([question])[0]
+    begins = {next(t for t, label in enumerate(row.labels) if label >= 0) for row in rows}
+    assert len(begins) == 1
+    begin = begins.pop()
+    assert tokenizer("Answer: yes").input_ids[: len(alone)] != alone and 0 < begin
+    for row, candidate in zip(rows, question.candidates, strict=True):
+        whole = tokenizer("Answer: " + candidate).input_ids
+        assert row.input_ids[-len(whole) :] == whole
+        assert row.labels[begin:] == row.input_ids[begin:]
+
+
+def test_bos_comes_first_once() -> None:
+    """Where the tokenizer adds bos, a row begins with exactly one, also when the prompt has written it."""
+    tokenizer = bpe("good soup", bos=True)
+    encoder = Encoder(tokenizer)
+    for prompt in ("good", "<s>good", ""):
+        for row in encoder.encode([Question(prompt, (" soup", " s"), 0)])[0]:
+            assert row.input_ids[0] == 1 and row.input_ids[1] != 1
+            assert row.labels[0] == -100 and row.labels[-1] == row.input_ids[-1]
+
+
+def test_an_empty_prompt_is_begun_with_something(tiny_model: Path) -> None:
+    """Without bos the end-of-text token stands before the first scored token, which nothing could predict else."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    row = Encoder(tokenizer).encode([Question("", ("yes", "no"), 0)])[0][0]
+    assert row.input_ids[0] == tokenizer.eos_token_id
+    assert row.labels == [-100, *tokenizer("yes").input_ids]
+
+
+def test_chat_prompts_go_through_the_template(tiny_model: Path) -> None:
+    """A prompt of turns is written by the chat template with the generation prompt, and not given a second bos."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    turns = [{"role": "user", "content": "How was it?"}]
+    row = Encoder(tokenizer).encode([Question(turns, ("good", "bad"), 0)])[0][0]
+    assert tokenizer.decode(row.input_ids) == "<|user|>How was it?<|end|><|assistant|>good"
+    assert tokenizer.decode([i for i in row.labels if i >= 0]) == "good"
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_long_prompts_lose_their_beginning(bos: bool) -> None:
+    """The end of the prompt and the whole candidate stay, bos stays first, and the cut is counted."""
+    tokenizer = bpe("abcdefghij", bos=bos)
+    tokenizer.add_tokens(list("abcdefghij"))  # one token a letter
+    encoder = Encoder(tokenizer, max_length=6)
+    rows = encoder.encode([Question("abcdefg", ("hi", "j"), 0), Question("ab", ("c", "d"), 0)])
+    texts = [tokenizer.decode(row.input_ids, skip_special_tokens=True).replace(" ", "") for row in rows[0]]
+    assert texts == (["efghi", "defgj"] if bos else ["defghi", "cdefgj"])
+    assert all(len(row.input_ids) == 6 for row in rows[0]) and encoder.truncated == 1
+    assert not bos or rows[0][0].input_ids[0] == 1
+    with pytest.raises(UserError, match="takes 6 in all"):
+        encoder.encode([Question("ab", ("abcdef", "a"), 0)])
+
+
+def test_mistakes_are_named(tiny_model: Path) -> None:
+    """No tokenizer, a candidate without tokens, a template that refuses: each says what and where."""
+    with pytest.raises(UserError, match="no tokenizer"):
+        Encoder(None)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.chat_template = "{{ raise_exception('only users') }}"
+    with pytest.raises(UserError, match="task.jsonl, line 3: .*only users"):
+        Encoder(tokenizer).encode([Question([{"role": "x", "content": ""}], ("a", "b"), 0, "task.jsonl, line 3")])
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
+    with pytest.raises(UserError, match="line 4: candidate '~' adds no token"):
+        Encoder(tokenizer).encode([Question("a", ("~", "b"), 0, "task.jsonl, line 4")])
+
+
+def test_scores_that_are_not_finite_are_refused(tiny_model: Path) -> None:
+    """NaN is not an accuracy."""
+    model = keyhole.load(tiny_model, device="cpu")
+    damage(model)
+    with pytest.raises(UserError, match=r"not finite \(5 of 5 questions\).*dtype=float32"):
+        score_task(model, Task("words", make_questions(5)))
+
+
+def damage(model: Any) -> None:
+    model.home(model.layout.spine.tensors[0]).fill_(float("nan"))
