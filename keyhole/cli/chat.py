@@ -1,14 +1,25 @@
-"""keyhole chat DIR"""
+"""keyhole chat DIR [key=value ...] [--system TEXT] [--max-new-tokens N]"""
 
 from typing import Annotated
 
 import typer
 
+from keyhole.cli.words import Model, Placement, read_placement
+
 
 def chat(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Model directory, or a hub id.")],
+    directory: Model,
+    overrides: Placement = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Longest answer in tokens.")
+    ] = None,
 ) -> None:
-    """Talk to a model."""
+    """Talk to a model, also to one that is larger than the GPU.
+
+    Example: keyhole chat out gpu_memory=8GiB
+    """
+    settings = read_placement(overrides)
     from keyhole.eval.chat import chat as run
 
-    run(directory)
+    run(directory, system=system, max_new_tokens=max_new_tokens, **settings)

@@ -1,24 +1,33 @@
-"""keyhole eval DIR --tasks FILE ..."""
+"""keyhole eval DIR --tasks FILE ... [key=value ...] [--limit N] [--json FILE]"""
 
 from typing import Annotated
 
 import typer
 
-from keyhole.cli.words import repeat_option
+from keyhole.cli.words import ConfigCommand, Model, Placement, read_placement, repeat_option
 
 
-class EvalCommand(typer.core.TyperCommand):
+class EvalCommand(ConfigCommand):
     """`--tasks` takes all the words that follow."""
 
-    def parse_args(self, ctx: object, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, repeat_option(args, "--tasks"))
+    def rewrite(self, args: list[str]) -> list[str]:
+        return repeat_option(args, "--tasks")
 
 
 def eval(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Model directory, or a hub id.")],
-    tasks: Annotated[list[str], typer.Option(metavar="FILE...", help="Task or data files.")],
+    directory: Model,
+    tasks: Annotated[list[str], typer.Option(metavar="FILE...", help="Task or data files, or demo.")],
+    overrides: Placement = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only N rows of each file.")] = None,
+    json_path: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")
+    ] = None,
 ) -> None:
-    """Score a model: validation loss, and tasks by log-likelihood."""
+    """Score a model: validation loss, and tasks by log-likelihood.
+
+    Example: keyhole eval out --tasks rte.jsonl held-out.jsonl gpu_memory=8GiB
+    """
+    settings = read_placement(overrides, "max_length")
     from keyhole.eval import evaluate
 
-    typer.echo(evaluate(directory, tasks))
+    typer.echo(evaluate(directory, tasks, limit=limit, json_path=json_path, **settings))

@@ -14,12 +14,17 @@ from typer.core import TyperCommand
 
 from keyhole.config.faults import ELSEWHERE, suggest_key
 from keyhole.config.fields import sections, settings
-from keyhole.config.loader import load_config
+from keyhole.config.loader import load_config, read_words
 from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
 
 Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
+Model = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
+Placement = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, placement, gpu_memory."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings that replace those of the file; zo.eps=1e-3."),
@@ -40,6 +45,11 @@ def read_config(config: str, overrides: list[str] | None) -> TrainConfig:
     for warning in warnings:
         note(f"warning: {warning}")
     return resolved
+
+
+def read_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
+    """Settings of a command that loads a model without a config."""
+    return read_words(words or (), ("device", "dtype", "placement", "gpu_memory", *more))
 
 
 def is_override(word: str) -> bool:
@@ -80,10 +90,10 @@ def with_resume_value(args: list[str], if_alone: str) -> list[str]:
 
 
 def repeat_option(args: list[str], option: str) -> list[str]:
-    """`--tasks a b c` becomes `--tasks a --tasks b --tasks c`."""
+    """`--tasks a b c` becomes `--tasks a --tasks b --tasks c`; a setting ends the list."""
     words, inside, begun = [], False, False
     for word in args:
-        if word.startswith("-"):
+        if word.startswith("-") or is_override(word):
             inside, begun = word == option, False
         elif inside and begun:
             words.append(option)

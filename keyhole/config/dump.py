@@ -18,7 +18,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = '"' if text in ("None", "none") else None
+    quoted = text in ("None", "none") or not text.isprintable()  # PyYAML folds odd line breaks elsewhere
+    style = '"' if quoted else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

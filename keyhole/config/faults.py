@@ -45,7 +45,7 @@ def refuse(source: str, faults: list[Finding]) -> None:
     """Raises one UserError with all faults, if there are any."""
     if faults:
         count = "1 problem" if len(faults) == 1 else f"{len(faults)} problems"
-        raise UserError("\n".join([f"{source}: {count} in the config"] + [f"  {fault}" for fault in faults]))
+        raise UserError("\n".join([f"{source}: {count}"] + [f"  {fault}" for fault in faults]))
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ schema knows is descended into, so aliases and deep nesting cost nothing; nothin
 interpolated.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,19 @@ def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     return read_config(to_yaml(config), source="TrainConfig", where="")
 
 
+def read_words(words: Iterable[str], allowed: Collection[str]) -> dict[str, Any]:
+    """Typed values of key=value words for a command that takes a few settings and no config."""
+    faults: list[Finding] = []
+    entries: dict[str, Entry] = {}
+    for word in words:
+        entries |= _override(word, faults)
+    for key in entries.keys() & settings().keys() - set(allowed):
+        faults.append(Finding(key, f"not used here; this command takes {', '.join(allowed)}", COMMAND_LINE))
+    values = _typed(entries, faults)
+    refuse("settings", faults)
+    return values
+
+
 def read_config(
     text: str, overrides: Iterable[str] = (), *, source: str = "config", where: str | None = None
 ) -> tuple[TrainConfig, list[str]]:
@@ -60,6 +73,9 @@ def read_config(
     for word in overrides:
         entries |= _override(word, faults)
     values = _typed(entries, faults)
+    for key, setting in settings().items():
+        if setting.required and key not in entries:
+            faults.append(Finding(key, f"missing, and there is no default. {setting.doc}"))
     refuse(source, faults)
     config, faults, warnings = rules.apply(_assemble(values))
     refuse(source, [_placed(fault, entries) for fault in faults])
@@ -140,9 +156,6 @@ def _typed(entries: dict[str, Entry], faults: list[Finding]) -> dict[str, Any]:
         except Mismatch as error:
             near = nearest(entry.node.value, choices(table[key].type))
             faults.append(Finding(key, f"found {show(entry.node)}, expected {error}{near}", entry.where))
-    for key, setting in table.items():
-        if setting.required and key not in entries:
-            faults.append(Finding(key, f"missing, and there is no default. {setting.doc}"))
     return values
 
 

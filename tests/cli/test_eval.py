@@ -1,0 +1,58 @@
+"""keyhole eval and keyhole chat: what reaches the library."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keyhole.cli import main
+
+
+@pytest.fixture
+def calls(monkeypatch: Any) -> list[Any]:
+    """Records what evaluate and chat are called with."""
+    seen: list[Any] = []
+
+    def record(*args: Any, **options: Any) -> str:
+        seen.append((args, options))
+        return "| the table |"
+
+    monkeypatch.setitem(sys.modules, "keyhole.eval", SimpleNamespace(evaluate=record))
+    monkeypatch.setitem(sys.modules, "keyhole.eval.chat", SimpleNamespace(chat=record))
+    return seen
+
+
+def test_eval_passes_files_and_settings(calls: list[Any], capsys: Any) -> None:
+    """All files, typed settings and options arrive, and the table is printed."""
+    words = ["eval", "out", "--tasks", "a.jsonl", "b=c.jsonl", "gpu_memory=8GiB", "max_length=99"]
+    assert main([*words, "--limit", "7", "--json", "r.json"]) == 0
+    assert capsys.readouterr().out == "| the table |\n"
+    (args, options) = calls[0]
+    assert args == ("out", ["a.jsonl", "b=c.jsonl"])
+    assert options == {"limit": 7, "json_path": "r.json", "gpu_memory": 8 * 2**30, "max_length": 99}
+
+
+def test_chat_passes_settings(calls: list[Any]) -> None:
+    """Directory, system prompt and placement arrive."""
+    assert main(["chat", "out", "placement=stream", "--system", "be brief"]) == 0
+    assert calls == [(("out",), {"system": "be brief", "max_new_tokens": None, "placement": "stream"})]
+
+
+BAD = [
+    (["eval", "out"], "--tasks"),
+    (["eval", "out", "--tasks", "a", "seed=3"], "seed: not used here; this command takes device, dtype"),
+    (["eval", "out", "--tasks", "a", "gpu_memory=8"], "such as 8GiB"),
+    (["eval", "out", "--gpu-memory", "8GiB", "--tasks", "a"], "write gpu_memory=8GiB"),
+    (["chat", "out", "plcement=stream"], "did you mean `placement`?"),
+    (["chat", "out", "hello"], "write key=value"),
+    (["chat"], "DIR"),
+]
+
+
+@pytest.mark.parametrize(("args", "says"), BAD)
+def test_mistakes_are_exit_2(args: list[str], says: str, calls: list[Any], capsys: Any) -> None:
+    """A missing file list, a setting that is not used, a bad value or style: told, and nothing is loaded."""
+    assert main(args) == 2
+    message = capsys.readouterr().err
+    assert says in message and "Traceback" not in message and not calls
