@@ -19,7 +19,8 @@ from keyhole.bench.shapes import blocks_within, parameter_count
 from keyhole.errors import UserError
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-HOST_LIMIT_BYTES = 64 * 2**30
+HOST_LIMIT_BYTES = 64 * 2**30  # a model of this size is run whole
+FEW_BLOCKS_BYTES = 20 * 2**30  # of a larger one, so many blocks
 GIANT_BLOCKS = 4
 SWITCHES = ("overlap", "reuse_slots", "deferred_update")
 
@@ -111,7 +112,7 @@ def sizes() -> list[Case]:
     found = []
     for dtype in ("bf16", "fp32"):
         for model in ("125M", "350M", "1.3B", "2.7B", "6.7B", "13B", "30B", "66B", "175B"):
-            blocks = blocks_within(model, ELEMENT_BYTES[dtype], HOST_LIMIT_BYTES)
+            blocks = blocks_within(model, ELEMENT_BYTES[dtype], HOST_LIMIT_BYTES, FEW_BLOCKS_BYTES)
             found += trio(model=model, dtype=dtype, blocks=blocks)
     return found
 

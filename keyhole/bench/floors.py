@@ -32,11 +32,18 @@ class Line:
     to_floor: float | None = None  # seconds over the floor's
     link_share: float | None = None  # of the duplex rate
     bound: str = ""
-    same_losses: bool | None = None  # bit for bit those of the resident step
+    same_losses: bool | None = None  # bit for bit those it must have
 
     @property
     def ok(self) -> bool:
         return self.record["status"] == "ok"
+
+
+def reference(case: Case) -> str | None:
+    """Name of the case whose losses this one must have: resident for streamed, streamed for ablated."""
+    if case.system != "streamed" or case.wire:
+        return None
+    return companion(case, "streamed" if case.switched_off else "resident")
 
 
 def cases_of(records: list[Record]) -> dict[str, Record]:
@@ -60,6 +67,9 @@ def line_of(case: Case, found: dict[str, Record]) -> Line:
     textbook, resident = (found.get(companion(case, system), {}) for system in ("textbook", "resident"))
     if textbook.get("status") == "ok":
         line.to_textbook = textbook["step_s"] / step_s
+    same = found.get(reference(case) or "", {})
+    if same.get("status") == "ok":
+        line.same_losses = record["losses"] == same["losses"]
     if case.system != "streamed":
         return line
     if record.get("link"):
@@ -67,7 +77,6 @@ def line_of(case: Case, found: dict[str, Record]) -> Line:
         line.link_share = line.link_s / step_s
     if resident.get("status") == "ok":
         line.compute_s = resident["step_s"]
-        line.same_losses = record["losses"] == resident["losses"]
         line.floor_s = max(line.compute_s, line.link_s or 0.0)
         line.to_floor = step_s / line.floor_s
         line.bound = "link" if (line.link_s or 0.0) > line.compute_s else "compute"

@@ -33,7 +33,8 @@ tok/s over the in-memory MeZO loop's. "compute" is the resident zo step, "link" 
 the duplex rate measured in the same process, "vs floor" the step over the larger of the two. GPU GiB is
 the peak that the allocator reserved, with the planned peak in brackets; host GiB the peak resident set of
 the process. "blocks" says how many ran where that is not all: times of such a row are those of the blocks
-that ran, not scaled. "losses" compares with the resident step from the same weights, bit for bit."""
+that ran, not scaled. "losses" compares, bit for bit and from the same weights, streamed with resident,
+and a run with parts switched off with the streamed one."""
 HEADER = (
     "model|dtype|blocks|batch|length|system|setting|s/step|+-|tok/s|vs textbook|compute s|link s|vs floor|"
     "bound by|GPU GiB (planned)|host GiB|losses"
@@ -100,6 +101,11 @@ class Report:
         parts += [self.table(table) for table in self.tables if table != "judged"]
         return "\n\n".join([*parts, "wrote " + " and ".join(map(str, self.paths))])
 
+    def differing(self) -> list[str]:
+        """Cases whose losses are not those they must be."""
+        lines = [line for table in self.tables for line in self.lines(table)]
+        return sorted({line.case.name for line in lines if line.same_losses is False})
+
     def how(self) -> str:
         machine = self.about.get("machine", {})
         found = machine.get("versions", {})
@@ -123,8 +129,11 @@ class Report:
         rows = [[r.what, r.case, r.target, r.measured, "" if self.quick else r.verdict] for r in chosen]
         return grid(["what", "case", "target", "measured", "verdict"], rows)
 
+    def lines(self, table: str) -> list[Line]:
+        return lines_of([case for case in TABLES[table]() if case.name in self.chosen], self.records)
+
     def table(self, name: str) -> str:
-        return table_of(lines_of([case for case in TABLES[name]() if case.name in self.chosen], self.records))
+        return table_of(self.lines(name))
 
     def links(self) -> str:
         rows = [

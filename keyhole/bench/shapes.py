@@ -65,10 +65,10 @@ def parameter_count(name: str, blocks: int | None = None) -> int:
     return layers * (12 * width**2 + 13 * width) + (VOCABULARY + POSITIONS + 2) * width + 2 * width
 
 
-def blocks_within(name: str, element_bytes: int, limit_bytes: int) -> int | None:
-    """None when all blocks fit the limit, else the largest multiple of four that does."""
+def blocks_within(name: str, element_bytes: int, limit_bytes: int, few_bytes: int) -> int | None:
+    """None when all blocks fit the limit; else the even number of blocks that fits few_bytes."""
     _, layers, _ = SHAPES[name]
     if parameter_count(name) * element_bytes <= limit_bytes:
         return None
-    fitting = [n for n in range(4, layers, 4) if parameter_count(name, n) * element_bytes <= limit_bytes]
+    fitting = [n for n in range(2, layers, 2) if parameter_count(name, n) * element_bytes <= few_bytes]
     return max(fitting, default=2)

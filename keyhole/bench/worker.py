@@ -99,6 +99,7 @@ class Worker:
 
     def measure(self, case: Case) -> dict[str, Any]:
         model = self.ready(case)
+        measure.clean_up(self.device)  # what drawing the weights took must not be found again by the method
         batch = self.batch(case)
         if case.system == "textbook":
             method: Any = Textbook(model.module, LR, eps=EPS)

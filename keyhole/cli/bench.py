@@ -61,3 +61,6 @@ def zo(
         say=typer.echo,
     )
     typer.echo("\n" + report.summary())
+    if differing := report.differing():
+        typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
+        raise typer.Exit(1)

@@ -30,6 +30,7 @@ def quick(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
     return json.loads(json_path.read_text()), markdown_path.read_text()
 
 
+@pytest.mark.slow
 def test_quick_run_end_to_end(tmp_path: Path, capsys: Any) -> None:
     """Every case has a record, switching parts off changes no loss, and both files say what ran."""
     found, markdown = quick(tmp_path, f"--cases={CASES}")
@@ -64,6 +65,7 @@ def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> N
     assert "no such luck" in markdown
 
 
+@pytest.mark.slow
 def test_workers_report_back_and_may_die(tmp_path: Path, monkeypatch: Any) -> None:
     """A worker runs cases in its own process; one that cannot start leaves errors, not silence."""
     job = {"device": "cpu", "quick": True, "warm_up": 1, "timed": 1, "timeline": None}

@@ -44,8 +44,8 @@ def test_fewer_blocks_keeps_the_width() -> None:
 
 
 def test_blocks_within_a_limit() -> None:
-    """All blocks when they fit, else the largest multiple of four that does."""
-    assert blocks_within("13B", 2, 2**36) is None
-    count = blocks_within("175B", 2, 2**36)
-    assert count % 4 == 0
-    assert parameter_count("175B", count) * 2 <= 2**36 < parameter_count("175B", count + 4) * 2
+    """All blocks when they fit, else the largest even number that fits the smaller limit."""
+    assert blocks_within("13B", 2, 2**36, 2**35) is None
+    count = blocks_within("175B", 2, 2**36, 2**35)
+    assert count % 2 == 0
+    assert parameter_count("175B", count) * 2 <= 2**35 < parameter_count("175B", count + 2) * 2
