@@ -1,8 +1,8 @@
 """Settings of the whole suite, and a tiny model with a tokenizer and data that any test can use.
 
 The model is a random Llama of 35 thousand parameters; its tokenizer has one token a byte, a chat template,
-and an end-of-turn token. Both are built once a session, offline, in the layout of a Hugging Face directory. Tests
-that change a directory copy it first.
+and an end-of-turn token. Both are built once a session, offline, in the layout of a Hugging Face
+directory. Tests that change a directory copy it first.
 """
 
 import json

@@ -70,7 +70,7 @@ def test_a_crash_between_files_leaves_no_mixture(
 
 
 def test_publish_links_weights_and_copies_the_rest(model: keyhole.Model, tmp_path: Path) -> None:
-    """The published model takes no space, private files stay out, and editing its config harms no checkpoint."""
+    """The published weights take no space, private files stay out, and the config is a copy."""
     checkpoint, out = tmp_path / "out" / "checkpoint-3", tmp_path / "out"
     model.save_pretrained(checkpoint)
     (checkpoint / "secret.json").write_text("{}")

@@ -20,7 +20,7 @@ def example() -> dict[str, torch.Tensor]:
 def test_the_library_reads_what_we_write(
     tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All dtypes, scalars, empty and transposed tensors come back equal, in whatever pieces they are written."""
+    """All dtypes, scalars, empty and transposed tensors come back equal, in pieces of any size."""
     monkeypatch.setattr(tensors, "PIECE_BYTES", piece_bytes)
     made = example()
     write_tensors(tmp_path / "x.safetensors", made)
