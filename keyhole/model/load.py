@@ -69,14 +69,14 @@ def load(
     source = None if directory is None else str(model)
     loaded = Model(module, layout, engine, dtype, tokenizer=_tokenizer(directory), source=source, placed=placed)
     if init == "random":
-        _pin(loaded)
+        _pin(loaded, touch=True)
         std = getattr(config, "initializer_range", None) or 0.02
         fill_random(layout.tensors, [loaded.home(t) for t in layout.tensors], std, seed, device)
     else:
         if directory is None:
             raise UserError('a config object has no weights: pass init="random", or a model directory')
         _fill(loaded, directory, dtype)
-        _pin(loaded)
+        _pin(loaded, touch=False)
     loaded.bind_homes()
     return loaded
 
@@ -136,7 +136,8 @@ def _reserve(layout: Layout, placed: Placement, dtype: torch.dtype, device: torc
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
     for on_host in (True, False):
         units = [u for u in layout.units if (u.index in placed.streamed) == on_host]
-        flat = torch.empty(sum(u.numel for u in units), dtype=dtype, device="cpu" if on_host else device)
+        numel = sum(u.numel for u in units)
+        flat = arena.host_memory(numel, dtype) if on_host else torch.empty(numel, dtype=dtype, device=device)
         for unit, piece in zip(units, arena.split(flat, [u.numel for u in units]), strict=True):
             homes[unit.index] = piece
             _zero_padding(unit, piece)
@@ -159,12 +160,15 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
                 owner._buffers[name] = buffer.to(device)
 
 
-def _pin(model: Model) -> None:
+def _pin(model: Model, touch: bool) -> None:
     streamed = [model.engine.homes[i] for i in sorted(model.engine.streamed)]
     if streamed and model.device.type == "cuda":
         first = streamed[0]
         numel = sum(home.numel() for home in streamed)
-        model.pinned = arena.pin(first.as_strided((numel,), (1,)))
+        whole = first.as_strided((numel,), (1,))
+        if touch:  # by all cores; pinning would touch page after page on one
+            whole.fill_(0)
+        model.pinned = arena.pin(whole)
 
 
 def _read_generation_config(module: nn.Module, directory: Path | None) -> None:

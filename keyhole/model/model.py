@@ -13,6 +13,7 @@ brings each unit in as a single pass enters it (generation). Without a conductor
 Legend: B rows, T positions, N trained tokens, H width.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,8 @@ class Model:
         self.head = Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Any = None
+        self._lockstep = Lockstep(self.device)
+        weakref.finalize(self, self._lockstep.close)
         self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._scratch: dict[str, torch.Tensor] = {}
         self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
@@ -143,10 +146,12 @@ class Model:
 
     def lockstep(self, batches: list[DeviceBatch], serve: Serve, rows: Rows) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H]."""
-        conductor = Lockstep(self.device)
-        conductor.rows = rows
-        with self._conducted_by(conductor):
-            return conductor.run([lambda b=b: self.hidden(b) for b in batches], serve)
+        self._lockstep.rows = rows
+        with self._conducted_by(self._lockstep):
+            try:
+                return self._lockstep.run([lambda b=b: self.hidden(b) for b in batches], serve)
+            finally:
+                self._lockstep.rows = None
 
     def clean(self, unit: Unit) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
@@ -253,7 +258,8 @@ class Model:
         save_model(self, Path(path))
 
     def close(self) -> None:
-        """Gives page-locked memory back; the model cannot be used afterwards."""
+        """Ends threads and gives page-locked memory back; the model cannot be used afterwards."""
+        self._lockstep.close()
         if self.pinned:
             torch.cuda.synchronize(self.device)
             arena.unpin(self.engine.homes[min(self.engine.streamed)])

@@ -1,9 +1,10 @@
 """Whether a model keeps packed samples apart, found out by trying.
 
-A packed row holds several samples; position ids that start again at 0 tell the model where one begins. Most HF decoders
-build a block-diagonal attention mask from them. Some never look at them (in Transformers 5: OPT, BLOOM, Falcon, GPT-OSS,
-all state-space models), so that a sample attends to its neighbours, without a word. No list of names stays right, so
-we ask the model itself: two packed rows with the same second sample behind different first ones.
+A packed row holds several samples; position ids that start again at 0 tell the model where one begins. Most
+HF decoders build a block-diagonal attention mask from them. Some never look at them (in Transformers 5: OPT,
+BLOOM, Falcon, GPT-OSS, all state-space models), so that a sample attends to its neighbours, without a word.
+No list of names stays right, so we ask the model itself: two packed rows with the same second sample behind
+different first ones.
 
     [ a | c ]
     [ b | c ]        nll of c must be the same number in both, up to rounding

@@ -4,16 +4,26 @@ A DMA engine reads page-locked ("pinned") memory at the full speed of the link; 
 first copied by the driver, several times slower. PyTorch's own pinned allocator rounds each request up to a power
 of two, and a second copy exists while weights move in. Here memory is reserved first (the kernel gives pages only
 when they are touched, so a checkpoint moving in costs no second copy) and pinned in place afterwards, to the byte.
+The kernel is asked for huge pages: touching and pinning 2 MiB at a time instead of 4 KiB is several times faster.
 """
 
+import mmap
 import warnings
 
 import torch
 
 
 def host_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Unpinned flat host memory; pages are committed as they are written."""
-    return torch.empty(numel, dtype=dtype)
+    """Unpinned flat host memory; pages are committed as they are written, and freed with the tensor."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    pages = mmap.mmap(-1, numel * torch.empty(0, dtype=dtype).element_size())
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages: slower to touch, otherwise the same
+            pass
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def pin(flat: torch.Tensor) -> bool:
@@ -34,6 +44,7 @@ def pin(flat: torch.Tensor) -> bool:
 
 
 def unpin(flat: torch.Tensor) -> None:
+    """Undoes pin(), given memory that starts at the same address."""
     torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
 
 

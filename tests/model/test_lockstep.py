@@ -9,16 +9,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.model.lockstep import Lockstep
+from keyhole.model import lockstep
 
 CPU = torch.device("cpu")
 
 
+MADE: list["Lockstep"] = []
+
+
+class Lockstep(lockstep.Lockstep):
+    """The real one, remembered so that its threads can be ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        MADE.append(self)
+
+
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    """Whatever a test does, the threads of its passes have ended."""
+def every_pass_is_idle() -> Iterator[None]:
+    """Whatever a test does, its threads wait for work afterwards, and end when they are told to."""
     before = set(threading.enumerate())
     yield
+    while MADE:
+        MADE.pop().close()
     assert set(threading.enumerate()) == before
 
 
