@@ -144,8 +144,8 @@ class Dataset(Sequence[Sample]):
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that change with any token, mask, boundary or row."""
-        digest = hashlib.blake2b(digest_size=16)
+        """32 hex digits that change with any token, mask, boundary or row, and with packing."""
+        digest = hashlib.blake2b(bytes([self.packed]), digest_size=16)
         rows = np.array([i for row in self.rows for i in (*row, -1)], dtype=np.int64)
         for array in (self.starts, self.ids, self.trained, rows):
             digest.update(np.ascontiguousarray(array).tobytes())

@@ -29,7 +29,9 @@ from typing import Any
 from keyhole.errors import UserError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[^:/\\]+){0,2}")
+HUB_ID = re.compile(
+    r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def resolve(sources: list[str]) -> list[str]:
             found = [str(path)]
         elif path.is_dir():
             found = sorted(str(p) for p in path.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
-        elif glob.has_magic(source):
+        elif glob.has_magic(source) and not HUB_ID.fullmatch(source):
             found = sorted(p for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
         else:
             looks_like_file = path.suffix.lower() in SUFFIXES or not HUB_ID.fullmatch(source)
@@ -196,9 +198,8 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 def read_hub(name: str) -> Iterator[Record]:
     """The rows of a hub data set: `id`, `id:split` or `id:config:split`."""
-    repo, *rest = name.split(":")
-    split = rest[-1] if rest else "train"
-    config = rest[0] if len(rest) == 2 else None
+    repo, config, split = HUB_ID.fullmatch(name).groups(default=None)
+    split = split or "train"
     try:
         from datasets import load_dataset
     except ImportError:

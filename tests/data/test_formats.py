@@ -1,0 +1,127 @@
+"""The five layouts are told apart by their columns and become chats or plain text."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.data.files import Record
+from keyhole.data.formats import COLUMNS, check_format, detect, normalise
+from keyhole.errors import UserError
+
+
+def record(**row: Any) -> Record:
+    return Record("data.jsonl", "line", 3, row)
+
+
+def turns(layout: str, **row: Any) -> list[tuple[str, str]]:
+    return [(turn["role"], turn["content"]) for turn in normalise(record(**row), layout).turns]
+
+
+USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+CHAT = [("user", "Hi"), ("assistant", "Hello")]
+
+
+@pytest.mark.parametrize(
+    ("row", "layout"),
+    [
+        ({"messages": [], "prompt": "", "text": ""}, "messages"),
+        ({"conversations": [], "id": 1}, "conversations"),
+        ({"prompt": "", "completion": "", "text": ""}, "prompt_completion"),
+        ({"instruction": "", "output": "", "text": ""}, "alpaca"),
+        ({"instruction": "", "input": "", "output": ""}, "alpaca"),
+        ({"text": "", "url": ""}, "text"),
+    ],
+)
+def test_the_columns_say_the_layout(row: dict, layout: str) -> None:
+    """Leftover columns of poorer layouts do not confuse."""
+    assert detect(record(**row)) == layout
+
+
+def test_unknown_columns_are_listed_with_what_is_expected() -> None:
+    """The error has the file, the columns found, all layouts, and the key to set."""
+    with pytest.raises(UserError) as error:
+        detect(record(question="?", answer="!"))
+    message = str(error.value)
+    assert "data.jsonl, line 3" in message and "found:    question, answer" in message
+    assert all(name in message for name in COLUMNS) and "data_format" in message
+    with pytest.raises(UserError, match="data_format='chatml': expected auto, messages"):
+        check_format("chatml")
+
+
+def test_every_layout_of_a_chat_is_the_same_chat() -> None:
+    """Messages, ShareGPT, Alpaca and a list of turns in a CSV cell all say the same."""
+    sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    assert turns("messages", messages=[USER, ASSISTANT]) == CHAT
+    assert turns("messages", messages=json.dumps([USER, ASSISTANT])) == CHAT
+    assert turns("conversations", conversations=sharegpt) == CHAT
+    assert turns("conversations", conversations=[USER, ASSISTANT]) == CHAT
+    assert turns("alpaca", instruction="Hi", output="Hello") == CHAT
+    assert turns("alpaca", instruction="Hi", input=None, output="Hello") == CHAT
+    assert turns("prompt_completion", prompt=[USER], completion=[ASSISTANT]) == CHAT
+    with_system = [("system", "Be kind."), *CHAT]
+    assert turns("conversations", conversations=sharegpt, system="Be kind.") == with_system
+
+
+def test_alpaca_input_follows_the_instruction() -> None:
+    """After a blank line; an input of white space is none."""
+    assert turns("alpaca", instruction="Add", input="1 2", output="3")[0] == ("user", "Add\n\n1 2")
+    assert turns("alpaca", instruction="Add", input=" ", output="3")[0] == ("user", "Add")
+
+
+def test_parts_tools_and_nulls() -> None:
+    """Text parts are joined, tools kept, null keys dropped, and a turn that calls tools needs no content."""
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    assert turns("messages", messages=[USER, ASSISTANT | {"content": parts}]) == CHAT
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
+    example = normalise(record(messages=[USER, calls], tools=[{"name": "f"}]), "messages")
+    assert example.tools == [{"name": "f"}] and "name" not in example.turns[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "message"),
+    [
+        ("text", {"text": None}, "column text: expected text, found null"),
+        ("text", {"body": "a"}, "column text is missing for data format text; found: body"),
+        ("prompt_completion", {"prompt": "a", "completion": 3}, "completion: expected text, found int 3"),
+        ("prompt_completion", {"prompt": [USER], "completion": "a"}, "prompt: expected text, found list"),
+        ("alpaca", {"instruction": "a", "output": ["b"]}, "column output: expected text, found list"),
+        ("messages", {"messages": "hello"}, "column messages: expected a list of turns, found str 'hello'"),
+        ("messages", {"messages": {"role": "user"}}, "column messages: expected a list of turns, found dict"),
+        ("messages", {"messages": [USER, "Hello"]}, r"messages\[1\]: expected an object"),
+        ("messages", {"messages": [{"from": "human", "value": "a"}]}, r"messages\[0\]: expected an object"),
+        ("messages", {"messages": [USER | {"content": None}]}, r"messages\[0\].content: .* null"),
+        ("messages", {"messages": [USER | {"weight": 0.5}]}, r"messages\[0\].weight: expected 0 or 1"),
+        ("messages", {"messages": [USER | {"content": [{"image": "x"}]}]}, r"messages\[0\].content: "),
+        ("conversations", {"conversations": [{"from": "bob", "value": "a"}]}, r"conversations\[0\].from: "),
+        ("conversations", {"conversations": [{"from": "gpt"}]}, r"conversations\[0\]: .* from"),
+        ("messages", {"messages": [USER], "tools": {"a": 1}}, "column tools: expected a list"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_names_row_and_column(layout: str, row: dict, message: str) -> None:
+    """File, line, column, what was expected and what was found."""
+    with pytest.raises(UserError, match=f"data.jsonl, line 3: .*{message}"):
+        normalise(record(**row), layout)
+
+
+KEYS = st.sampled_from(["role", "content", "from", "value"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner),
+    max_leaves=6,
+)
+
+
+@given(layout=st.sampled_from(list(COLUMNS)), values=st.lists(JSON, min_size=3, max_size=3))
+def test_any_row_is_an_example_or_a_user_error(layout: str, values: list[Any]) -> None:
+    """No value, however odd, gives anything but an example made of text, or an error that names the row."""
+    row = dict(zip([*COLUMNS[layout], "input", "system"], values, strict=False))
+    try:
+        example = normalise(record(**row), layout)
+    except UserError as error:
+        assert "data.jsonl, line 3" in str(error)
+    else:
+        assert isinstance(example.answer, str) and isinstance(example.prompt, str)
+        assert all(isinstance(t["content"], str) and isinstance(t["role"], str) for t in example.turns or [])

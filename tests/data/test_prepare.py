@@ -1,0 +1,132 @@
+"""From a file to a data set: cut, dropped, packed, and all of it counted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.data import prepare
+from keyhole.errors import UserError
+from tests.data import chats
+from tests.data.chats import answers, chat, tokenizer
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> str:
+    """Completions of 1 to 8 tokens (a space and a letter are a token each) after prompts of 2."""
+    return write(tmp_path / "pairs.jsonl", [{"prompt": "QX", "completion": "Z" * n} for n in range(1, 9)])
+
+
+def test_the_report_says_what_was_found(pairs: str) -> None:
+    """Format and why, rows, samples, tokens, trained tokens; nothing about what did not happen."""
+    dataset = prepare(pairs, tokenizer(chats.CHATML))
+    r = dataset.report
+    assert (r.read, r.samples, r.tokens, r.trained_tokens) == (8, 8, 8 * 3 + 36, 8 + 36)
+    assert dataset.end_token_ids == [tokenizer().eos_token_id]
+    lines = r.lines()
+    assert lines[0] == f"{pairs}: format prompt_completion (found column prompt, completion)"
+    assert lines[1] == "template: none; text is used as it stands, with eos at the end"
+    assert lines[2].startswith(
+        "8 samples of 8 rows read, 60 tokens (longest sample 11), 44 trained on (73.3%"
+    )
+    assert len(lines) == 3
+
+
+def test_truncation_counts_what_is_lost(pairs: str) -> None:
+    """Samples cut, and the share of trained tokens that went with them."""
+    dataset = prepare(pairs, tokenizer(), max_length=6)
+    r = dataset.report  # lengths 4..11 become 4, 5, 6, 6, ...; the tails hold 1 + 2 + 3 + 4 + 5
+    assert (r.truncated, r.cut_trained_tokens, r.trained_tokens) == (5, 15, 29)
+    assert max(dataset.lengths) == 6 and r.lines()[-1].endswith(
+        "5 samples, 34.1% of the trained tokens cut (15)"
+    )
+    assert dataset.cuts[7].tokens == 5 and 2 not in dataset.cuts
+
+
+def test_overlong_samples_can_be_dropped_or_refused(pairs: str) -> None:
+    """Dropped ones are counted; the refusal names row, length, limit and what to change."""
+    dataset = prepare(pairs, tokenizer(), max_length=6, overlong="drop")
+    assert (dataset.report.dropped_overlong, len(dataset)) == (5, 3)
+    with pytest.raises(
+        UserError, match=r"pairs.jsonl, line 4: 7 tokens, more than max_length=6; raise max_length"
+    ):
+        prepare(pairs, tokenizer(), max_length=6, overlong="error")
+
+
+def test_samples_with_nothing_to_train_on_are_dropped_and_counted(tmp_path: Path) -> None:
+    """No answer, an empty chat, an answer beyond max_length."""
+    long = chat("Q" * 50, "yes")
+    rows = [{"messages": m} for m in (chat("Hello", "yes"), chat("Hello"), [], long)]
+    dataset = prepare(write(tmp_path / "a.jsonl", rows), tokenizer(chats.CHATML), max_length=60)
+    assert (dataset.report.dropped_untrained, dataset.report.samples) == (3, 1)
+    assert answers(tokenizer(), dataset[0]) == ["yes<|im_end|>"]
+
+
+def test_nothing_left_is_an_error(tmp_path: Path) -> None:
+    """With the numbers, the roles found, and the limit."""
+    path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}] * 3)
+    with pytest.raises(
+        UserError, match=r"no sample is left(.|\n)*3 have no trained token.*roles found: user"
+    ):
+        prepare(path, tokenizer(chats.CHATML))
+    path = write(tmp_path / "b.jsonl", [{"text": "Q" * 50}] * 2)
+    with pytest.raises(UserError, match=r"no sample is left(.|\n)*2 are longer than max_length=8"):
+        prepare(path, tokenizer(), max_length=8, overlong="drop")
+
+
+def test_every_file_has_its_own_format(tmp_path: Path) -> None:
+    """Files of different layouts make one set; an override holds for all and is checked."""
+    write(tmp_path / "a.jsonl", [{"text": "Hello there"}])
+    write(tmp_path / "b.jsonl", [{"messages": chat("Hi", "yes"), "text": "no"}])
+    dataset = prepare([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], tokenizer(chats.CHATML))
+    assert [why.split()[1] for why in dataset.report.formats.values()] == ["text", "messages"]
+    dataset = prepare(str(tmp_path), tokenizer(chats.CHATML), data_format="text")
+    assert all("data_format is set" in why for why in dataset.report.formats.values())
+    with pytest.raises(UserError, match=r"a.jsonl, line 1: column messages is missing"):
+        prepare(str(tmp_path), tokenizer(), data_format="messages")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"overlong": "cut"}, "overlong='cut': expected truncate or drop or error"),
+        ({"train_on": "prompts"}, "train_on='prompts': expected answers or all"),
+        ({"data_format": "x"}, "data_format='x'"),
+        ({"packing": True, "max_length": None}, "packing=true needs max_length"),
+        ({"max_length": 1}, "max_length=1: expected at least 2"),
+    ],
+)
+def test_settings_are_checked_first(pairs: str, change: dict, message: str) -> None:
+    """A wrong value is named before anything is read."""
+    with pytest.raises(UserError, match=message):
+        prepare(pairs, tokenizer(), **change)
+
+
+def test_limit_reads_only_so_many_rows(pairs: str) -> None:
+    """The first ones."""
+    assert prepare(pairs, tokenizer(), limit=3).report.read == 3
+
+
+@given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=15), max_length=st.integers(8, 30))
+def test_packing_loses_no_token(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int
+) -> None:
+    """Packed rows hold the same tokens and the same trained tokens as the samples alone."""
+    rows = [{"prompt": "Q", "completion": chr(65 + i) * n} for i, n in enumerate(sizes)]
+    path = write(tmp_path_factory.getbasetemp() / "packed.jsonl", rows)
+    alone = prepare(path, tokenizer(bos=True), max_length=max_length)
+    packed = prepare(path, tokenizer(bos=True), max_length=max_length, packing=True)
+    for name in ("input_ids", "labels"):
+        flat = [sorted(x for row in d for x in getattr(row, name)) for d in (alone, packed)]
+        assert flat[0] == flat[1]
+    assert all(len(row.input_ids) <= max_length for row in packed) and len(packed) <= len(alone)
+    assert packed.fingerprint != alone.fingerprint
+    assert packed.report.lines()[-1].startswith(f"packed into {len(packed):,} rows of {max_length} tokens")

@@ -1,0 +1,57 @@
+"""The preview shows every token once, and which are trained, without colour."""
+
+import json
+from pathlib import Path
+
+from keyhole.data import prepare, preview
+from tests.data import chats
+from tests.data.chats import chat, tokenizer
+
+
+def write(tmp_path: Path, *rows: dict) -> str:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "a.jsonl")
+
+
+def test_runs_are_named_and_tokens_written_out(tmp_path: Path) -> None:
+    """Read and trained stretches have a word in front, line breaks are visible, ids stand below."""
+    tok = tokenizer(chats.CHATML)
+    path = write(tmp_path, {"messages": chat("Hello", "yes")}, {"messages": chat("Hello", "no")})
+    lines = preview(prepare(path, tok), tok, 1).splitlines()
+    assert lines[0].startswith(f"sample 1 of 2 ({path}, line 1): ") and lines[0].endswith(", 3 trained")
+    assert lines[1].startswith("  read         0  <|im_start|>|") and "<|im_end|>|\\n|" in lines[1]
+    assert lines[3].split()[0] == "TRAINED" and lines[3].endswith("s|<|im_end|>")
+    ids = prepare(path, tok)[0].input_ids
+    shown = [int(i) for line in lines if line.startswith("  ids") for i in line.split()[1:]]
+    assert shown == ids
+    assert "sample 2" not in "\n".join(lines)
+
+
+def test_colour_only_adds(tmp_path: Path) -> None:
+    """Without the escape codes the text is the same."""
+    tok = tokenizer(chats.CHATML)
+    dataset = prepare(write(tmp_path, {"messages": chat("Hello", "yes")}), tok)
+    coloured = preview(dataset, tok, 1, color=True)
+    assert coloured != preview(dataset, tok, 1)
+    assert coloured.replace("\033[32m", "").replace("\033[0m", "") == preview(dataset, tok, 1)
+
+
+def test_what_is_cut_is_shown(tmp_path: Path) -> None:
+    """How many tokens, how many of them trained, and how they begin; long runs show both ends."""
+    tok = tokenizer()
+    dataset = prepare(write(tmp_path, {"prompt": "Q" * 200, "completion": "Z" * 30}), tok, max_length=210)
+    text = preview(dataset, tok, ids=False)
+    assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith(
+        "|..."
+    )
+    assert "... 120 more ..." in text
+
+
+def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
+    """One heading for the row, one for each sample in it."""
+    tok = tokenizer()
+    rows = [{"prompt": "Q", "completion": "Z" * n} for n in (3, 4)]
+    dataset = prepare(write(tmp_path, *rows), tok, max_length=32, packing=True)
+    text = preview(dataset, tok)
+    assert text.startswith("row 1 of 1: 11 tokens in 2 samples\nsample 2 of 2")
+    assert text.count("TRAINED") == 2

@@ -1,0 +1,47 @@
+"""The data of a run out of its config."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from keyhole.data import from_config, load_tokenizer, preview_config
+from keyhole.errors import UserError
+
+
+def config(model: Path, data: Path, **changes: Any) -> SimpleNamespace:
+    settings = {"model": str(model), "train_data": str(data), "eval_data": None, "batch_size": 4, "seed": 0}
+    settings |= {"gradient_accumulation_steps": 2, "max_length": 64, "overlong": "truncate", "packing": False}
+    return SimpleNamespace(**settings | {"data_format": None, "train_on": "answers"} | changes)
+
+
+def test_loaders_and_report(tiny_model: Path, tiny_data: Path) -> None:
+    """Steps of the right size, evaluation in order, a report that names both sets."""
+    data = from_config(config(tiny_model, tiny_data, eval_data=[str(tiny_data)]))
+    assert data.train.steps_per_epoch == 3
+    assert [len(batch["input_ids"]) for batch in next(data.train)] == [4, 4]
+    assert len(data.eval) == 6 and data.end_token_ids == [load_tokenizer(str(tiny_model)).eos_token_id]
+    assert any(line.startswith("train: 24 samples") for line in data.report)
+    assert any(line.startswith("eval:  24 samples") for line in data.report)
+
+
+def test_only_training_is_packed(tiny_model: Path, tiny_data: Path) -> None:
+    """The evaluation loss does not depend on a setting of training."""
+    data = from_config(config(tiny_model, tiny_data, eval_data=str(tiny_data), packing=True))
+    assert "position_ids" in next(data.train)[0]
+    assert all("attention_mask" in batch for batch in data.eval)
+    assert not from_config(config(tiny_model, tiny_data)).eval
+
+
+def test_preview_of_a_config(tiny_model: Path, tiny_data: Path) -> None:
+    """The report first, then as many samples as asked for."""
+    text = preview_config(config(tiny_model, tiny_data), 2)
+    assert text.startswith(f"{tiny_data}: format prompt_completion")
+    assert text.count("sample ") == 2 + text.count("longest sample")
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -> None:
+    """The key and the directory stand in the error."""
+    with pytest.raises(UserError, match=f"model={tmp_path}: no tokenizer"):
+        from_config(config(tmp_path, tiny_data))
