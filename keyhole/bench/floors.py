@@ -77,6 +77,7 @@ def line_of(case: Case, found: dict[str, Record]) -> Line:
         line.link_share = line.link_s / step_s
     if resident.get("status") == "ok":
         line.compute_s = resident["step_s"]
+    if line.compute_s and (line.link_s is not None or record["bytes_up"] == 0):
         line.floor_s = max(line.compute_s, line.link_s or 0.0)
         line.to_floor = step_s / line.floor_s
         line.bound = "link" if (line.link_s or 0.0) > line.compute_s else "compute"

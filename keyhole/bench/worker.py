@@ -215,17 +215,18 @@ class Worker:
         return [model.engine.homes[i] for i in sorted(model.engine.streamed)]
 
     def measure_link(self) -> None:
-        """Once a size of unit, with copies of the usual unit of this model."""
+        """With copies of the usual unit of this model, unless nearly that size was measured already."""
         self.link = None
         homes = self.streamed_homes(self.model)
         if self.device.type != "cuda" or not homes:
             return
         sizes = sorted(home.numel() * home.element_size() for home in homes)
         unit_bytes = sizes[len(sizes) // 2]
-        if unit_bytes not in self.links:
+        near = [size for size in self.links if 0.5 < size / unit_bytes < 2]
+        if not near:
             self.links[unit_bytes] = measure_link(unit_bytes)
             self.emit({"kind": "link", **self.links[unit_bytes]})
-        self.link = self.links[unit_bytes]
+        self.link = self.links[near[0] if near else unit_bytes]
 
     def close(self) -> None:
         """Frees the model; pinned pages are unpinned before they are freed."""
