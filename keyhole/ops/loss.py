@@ -5,11 +5,16 @@ we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l
 
     m' = max(m, max_chunk l)      s' = s exp(m - m') + sum_chunk exp(l_j - m')      nll = m + log s - l_y
 
-so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits.
+so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel reads
+the logits once, one program a token; the reference makes two fp32 copies of them. They differ by rounding only.
 Legend: N tokens, R rows of the vocabulary in this chunk.
 """
 
 import torch
+
+from keyhole.ops.backend import jit, on_device, tl, use_kernel
+
+BLOCK = 4096
 
 
 class RunningNLL:
@@ -19,19 +24,12 @@ class RunningNLL:
         self.targets_N = targets_N
         self.max_N = torch.full(targets_N.shape, float("-inf"), device=targets_N.device)
         self.sum_N = torch.zeros(targets_N.shape, device=targets_N.device)
-        self.target_logit_N = torch.full(targets_N.shape, float("nan"), device=targets_N.device)  # until seen
+        self.target_logit_N = torch.zeros(targets_N.shape, device=targets_N.device)
 
     def add(self, logits_NR: torch.Tensor, first_row: int) -> None:
         """Takes the logits of rows first_row, first_row + 1, ... of the vocabulary."""
-        logits_NR = logits_NR.float()
-        max_N = torch.maximum(self.max_N, logits_NR.amax(dim=1))
-        local_N = self.targets_N - first_row
-        here_N = (local_N >= 0) & (local_N < logits_NR.shape[1])
-        picked_N = logits_NR.gather(1, local_N.clamp(0, logits_NR.shape[1] - 1)[:, None])[:, 0]
-        self.target_logit_N.copy_(torch.where(here_N, picked_N, self.target_logit_N))
-        chunk_N = (logits_NR - max_N[:, None]).exp_().sum(dim=1)
-        self.sum_N.copy_(self.sum_N * torch.exp(self.max_N - max_N) + chunk_N)
-        self.max_N.copy_(max_N)
+        if logits_NR.numel():
+            (_add_kernel if use_kernel(logits_NR.device) else _add_reference)(self, logits_NR, first_row)
 
     def split(self, tokens: int) -> "list[RunningNLL]":
         """The same state seen in slices of tokens: what is added to a slice is added to the whole."""
@@ -45,3 +43,51 @@ class RunningNLL:
 
     def nll_N(self) -> torch.Tensor:
         return self.max_N + self.sum_N.log() - self.target_logit_N
+
+
+def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:
+    logits_NR = logits_NR.float()
+    max_N = torch.maximum(state.max_N, logits_NR.amax(dim=1))
+    local_N = state.targets_N - first_row
+    here_N = (local_N >= 0) & (local_N < logits_NR.shape[1])
+    picked_N = logits_NR.gather(1, local_N.clamp(0, logits_NR.shape[1] - 1)[:, None])[:, 0]
+    state.target_logit_N.copy_(torch.where(here_N, picked_N, state.target_logit_N))
+    chunk_N = (logits_NR - max_N[:, None]).exp_().sum(dim=1)
+    state.sum_N.copy_(state.sum_N * torch.exp(state.max_N - max_N) + chunk_N)
+    state.max_N.copy_(max_N)
+
+
+@jit(do_not_specialize=["first_row"])
+def _nll_kernel(logits_ptr, target_ptr, max_ptr, sum_ptr, picked_ptr, first_row, row_count, stride, BLOCK: tl.constexpr):
+    """One program: one token."""
+    n = tl.program_id(0).to(tl.int64)
+    logits_ptr += n * stride
+    m, s = tl.load(max_ptr + n), tl.load(sum_ptr + n)
+    for start in range(0, row_count, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row, row < row_count, float("-inf")).to(tl.float32)
+        m_new = tl.maximum(m, tl.max(x, 0))
+        s = s * tl.exp(m - m_new) + tl.sum(tl.exp(x - m_new), 0)
+        m = m_new
+    tl.store(max_ptr + n, m)
+    tl.store(sum_ptr + n, s)
+    local = tl.load(target_ptr + n) - first_row
+    if (local >= 0) & (local < row_count):
+        tl.store(picked_ptr + n, tl.load(logits_ptr + local).to(tl.float32))
+
+
+def _add_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:
+    assert logits_NR.stride(1) == 1, logits_NR.stride()
+    with on_device(logits_NR):
+        _nll_kernel[(logits_NR.shape[0],)](
+            logits_NR,
+            state.targets_N,
+            state.max_N,
+            state.sum_N,
+            state.target_logit_N,
+            first_row,
+            logits_NR.shape[1],
+            logits_NR.stride(0),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )

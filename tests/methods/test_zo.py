@@ -192,7 +192,7 @@ def test_a_non_finite_loss_changes_nothing() -> None:
     """When the loss overflows, the update is exactly zero, weight decay included."""
     model = load()
     with torch.no_grad():
-        next(t for t in model.layout.tensors if "layers.1.mlp.down" in t.name).param.data.fill_(1e38)
+        next(t for t in model.layout.tensors if "lm_head" in t.name).param.data.fill_(3e38)
     before = weights(model)
     opt = keyhole.ZO(model, lr=1e-2, eps=EPS, weight_decay=0.1)
     loss = opt.step(batch())
@@ -209,23 +209,26 @@ def test_clip_bounds_the_projected_gradient() -> None:
 
 
 def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
-    """Small steps change a share of bf16 weights in proportion; rounded to nearest almost all are lost."""
-    shares = {}
+    """A step far below the spacing of bf16 is made in full on average; rounded to nearest most of it is lost."""
+    made = {}
     for rounding in ("stochastic", "nearest"):
         model = load(dtype="bfloat16")
-        opt = keyhole.ZO(model, lr=1e-7, eps=EPS, rounding=rounding)
+        before = model.engine.homes[2].float()
+        opt = keyhole.ZO(model, eps=EPS, rounding=rounding)
         opt.step(batch())
+        opt.pending.coef.copy_(torch.tensor([1e-6, 1.0]))
         opt.flush()
-        shares[rounding] = opt.metrics()["changed"]
-    assert shares["stochastic"] > 5 * shares["nearest"]
-    assert shares["stochastic"] > 1e-3
+        z = ops.noise(before.numel(), offset=model.layout.units[2].start, seed=0, step=0)
+        made[rounding] = float((before - model.engine.homes[2].float()) @ z / (1e-6 * z @ z))
+    assert 0.8 < made["stochastic"] < 1.2
+    assert made["nearest"] < 0.5
 
 
 def test_it_learns() -> None:
     """On one batch, the loss falls."""
     model = load()
-    losses = train(model, 60, [batch()], lr=2e-2, directions=4, distribution="rademacher")
-    assert losses[-1] < losses[0] - 0.05
+    losses = train(model, 60, [batch()], lr=3e-3, directions=4, distribution="rademacher")
+    assert losses[-1] < losses[0] - 0.02
 
 
 @pytest.mark.gpu
