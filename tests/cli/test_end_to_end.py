@@ -1,0 +1,136 @@
+"""The real command on a tiny model: it trains, resumes, shows, scores, and refuses bad input unwritten."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.cli import main
+from keyhole.config import load_config
+from keyhole.config.schema import Method
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> Path:
+    """A config file for a run of four steps."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {tiny_model}\nmethod: zo\ntrain_data: {tiny_data}\neval_data: {tiny_data}\n"
+        f"output_dir: {tmp_path / 'out'}\nmax_steps: 4\nbatch_size: 4\nmax_length: 64\ndevice: cpu\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize("method", Method.__args__)
+def test_train_with_every_method(config: Path, method: str, capsys: Any) -> None:
+    """Each method runs from the command line, and the config it stores runs again and means the same."""
+    assert main(["train", str(config), f"method={method}"]) == 0
+    out = config.parent / "out"
+    assert (out / "model.safetensors").exists() and (out / "run" / "metrics.jsonl").exists()
+    stored, warnings = load_config(out / "run" / "config.yaml")
+    assert stored == load_config(config, [f"method={method}"])[0] and warnings == []
+
+
+def test_resume_goes_on(config: Path, capsys: Any) -> None:
+    """`--resume` alone finds the last checkpoint; without it a used directory is refused."""
+    assert main(["train", str(config), "max_steps=2", "lr_scheduler_type=constant"]) == 0
+    assert main(["train", str(config), "lr_scheduler_type=constant"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    assert main(["train", str(config), "--resume", "lr_scheduler_type=constant"]) == 0
+    assert "2 steps done" in capsys.readouterr().out
+    lines = (config.parent / "out" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in lines} == {1, 2, 3, 4}
+
+
+def test_a_dry_run_writes_nothing(config: Path, capsys: Any) -> None:
+    """`--dry-run` prints the start block and leaves the disk alone."""
+    before = sorted(config.parent.rglob("*"))
+    assert main(["train", str(config), "--dry-run"]) == 0
+    assert "LlamaForCausalLM" in capsys.readouterr().out and sorted(config.parent.rglob("*")) == before
+
+
+def test_data_shows_samples(config: Path, capsys: Any) -> None:
+    """`-n 2` shows two samples with what is trained on."""
+    assert main(["data", str(config), "-n", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("sample ") >= 2 and "prompt_completion" in text and "TRAINED" in text
+
+
+def test_eval_and_chat(tiny_model: Path, tiny_data: Path, monkeypatch: Any, capsys: Any) -> None:
+    """A data file gives a loss; a piped question gives an answer and exit 0."""
+    assert main(["eval", str(tiny_model), "--tasks", str(tiny_data), "device=cpu"]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert main(["chat", str(tiny_model), "device=cpu", "--max-new-tokens", "3"]) == 0
+
+
+# ---- bad input ---------------------------------------------------------------------------------------
+
+
+def data(text: str) -> Any:
+    """train_data is a file with this text."""
+
+    def make(tmp_path: Path, model: Path) -> list[str]:
+        (tmp_path / "bad.jsonl").write_text(text)
+        return [f"train_data={tmp_path / 'bad.jsonl'}"]
+
+    return make
+
+
+def no_weights(tmp_path: Path, model: Path) -> list[str]:
+    """model is a copy without its weights."""
+    shutil.copytree(model, tmp_path / "bare")
+    for file in (tmp_path / "bare").glob("*.safetensors*"):
+        file.unlink()
+    return [f"model={tmp_path / 'bare'}"]
+
+
+def someones(key: str) -> Any:
+    """The key names a directory with someone's files."""
+
+    def make(tmp_path: Path, model: Path) -> list[str]:
+        (tmp_path / "papers").mkdir()
+        (tmp_path / "papers" / "thesis.txt").write_text("precious")
+        return [f"{key}={tmp_path / 'papers'}"]
+
+    return make
+
+
+BAD = {
+    "missing data": (lambda t, m: [f"train_data={t / 'none.jsonl'}"], "none.jsonl: no such file"),
+    "missing eval data": (lambda t, m: [f"eval_data={t / 'none.jsonl'}"], "none.jsonl: no such file"),
+    "no match": (lambda t, m: [f"train_data={t}/none-*.jsonl"], "no file matches"),
+    "empty data": (data(""), "bad.jsonl"),
+    "malformed data": (data('{"prompt": "a", "completion": "b"}\n{"prompt\n'), "bad.jsonl, line 2"),
+    "unknown columns": (data('{"question": "b"}'), "bad.jsonl, line 1"),
+    "nothing trained": (data('{"prompt": "a b c", "completion": ""}'), "trained"),
+    "no weights": (no_weights, "bare"),
+    "no model": (lambda t, m: [f"model={t / 'nowhere'}"], "nowhere"),
+    "not a model": (someones("model"), "papers"),
+    "output is someone's": (someones("output_dir"), "papers"),
+    "output is a file": (lambda t, m: [f"output_dir={t / 'run.yaml'}"], "run.yaml"),
+    "output is the model": (lambda t, m: [f"output_dir={m}"], "output_dir"),
+    "resume from nowhere": (lambda t, m: [f"--resume={t / 'checkpoint-9'}"], "checkpoint-9"),
+    "format does not fit": (lambda t, m: ["data_format=messages"], "messages"),
+    "too long": (lambda t, m: ["max_length=3", "overlong=error"], "max_length=3"),
+    "no such GPU": (lambda t, m: ["device=cuda:99"], "cuda"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str, config: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    """Each: exit code 2, one message that names the culprit, no traceback, nothing written."""
+    if name == "no such GPU" and torch.cuda.device_count() > 99:
+        pytest.skip("there is such a GPU")
+    make, says = BAD[name]
+    words = make(tmp_path, tiny_model)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(["train", str(config), *words]) == 2
+    message = capsys.readouterr().err
+    assert says in message and "Traceback" not in message and len(message.splitlines()) < 12
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert not (tmp_path / "out").exists()
