@@ -17,7 +17,8 @@ def host_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Unpinned flat host memory; pages are committed as they are written, and freed with the tensor."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
-    pages = mmap.mmap(-1, numel * torch.empty(0, dtype=dtype).element_size())
+    size_bytes = numel * torch.empty(0, dtype=dtype).element_size()
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)

@@ -16,7 +16,7 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
 The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
-Bytes: slot_count x the largest page on the device; each page crosses once up and, if committed, once down a sweep.
+Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up and, if committed, once down a sweep.
 On a CPU device the same logic runs with plain copies.
 """
 
@@ -30,6 +30,13 @@ import torch
 from keyhole.offload.timeline import Timeline
 
 
+POISON = 0xFF  # this byte over and over is NaN in fp32, bf16, fp16 and fp8
+
+
+def _bytes(flat: torch.Tensor) -> int:
+    return flat.numel() * flat.element_size()
+
+
 class _Slot:
     """A reused device buffer, and the events after which it may be overwritten."""
 
@@ -39,6 +46,10 @@ class _Slot:
         self.last_page: int | None = None  # what it held before, perhaps still on its way home
         if cuda:
             self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
+
+    def like(self, home: torch.Tensor) -> torch.Tensor:
+        """The front of the buffer, seen as a page of this dtype and length."""
+        return self.buffer[: _bytes(home)].view(home.dtype)
 
 
 class Engine:
@@ -63,12 +74,9 @@ class Engine:
         self.homes, self.streamed, self.device = homes, streamed, device
         self.overlap, self.reuse_slots, self.chaos = overlap, reuse_slots, chaos
         self.cuda = device.type == "cuda"
-        self.slot_numel = max((homes[page].numel() for page in streamed), default=0)
+        self.slot_bytes = max((_bytes(homes[page]) for page in streamed), default=0)
         self.slot_count = slot_count if streamed else 0
-        dtype = homes[0].dtype
-        self.slots = [
-            _Slot(torch.empty(self.slot_numel, dtype=dtype, device=device), self.cuda) for _ in range(self.slot_count)
-        ]
+        self.slots = [_Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
         self.free: deque[_Slot] = deque(self.slots)
         self.ahead: deque[_Slot] = deque()  # uploaded or on their way, in the order they will be asked for
         self.held: dict[int, _Slot] = {}
@@ -120,22 +128,22 @@ class Engine:
         self._prefetch()
         if self.cuda:
             torch.cuda.current_stream(self.device).wait_event(slot.ready)
-        return slot.buffer[: self.homes[page].numel()]
+        return slot.like(self.homes[page])
 
     def commit(self, page: int) -> None:
         if page not in self.streamed:
             return
         slot, home = self.held[page], self.homes[page]
-        self.bytes_down += home.numel() * home.element_size()
+        self.bytes_down += _bytes(home)
         if not self.cuda:
-            home.copy_(slot.buffer[: home.numel()])
+            home.copy_(slot.like(home))
             return
         slot.changed.record()
         with torch.cuda.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
             with self._span("write-back", page):
-                home.copy_(slot.buffer[: home.numel()], non_blocking=True)
+                home.copy_(slot.like(home), non_blocking=True)
             self.home_written[page].record()
         if not self.overlap:
             torch.cuda.synchronize(self.device)
@@ -147,7 +155,7 @@ class Engine:
         if self.cuda:
             slot.computed.record()
         if self.chaos and not self.cuda:
-            slot.buffer.fill_(float("nan"))
+            slot.buffer.fill_(POISON)
         self._give_back(slot)
         self._prefetch()
 
@@ -169,15 +177,15 @@ class Engine:
         slot, home = self.free.popleft(), self.homes[page]
         slot.page = page
         self.ahead.append(slot)
-        self.bytes_up += home.numel() * home.element_size()
+        self.bytes_up += _bytes(home)
         if not self.reuse_slots:
-            slot.buffer = torch.empty(self.slot_numel, dtype=home.dtype, device=self.device)
+            slot.buffer = self._new_buffer()
             if self.cuda:
                 for stream in (self.up, self.down):
                     slot.buffer.record_stream(stream)
                 self.up.wait_stream(torch.cuda.current_stream(self.device))
         if not self.cuda:
-            slot.buffer[: home.numel()].copy_(home)
+            slot.like(home).copy_(home)
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
@@ -186,13 +194,16 @@ class Engine:
             self.up.wait_event(self.home_written[page])
             self._delay()
             if self.chaos:
-                slot.buffer.fill_(float("nan"))
+                slot.buffer.fill_(POISON)
             with self._span("upload", page):
-                slot.buffer[: home.numel()].copy_(home, non_blocking=True)
+                slot.like(home).copy_(home, non_blocking=True)
             slot.ready.record()
         slot.last_page = page
         if not self.overlap:
             torch.cuda.synchronize(self.device)
+
+    def _new_buffer(self) -> torch.Tensor:
+        return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
 
     def _prefetch(self) -> None:
         while self.free and self.order and (self.overlap or not self.held):
