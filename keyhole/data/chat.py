@@ -23,6 +23,7 @@ day it is resumed, so they are given the one they fall back to.
 
 import os
 import re
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from keyhole.data.formats import Example
@@ -93,6 +94,13 @@ class ChatTemplate:
         except Exception:
             return None
 
+    @cached_property
+    def drops_content(self) -> bool:
+        """Whether the template writes turns without their text (vision models' want it in parts)."""
+        chat = [{"role": role, "content": MARKERS[0]} for role in ("user", "assistant")]
+        text = self.try_render(chat, None)
+        return text is not None and text.count(MARKERS[0]) < 2
+
     def answers(self, example: Example) -> Rendered:
         """The whole chat, and its answers that are trained on."""
         if not example.turns:
@@ -113,38 +121,35 @@ class ChatTemplate:
         return Rendered(text, [self._answer(example, turns, i, text) for i in trained])
 
     def _answer(self, example: Example, turns: list[dict[str, Any]], i: int, text: str) -> Span:
-        span = self._by_prefix(turns, example.tools, i, text) or self._by_markers(
-            turns, example.tools, i, text
-        )
-        if span is None:
+        start, end = self._by_prefix(turns, example.tools, i, text)
+        if start is None or end is None:
+            left, right = self._by_markers(turns, example.tools, i, text)
+            start, end = left if start is None else start, right if end is None else end
+        if start is None or end is None or end <= start or self.drops_content:
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
-                "writes: it changes other turns too; set train_on=all, or give the turn weight 0"
+                "writes; give the turn weight 0, or write the chat out as prompt and completion"
             )
-        return span
+        return start, end
 
     def _by_prefix(
         self, turns: list[dict[str, Any]], tools: list[Any] | None, i: int, text: str
-    ) -> Span | None:
+    ) -> tuple[int | None, int | None]:
         before = self.try_render(turns[:i], tools, prompt=True)
-        if before is None or not text.startswith(before):
-            return None
         upto = text if i + 1 == len(turns) else self.try_render(turns[: i + 1], tools)
-        if upto is None or not text.startswith(upto) or len(upto) <= len(before):
-            return None
-        return len(before), len(upto)
+        return tuple(len(x) if x is not None and text.startswith(x) else None for x in (before, upto))
 
     def _by_markers(
         self, turns: list[dict[str, Any]], tools: list[Any] | None, i: int, text: str
-    ) -> Span | None:
+    ) -> tuple[int | None, int | None]:
         marked = [[*turns[:i], turns[i] | {"content": word}, *turns[i + 1 :]] for word in MARKERS]
         first, second = (self.try_render(chat, tools) for chat in marked)
         if first is None or second is None or first == second:
-            return None
+            return None, None
         left = len(os.path.commonprefix([first, second]))
         right = len(os.path.commonprefix([first[::-1], second[::-1]]))
         end = len(text) - right
         if end < left or text[:left] != first[:left] or text[end:] != first[len(first) - right :]:
-            return None
+            return None, None
         closing = self.end_of_turn.match(text, end) if self.end_of_turn else None
         return left, closing.end() if closing else end

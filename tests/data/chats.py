@@ -51,6 +51,13 @@ PREFILLED = (
     "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
 )
+# Answers begin with a word of their own and end differently in the last turn.
+CHANNELS = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}"
+    "{% if message.role == 'assistant' %}{{ '<|system|>final\n' + message.content }}"
+    "{{ eos_token if loop.last else '<|end|>' }}{% else %}{{ message.content + '<|end|>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 # Ends nothing.
 BARE = (
     "{% for message in messages %}{{ message.role + ':\n' + message.content + '\n' }}{% endfor %}"

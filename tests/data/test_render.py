@@ -43,9 +43,10 @@ TALK = chat("What is the capital?", "Paris.", "Of France?", "Yes.")
         (chats.STRICT, [" Paris.</s>", " Yes.</s>"]),
         (chats.PREFILLED, ["Paris.</s>", "Yes.</s>"]),
         (chats.BARE, ["Paris.\n", "Yes.\n</s>"]),
+        (chats.CHANNELS, ["<|system|>final\nParis.<|end|>", "<|system|>final\nYes.</s>"]),
         (None, ["Paris.</s>", "Yes.</s>"]),
     ],
-    ids=["chatml", "llama3", "thinking", "closing", "strict", "prefilled", "bare", "no-template"],
+    ids=["chatml", "llama3", "thinking", "closing", "strict", "prefilled", "bare", "channels", "no-template"],
 )
 def test_answers_of_a_chat(template: str | None, expected: list[str]) -> None:
     """Each assistant turn with its end is trained, and nothing else, whatever the template rewrites."""
@@ -180,11 +181,16 @@ def test_a_chat_the_template_refuses_names_the_row() -> None:
         render(tokenizer(chats.STRICT), "messages", messages=[TALK[0], TALK[0]])
 
 
-def test_an_answer_that_cannot_be_found_is_refused() -> None:
-    """A template that writes more than the answer from the answer; the row is named, nothing is guessed."""
-    template = (
-        "{{ messages[1].content | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    )
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[1].content | length }}{% for message in messages %}{{ message.content }}{% endfor %}",
+        "{% for message in messages %}{{ message.role + '\n' }}{% endfor %}",
+    ],
+    ids=["writes more of it elsewhere", "does not write it"],
+)
+def test_an_answer_that_cannot_be_found_is_refused(template: str) -> None:
+    """The row is named, nothing is guessed."""
     with pytest.raises(UserError, match=r"data.jsonl, line 7: cannot find turn 2"):
         render(tokenizer(template), "messages", messages=chat("Hello", "Paris", "more"))
 
