@@ -11,8 +11,8 @@
 
 from keyhole.ops.backend import describe, use_kernel
 from keyhole.ops.gather import gather_rows
-from keyhole.ops.tiles import noise
 from keyhole.ops.rows import zo_rows
+from keyhole.ops.tiles import noise
 from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
 
 __all__ = [

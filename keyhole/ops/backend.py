@@ -71,6 +71,6 @@ def describe() -> str:
     if TRITON_MISSING:
         return f"ops: PyTorch reference on every device, because Triton is missing ({TRITON_MISSING})"
     if not torch.cuda.is_available():
-        return f"ops: PyTorch reference, because there is no CUDA device (Triton {triton.__version__} is there)"
+        return f"ops: PyTorch reference, because there is no CUDA device (Triton is {triton.__version__})"
     how = "interpreted" if INTERPRETED else "compiled"
-    return f"ops: Triton {triton.__version__} kernels ({how}) for CUDA tensors, PyTorch reference for CPU tensors"
+    return f"ops: Triton {triton.__version__} kernels ({how}) on CUDA, PyTorch reference on the CPU"

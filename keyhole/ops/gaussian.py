@@ -4,37 +4,40 @@ Box-Muller: with u1 = ((a >> 8) + 1) 2^-24 in (0, 1] and u2 = (b >> 8) 2^-24 in 
 
     r = sqrt(-2 ln u1)      z_even = r cos(2 pi u2)      z_odd = r sin(2 pi u2)
 
-Math libraries disagree in the last bit about ln, sin and cos, and even one library does between its vector code and
-its tails. So we evaluate our own polynomials, in operations that IEEE 754 defines to the bit: +, -, *, sqrt, and
-no fused multiply-add anywhere. A run made on one GPU can then be replayed, bit for bit, on a CPU or on another GPU.
+Math libraries disagree in the last bit about ln, sin and cos, and even one library does between its vector
+code and its tails. So we evaluate our own polynomials, in operations that IEEE 754 defines to the bit: +, -,
+*, sqrt, and no fused multiply-add anywhere. A run made on one GPU can then be replayed, bit for bit, on a CPU
+or on another GPU.
 
-    ln:  u1 = 2^e x with x in [sqrt(1/2), sqrt(2)), f = x - 1 (exact), -2 ln u1 = (-2 ln 2) e + f P(f); P has degree 7
-         and a small relative error, so that r is right near u1 = 1 too, where it vanishes.
-    sin: the top bit of b is half a turn, a sign; the next 23 are v in [0, 1), an angle of pi v. With c = 1/2 - v and
-         d = 1/2 - |c|, both exact and in [-1/2, 1/2], cos(pi v) = S(c) and sin(pi v) = S(d), where S(c) = sin(pi c),
-         an odd polynomial of degree 9.
+    ln:  u1 = 2^e x with x in [sqrt(1/2), sqrt(2)), f = x - 1 (exact), -2 ln u1 = (-2 ln 2) e + f P(f).
+         P has degree 7 and a small relative error, so that r is right near u1 = 1 too, where it vanishes.
+    sin: the top bit of b is half a turn, a sign; the next 23 are v in [0, 1), an angle of pi v. With
+         c = 1/2 - v and d = 1/2 - |c|, both exact and in [-1/2, 1/2], cos(pi v) = S(c) and sin(pi v) = S(d),
+         where S(c) = sin(pi c) is an odd polynomial of degree 9.
     r:   at least 2^-32, so that the square root needs no special cases.
 
-Error against exact Box-Muller: r within 4.7e-7 (over all 2^24 values of u1), S within 1.5e-7 (over all its arguments),
-z within 1e-6 (typically 5e-8). |z| <= sqrt(48 ln 2) = 5.77, as the 24 bits of u1 imply. Coefficients: Remez
-exchange, rounded to float32, and for S a search of the neighbouring floats for the smallest error as computed.
+Error against exact Box-Muller: r within 4.7e-7 (over all 2^24 values of u1), S within 1.5e-7 (over all its
+arguments), z within 1e-6 (typically 5e-8). |z| <= sqrt(48 ln 2) = 5.77, as the 24 bits of u1 imply.
+Coefficients: Remez exchange, rounded to float32, and for S a search of the neighbouring floats for the
+smallest error as computed.
 """
 
 import torch
 
 from keyhole.ops.backend import INTERPRETED, jit, tl
 
-# Every number here is exactly a float32. LOG is P, constant term first; SINE the coefficients of c, c^3, ..., c^9.
+# Every number here is exactly a float32. LOG is P, constant term first; SINE has those of c, c^3, .., c^9.
 LOG = (-1.9999998807907104, 1.000006914138794, -0.6667121648788452, 0.49943119287490845,
-       -0.3976846933364868, 0.344248503446579, -0.32676297426223755, 0.20757447183132172)  # fmt: skip
+       -0.3976846933364868, 0.344248503446579, -0.32676297426223755, 0.20757447183132172)
 SINE = (3.1415927410125732, -5.167707443237305, 2.55003023147583, -0.5980415940284729, 0.07721608132123947)
 MINUS_2_LN_2 = -1.3862943649291992 * 2.0**-23  # the exponent arrives multiplied by 2^23
 SMALLEST = 2.0**-64
 SQRT_HALF_BITS = 0x3F3504F3
-SQRT_HALF_SCALED_BITS = SQRT_HALF_BITS + (24 << 23)  # of sqrt(1/2) 2^24: the mantissa of u1 comes as an integer
+SQRT_HALF_SCALED_BITS = SQRT_HALF_BITS + (24 << 23)  # of sqrt(1/2) 2^24: u1 comes as an integer
 ONE_BITS = 0x3F800000
 
-_LOG, _SINE = torch.tensor(LOG).unbind(), torch.tensor(SINE).unbind()  # a 0-dim tensor costs a third of a float's call
+# As 0-dim tensors: PyTorch's call costs a third of what it does with a Python float.
+_LOG, _SINE = torch.tensor(LOG).unbind(), torch.tensor(SINE).unbind()
 _L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7 = (tl.constexpr(value) for value in LOG)
 _S0, _S1, _S2, _S3, _S4 = (tl.constexpr(value) for value in SINE)
 _MINUS_2_LN_2, _SMALLEST = tl.constexpr(MINUS_2_LN_2), tl.constexpr(SMALLEST)
@@ -90,10 +93,11 @@ def radius(word):
 def _square_root(x):
     """The correctly rounded root of a number from 2^-64 to 34.
 
-    NVIDIA's sqrt.rn is the four operations below behind a branch for extreme arguments, which we have none of.
+    NVIDIA's sqrt.rn is the operations below behind a branch for extreme arguments, which we have none of.
     """
     if _SQRT_BY_FMA:
-        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True,
+                                      pack=1)
         root = x * y
         root = tl.fma(tl.fma(-root, root, x), 0.5 * y, root)
     else:

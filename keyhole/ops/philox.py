@@ -1,19 +1,19 @@
 """Philox4x32: random words as a pure function of (key, counter), with no state.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011). Four counter words and two
-key words, 32 bits each. One round multiplies two of the words by constants to 64 bits, xors the high halves with
-the other two words and the key, and keeps the low halves:
+key words, 32 bits each. One round multiplies two of the words by constants to 64 bits, xors the high halves
+with the other two words and the key, and keeps the low halves:
 
     c0' = hi(M1 c2) ^ c1 ^ k0      c1' = lo(M1 c2)
     c2' = hi(M0 c0) ^ c3 ^ k1      c3' = lo(M0 c0)      then k0 += W0, k1 += W1
 
-The paper finds 7 rounds to pass all of BigCrush and proposes 10 for margin. We use 7: noise for training is no
-secret, and the rounds are what a step computes most of. ROUNDS is part of the format of a run: its journal holds
-seeds, and replay must draw the same words.
+The paper finds 7 rounds to pass all of BigCrush and proposes 10 for margin. We use 7: noise for training is
+no secret, and the rounds are what a step computes most of. ROUNDS is part of the format of a run: its journal
+holds seeds, and replay must draw the same words.
 
-Counter of this package: (g low, g high, stream, step), g a group of elements (tiles.py says which); key: the seed's
-halves. Two rounds' worth of products then involve only numbers shared by a whole launch: both versions below take
-plain ints (scalars in the kernel) for such words and so skip that work.
+Counter of this package: (g low, g high, stream, step), g a group of elements (tiles.py says which); key: the
+seed's halves. Two rounds' worth of products then involve only numbers shared by a whole launch: both versions
+below take plain ints (scalars in the kernel) for such words and so skip that work.
 """
 
 import torch
@@ -42,11 +42,12 @@ def _mix(product: Word, word: Word, key: int) -> Word:
 
 
 def _low(product: Word) -> Word:
-    """The low half. For a tensor the mask is left to whoever reads it next, which saves a pass over memory."""
+    """The low half. For a tensor the mask is left to the next reader, which saves a pass over memory."""
     return product & MASK_32 if isinstance(product, int) else product
 
 
-def philox_reference(c0: Word, c1: Word, c2: Word, c3: Word, seed: int, rounds: int = ROUNDS) -> tuple[Word, ...]:
+def philox_reference(c0: Word, c1: Word, c2: Word, c3: Word, seed: int, rounds: int = ROUNDS) -> tuple[Word,
+                                                                                                       ...]:
     """Four words in 0..2^32-1, int64 where any counter word they depend on is an int64 tensor."""
     k0, k1 = seed & MASK_32, seed >> 32
     for _ in range(rounds):

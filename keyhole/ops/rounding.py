@@ -1,26 +1,27 @@
 """Rounding float32 to the storage type: to nearest, or stochastically.
 
-A step of size lr * |g| is far below the spacing of 16-bit weights: rounding to nearest loses it, every time. Stochastic
-rounding goes up with a probability equal to the fraction discarded, so that the expected stored value is exact:
+A step of size lr * |g| is far below the spacing of 16-bit weights: rounding to nearest loses it, every time.
+Stochastic rounding goes up with a probability equal to the fraction discarded, so that the expected stored
+value is exact:
 
     bfloat16   16 bits of the float32 pattern are discarded: add 16 random bits to the pattern, truncate.
     float16    13 bits are discarded in the normal range: add 13 random bits (the top 13 of the 16), truncate.
-               Below 2^-14 the grid is even, of step 2^-24: the fraction of a step is compared with the 16 random bits
-               (unbiased to 2^-17 of a step, since fewer bits than the fraction has are drawn).
+               Below 2^-14 the grid is even, of step 2^-24: the fraction of a step is compared with the 16
+               random bits (unbiased to 2^-17 of a step, since the fraction may have more bits than that).
 
-Exact values never change; inf and nan stay. A finite value beyond the largest of the type may go to inf, as it may
-when rounding to nearest: the next grid point up is inf. float32 storage needs no rounding at all.
+Exact values never change; inf and nan stay. A finite value beyond the largest of the type may go to inf, as
+it may when rounding to nearest: the next grid point up is inf. float32 storage needs no rounding at all.
 
-The bits have their own stream of the generator (tag 2^16, above all directions), 16 bits an element, so a tile is
-8192 elements: group g = (e // 8192) 1024 + e % 1024, lane l = (e // 1024) % 8, and the bits are the low (even l) or
-high (odd l) half of word l // 2. See tiles.py for why this shape.
+The bits have their own stream of the generator (tag 2^16, above all directions), 16 bits an element, so a
+tile is 8192 elements: group g = (e // 8192) 1024 + e % 1024, lane l = (e // 1024) % 8, and the bits are the
+low (even l) or high (odd l) half of word l // 2. See tiles.py for why this shape.
 """
 
 import torch
 
 from keyhole.ops.backend import INTERPRETED, jit, tl
-from keyhole.ops.tiles import MAX_DIRECTIONS, WIDTH, lanes, tile_words
 from keyhole.ops.philox import MASK_32, philox, philox_reference
+from keyhole.ops.tiles import MAX_DIRECTIONS, WIDTH, lanes, tile_words
 
 STREAM = MAX_DIRECTIONS
 TILE = 8 * WIDTH
@@ -68,7 +69,7 @@ def stochastic_round_reference(x: torch.Tensor, bits: torch.Tensor, dtype: torch
 
 @jit()
 def tile_bits(tile, step, k0, k1):
-    """Four words of 1024 for one tile of 8192: the low half of word i belongs to vector 2i, the high to 2i + 1."""
+    """Four words for a tile of 8 vectors: the low half of word i belongs to vector 2i, the high to 2i + 1."""
     group = tile * _WIDTH
     low = (group & 0xFFFFFFFF).to(tl.uint32) + lanes().to(tl.uint32)
     stream = step * 0 + _STREAM
@@ -102,13 +103,14 @@ def round_stochastic(x, bits, DTYPE: tl.constexpr):
             whole = tl.floor(steps)
             up = ((steps - whole) * 65536.0 > bits.to(tl.float32) + 0.5).to(tl.float32)
             small = ((whole + up) * (1 / _FLOAT16_STEPS)).to(tl.uint32, bitcast=True) | (pattern & 0x80000000)
-            y = tl.where(tl.abs(x) < _FLOAT16_NORMAL, small.to(tl.float32, bitcast=True), normal).to(tl.float16)
+            y = tl.where(tl.abs(x) < _FLOAT16_NORMAL, small.to(tl.float32, bitcast=True),
+                         normal).to(tl.float16)
     return y
 
 
 @jit()
 def round_nearest(x, DTYPE: tl.constexpr):
-    """float32 block to DTYPE, ties to even. Triton's interpreter truncates to bfloat16, so there it is spelt out."""
+    """float32 block to DTYPE, ties to even. (Triton's interpreter truncates to bfloat16: spelt out there.)"""
     if DTYPE == tl.bfloat16 and _INTERPRETED:
         pattern = x.to(tl.uint32, bitcast=True)
         carry = tl.where(tl.abs(x) <= _FLOAT32_MAX, 0x7FFF + ((pattern >> 16) & 1), 0)

@@ -1,22 +1,24 @@
 """Noise without state: z is a pure function of (seed, step, direction, element).
 
-Every parameter element has a global index e (its tensor's base + its position). Philox words come four to a group;
-which group and which of its words ("lane") belong to e is laid out in tiles of 4096 elements:
+Every parameter element has a global index e (its tensor's base + its position). Philox words come four to a
+group; which group and which of its words ("lane") belong to e is laid out in tiles of 4096 elements:
 
-    group g = (e // 4096) 1024 + e % 1024      lane l = (e // 1024) % 4      word l of philox(seed; g, direction, step)
+    group g = (e // 4096) 1024 + e % 1024     lane l = (e // 1024) % 4
+    word l of philox(seed; g, direction, step)
 
     e in a tile:   0 .. 1023     1024 .. 2047    2048 .. 3071    3072 .. 4095
     group:         0 .. 1023        0 .. 1023       0 .. 1023       0 .. 1023     (+ 1024 per tile)
     lane:             0               1               2               3
 
-So a program that owns a tile makes four vectors of 1024 contiguous values out of one vector of counters: no shuffle,
-no wasted word, coalesced memory. And the value depends on e alone: not on the launch shape, the tensor's alignment,
-the slice asked for, the device or the thread count.
+So a program that owns a tile makes four vectors of 1024 contiguous values out of one vector of counters: no
+shuffle, no wasted word, coalesced memory. And the value depends on e alone: not on the launch shape, the
+tensor's alignment, the slice asked for, the device or the thread count.
 
     gaussian     lanes (0, 1) and (2, 3) are Box-Muller pairs of words (0, 1) and (2, 3): gaussian.py
     rademacher   +1 where the top bit of word l is 0, -1 where it is 1
 
-Indices go up to 2^44 (17 trillion elements), steps to 2^32, directions to 2^16 (higher streams are for rounding.py).
+Indices go up to 2^44 (17 trillion elements), steps to 2^32, directions to 2^16 (higher streams are for
+rounding.py).
 """
 
 from collections.abc import Iterator
@@ -56,7 +58,8 @@ def chunks(offset: int, n: int) -> Iterator[slice]:
         start = stop
 
 
-def tile_words(start: int, n: int, tile: int, *, seed: int, step: int, stream: int, device: torch.device) -> torch.Tensor:
+def tile_words(start: int, n: int, tile: int, *, seed: int, step: int, stream: int,
+               device: torch.device) -> torch.Tensor:
     """Words [4, groups] int32 of the tiles that cover elements start..start+n, WIDTH groups to a tile."""
     first, last = start // tile * WIDTH, -(-(start + n) // tile) * WIDTH
     low = torch.arange(first & MASK_32, (first & MASK_32) + last - first, device=device)
@@ -68,7 +71,7 @@ def tile_words(start: int, n: int, tile: int, *, seed: int, step: int, stream: i
 
 
 def chunk_noise_reference(start: int, n: int, *, seed: int, step: int, direction: int, distribution: str,
-                          device: torch.device) -> torch.Tensor:  # fmt: skip
+                          device: torch.device) -> torch.Tensor:
     """z of elements start..start+n, which lie in one aligned chunk."""
     words_4G = tile_words(start, n, TILE, seed=seed, step=step, stream=direction, device=device)
     z_T4W = torch.empty(words_4G.shape[1] // WIDTH, 4, WIDTH, device=device)
@@ -87,7 +90,8 @@ def signs_reference(word: torch.Tensor) -> torch.Tensor:
     return (word & -0x80000000).bitwise_or_(0x3F800000).view(torch.float32)
 
 
-def noise_at_reference(e: torch.Tensor, *, seed: int, step: int, direction: int, distribution: str) -> torch.Tensor:
+def noise_at_reference(e: torch.Tensor, *, seed: int, step: int, direction: int,
+                       distribution: str) -> torch.Tensor:
     """z of any elements (int64 indices of any shape): four times the work a whole tile would be."""
     group, lane = (e >> 12 << 10) | (e & 1023), (e >> 10) & 3
     words = philox_reference(group & MASK_32, group >> 32, direction, step, seed)
@@ -100,12 +104,12 @@ def noise_at_reference(e: torch.Tensor, *, seed: int, step: int, direction: int,
 
 
 def noise_reference(n: int, *, offset: int, seed: int, step: int, direction: int, distribution: str,
-                    device: torch.device) -> torch.Tensor:  # fmt: skip
+                    device: torch.device) -> torch.Tensor:
     """z of elements offset..offset+n as float32 [n]."""
     z = torch.empty(n, device=device)
     for part in chunks(offset, n):
         z[part] = chunk_noise_reference(offset + part.start, part.stop - part.start, seed=seed, step=step,
-                                        direction=direction, distribution=distribution, device=device)  # fmt: skip
+                                        direction=direction, distribution=distribution, device=device)
     return z
 
 
@@ -119,8 +123,8 @@ def signs(word):
 def lanes():
     """0 .. 1023 as a block [4, 256], numbered down the columns.
 
-    In Triton's default layout each of the 256 threads holds one column, hence 4 neighbours in memory: loads and stores
-    are wide as they stand, and nothing is shuffled through shared memory on the way.
+    In Triton's default layout each of the 256 threads holds one column, hence 4 neighbours in memory: loads
+    and stores are wide as they stand, and nothing is shuffled through shared memory on the way.
     """
     rows, columns = tl.arange(0, _ROWS), tl.arange(0, _WIDTH // _ROWS)
     return rows[:, None] + columns[None, :] * _ROWS
@@ -173,7 +177,7 @@ def _noise_kernel(z_ptr, tile_0, lead, n, direction, step, k0, k1, GAUSSIAN: tl.
 
 
 def int32(word: int) -> int:
-    """A 32-bit word as the signed number of the same bits: kernels take int32 whatever the value, so none recompiles."""
+    """A word as the signed number of the same bits, so that kernels always take int32 and compile once."""
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
@@ -183,21 +187,22 @@ def key(seed: int) -> tuple[int, int]:
 
 
 def noise_triton(n: int, *, offset: int, seed: int, step: int, direction: int, distribution: str,
-                 device: torch.device) -> torch.Tensor:  # fmt: skip
+                 device: torch.device) -> torch.Tensor:
     """The same by kernel."""
     z = torch.empty(n, device=device)
     tile_0, lead = divmod(offset, TILE)
     grid = (-(-(lead + n) // TILE),)
     with on_device(z):
-        _noise_kernel[grid](z, tile_0, lead, n, direction, int32(step), *key(seed), GAUSSIAN=distribution == "gaussian",
-                            num_warps=NUM_WARPS, enable_fp_fusion=False)  # fmt: skip
+        _noise_kernel[grid](z, tile_0, lead, n, direction, int32(step), *key(seed),
+                            GAUSSIAN=distribution == "gaussian", num_warps=NUM_WARPS, enable_fp_fusion=False)
     return z
 
 
 def noise(n: int, *, offset: int, seed: int, step: int, direction: int = 0, distribution: str = "gaussian",
-          device: torch.device | str = "cpu") -> torch.Tensor:  # fmt: skip
+          device: torch.device | str = "cpu") -> torch.Tensor:
     """z of elements offset..offset+n as float32 [n], for tests, textbook loops and replay."""
     device = torch.device(device)
     check(offset, n, seed, (step,), direction + 1, distribution)
     run = noise_triton if use_kernel(device) and n else noise_reference
-    return run(n, offset=offset, seed=seed, step=step, direction=direction, distribution=distribution, device=device)
+    return run(n, offset=offset, seed=seed, step=step, direction=direction, distribution=distribution,
+               device=device)

@@ -1,21 +1,25 @@
 """The passes over the weights of a zeroth-order step: update, perturb, and both in one.
 
-For a flat tensor w whose first element has global index `offset`, with z_i(t) the noise of direction i at step t:
+For a flat tensor w whose first element has global index `offset`, with z_i(t) the noise of direction i at
+step t:
 
     update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))     z at update_step
-    perturb   plus = w + eps z,   minus = w - eps z                                      z at step, one direction
+    perturb   plus = w + eps z,   minus = w - eps z                                        z at step
 
-`coef` = [lr, c_0, .., c_{q-1}] is a float32 tensor on the device: the projected gradients never visit the host, so no
-step waits for the previous one. All arithmetic is float32 in the order written, with no fused multiply-add, and one
-rounding at the end; plus and minus are rounded to nearest, in their own dtype. The perturbed weights are computed from
-the clean ones, so nothing drifts, and the deferred update of step t-1 can be fused with the perturbation of step t:
+`coef` = [lr, c_0, .., c_{q-1}] is a float32 tensor on the device: the projected gradients never visit the
+host, so no step waits for the one before. All arithmetic is float32 in the order written, with no fused
+multiply-add, and one rounding at the end; plus and minus are rounded to nearest, in their own dtype. They are
+computed from the clean weights, so nothing drifts, and the update of step t-1 can wait and be fused with the
+perturbation of step t:
 
-    bytes per element     textbook MeZO (perturb, perturb back, restore, update)     fused
-    bfloat16              4 x (2 read + 2 written) = 16, and 4 draws of z            2 read + 6 written = 8, 2 draws
+    bytes per bfloat16 element
+    textbook MeZO (perturb, perturb back, restore, update)    4 x (2 read + 2 written) = 16, 4 draws of z
+    fused                                                     2 read + 6 written = 8, 2 draws of z
 
-One kernel serves the three ops. A program owns 8192 elements: two tiles of noise, one of rounding bits. The tile grid is
-that of the index space, not of the tensor, and both ends are masked: any offset and size work. When offset and size are
-multiples of 8 elements (and the tensors 16-byte aligned), memory is read and written 4 elements at a time.
+One kernel serves the three ops. A program owns 8192 elements: two tiles of noise, one of rounding bits. Its
+tiles are those of the index space, not of the tensor, and both ends are masked, so any offset and size work.
+Where the offset is a multiple of 8 elements (and the tensors are 16-byte aligned), memory moves 4 elements at
+a time.
 """
 
 from collections.abc import Callable
@@ -24,7 +28,6 @@ from functools import partial
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, chunk_noise_reference, chunks, int32, key, lanes, tile_noise
 from keyhole.ops.rounding import (
     ROUNDINGS,
     TILE,
@@ -34,9 +37,20 @@ from keyhole.ops.rounding import (
     stochastic_round_reference,
     tile_bits,
 )
+from keyhole.ops.tiles import (
+    NUM_WARPS,
+    WIDTH,
+    check,
+    chunk_noise_reference,
+    chunks,
+    int32,
+    key,
+    lanes,
+    tile_noise,
+)
 
-VECTOR = 8  # alignment, in elements, that lets the compiler widen accesses
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+VECTOR = 8  # alignment, in elements, that lets the compiler widen memory accesses
 
 _WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
 
@@ -52,8 +66,8 @@ def stochastic(rounding: str, dtype: torch.dtype) -> bool:
     return rounding == "stochastic" and dtype != torch.float32
 
 
-def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int], torch.Tensor], weight_decay: float,
-                      bits: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int], torch.Tensor],
+                      weight_decay: float, bits: torch.Tensor | None) -> torch.Tensor:
     """round(w - lr (sum_i c_i z_i + wd w)) in w's dtype. `draw(i)` makes z_i; `bits` is None for nearest."""
     w_fp32 = w.to(torch.float32)
     u = draw(0).mul_(coef[1])
@@ -65,29 +79,31 @@ def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int],
     return moved.to(w.dtype) if bits is None else stochastic_round_reference(moved, bits, w.dtype)
 
 
-def zo_update_reference_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int, distribution: str,
-                         weight_decay: float, rounding: str, changed: torch.Tensor | None) -> None:  # fmt: skip
+def zo_update_reference_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int,
+                         distribution: str, weight_decay: float, rounding: str,
+                         changed: torch.Tensor | None) -> None:
     """The update, chunk by chunk."""
+    pattern = torch.int32 if w.dtype == torch.float32 else torch.int16
     for part in chunks(offset, w.numel()):
-        span = dict(start=offset + part.start, n=part.stop - part.start, seed=seed, step=step, device=w.device)
+        span = dict(start=offset + part.start, n=part.stop - part.start, seed=seed, step=step,
+                    device=w.device)
         bits = chunk_bits_reference(**span) if stochastic(rounding, w.dtype) else None
-        draw = partial(chunk_noise_reference, **span, distribution=distribution)
+        draw = partial(chunk_noise_reference, distribution=distribution, **span)
         new = updated_reference(w[part], coef, lambda i, draw=draw: draw(direction=i), weight_decay, bits)
         if changed is not None:
-            width = torch.int32 if w.dtype == torch.float32 else torch.int16
-            changed += (new.view(width) != w[part].view(width)).sum()
+            changed += (new.view(pattern) != w[part].view(pattern)).sum()
         w[part] = new
 
 
-def zo_perturb_reference(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, eps: float, seed: int,
-                         step: int, direction: int, distribution: str) -> None:  # fmt: skip
+def zo_perturb_reference(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, eps: float,
+                         seed: int, step: int, direction: int, distribution: str) -> None:
     """The perturbation, chunk by chunk."""
     for part in chunks(offset, w.numel()):
-        w_fp32 = w[part].to(torch.float32)
-        z = chunk_noise_reference(offset + part.start, part.stop - part.start, seed=seed, step=step, direction=direction,
-                                  distribution=distribution, device=w.device).mul_(eps)  # fmt: skip
-        plus[part] = w_fp32 + z
-        minus[part] = w_fp32 - z
+        z = chunk_noise_reference(offset + part.start, part.stop - part.start, seed=seed, step=step,
+                                  direction=direction, distribution=distribution, device=w.device)
+        w_fp32, move = w[part].to(torch.float32), z.mul_(eps)
+        plus[part] = w_fp32 + move
+        minus[part] = w_fp32 - move
 
 
 @jit()
@@ -138,10 +154,10 @@ def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps):
 
 
 @jit()
-def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, update_step, step, direction, k0, k1, eps,
-          wd, FIRST: tl.constexpr, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr, DECAY: tl.constexpr,
-          STOCHASTIC: tl.constexpr):  # fmt: skip
-    """Four vectors: one noise tile, starting FIRST elements into the program's span. Returns how many changed, [1024]."""
+def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, update_step, step, direction,
+          k0, k1, eps, wd, FIRST: tl.constexpr, Q: tl.constexpr, PERTURB: tl.constexpr,
+          GAUSSIAN: tl.constexpr, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """The four vectors of a noise tile, FIRST elements into the program's span. Returns a block of counts."""
     i0 = FIRST + lanes()
     i1, i2, i3 = i0 + _WIDTH, i0 + 2 * _WIDTH, i0 + 3 * _WIDTH
     m0, m1 = (i0 >= lo) & (i0 < hi), (i1 >= lo) & (i1 < hi)
@@ -167,15 +183,15 @@ def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, up
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
-def _zo_kernel(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile_0, lead, n, update_step, step, direction, k0, k1,
-               eps, wd, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr, DECAY: tl.constexpr,
-               STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
+def _zo_kernel(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile_0, lead, n, update_step, step,
+               direction, k0, k1, eps, wd, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr,
+               DECAY: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr):
     """One program: 8192 elements of the index space. The tensor starts `lead` elements into tile `tile_0`."""
     pid = tl.program_id(0).to(tl.int64)
     tile = tile_0 + pid
     update_step, step, direction = update_step.to(tl.uint32), step.to(tl.uint32), direction.to(tl.uint32)
     k0, k1 = k0.to(tl.uint32), k1.to(tl.uint32)
-    start = pid * _TILE - lead  # the program's first element, as a position in the tensor; negative if it comes before
+    start = pid * _TILE - lead  # where in the tensor the program's span begins; negative if before it
     lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n - start, _TILE).to(tl.int32)
     if ALIGNED:
         start = tl.multiple_of(start, _VECTOR)
@@ -187,54 +203,56 @@ def _zo_kernel(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile_0, lead, 
     r0, r1, r2, r3 = k0, k0, k0, k0
     if STOCHASTIC:
         r0, r1, r2, r3 = tile_bits(tile, update_step, k0, k1)
-    changed = _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2, lo, hi, r0, r1, update_step, step, direction, k0, k1,
-                    eps, wd, 0, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)  # fmt: skip
-    changed += _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2 + 1, lo, hi, r2, r3, update_step, step, direction, k0,
-                     k1, eps, wd, _TILE // 2, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)  # fmt: skip
+    changed = _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2, lo, hi, r0, r1, update_step, step,
+                    direction, k0, k1, eps, wd, 0, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)
+    changed += _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2 + 1, lo, hi, r2, r3, update_step, step,
+                     direction, k0, k1, eps, wd, _TILE // 2, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)
     if COUNT:
         tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
 
 
-def _launch(w: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None, *, offset: int, seed: int,
-            distribution: str, coef: torch.Tensor | None = None, update_step: int = 0, weight_decay: float = 0.0,
-            rounding: str = "nearest", changed: torch.Tensor | None = None, eps: float = 0.0, step: int = 0,
-            direction: int = 0) -> None:  # fmt: skip
-    """Run the kernel over w: an update if there is a coef, a perturbation if there are plus and minus."""
-    (tile_0, lead), n = divmod(offset, TILE), w.numel()
-    with on_device(w):
-        for part, aligned in _spans(lead, n):
-            tiles = -(-(lead + part.stop) // TILE) - (lead + part.start) // TILE
-            tile, first = divmod(lead + part.start, TILE)
-            _zo_kernel[(tiles,)](
-                w[part], None if plus is None else plus[part], None if minus is None else minus[part], coef, changed,
-                tile_0 + tile, first, part.stop - part.start, int32(update_step), int32(step), direction, *key(seed), eps,
-                weight_decay, Q=0 if coef is None else coef.numel() - 1, PERTURB=plus is not None,
-                GAUSSIAN=distribution == "gaussian", DECAY=weight_decay != 0, STOCHASTIC=stochastic(rounding, w.dtype),
-                COUNT=changed is not None, ALIGNED=aligned, num_warps=NUM_WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
-
-
 def _spans(lead: int, n: int) -> list[tuple[slice, bool]]:
-    """Parts of the tensor to launch, and whether each is aligned: a ragged tail is not to slow down the rest."""
+    """Parts of the tensor to launch, and whether each is aligned: a ragged tail must not slow the rest."""
     body = n - n % VECTOR if lead % VECTOR == 0 else 0
     parts = ((slice(0, body), True), (slice(body, n), False))
     return [(part, aligned) for part, aligned in parts if part.stop > part.start]
 
 
+def _launch(w: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None, *,
+            offset: int, seed: int, distribution: str, coef: torch.Tensor | None = None, update_step: int = 0,
+            weight_decay: float = 0.0, rounding: str = "nearest", changed: torch.Tensor | None = None,
+            eps: float = 0.0, step: int = 0, direction: int = 0) -> None:
+    """Run the kernel over w: an update if there is a coef, a perturbation if there are plus and minus."""
+    flags = dict(Q=0 if coef is None else coef.numel() - 1, PERTURB=plus is not None,
+                 COUNT=changed is not None, GAUSSIAN=distribution == "gaussian", DECAY=weight_decay != 0,
+                 STOCHASTIC=stochastic(rounding, w.dtype), num_warps=NUM_WARPS, enable_fp_fusion=False)
+    with on_device(w):
+        for part, aligned in _spans(offset % TILE, w.numel()):
+            tile_0, lead = divmod(offset + part.start, TILE)
+            n = part.stop - part.start
+            plus_, minus_ = (None if tensor is None else tensor[part] for tensor in (plus, minus))
+            _zo_kernel[(-(-(lead + n) // TILE),)](
+                w[part], plus_, minus_, coef, changed, tile_0, lead, n, int32(update_step), int32(step),
+                direction, *key(seed), eps, weight_decay, ALIGNED=aligned, **flags)
+
+
 def _check(w: torch.Tensor, *others: torch.Tensor) -> None:
     for tensor in (w, *others):
-        assert tensor.dtype in DTYPES and tensor.is_contiguous() and tensor.dim() == 1, (tensor.dtype, tensor.shape)
+        assert tensor.dtype in DTYPES, tensor.dtype
+        assert tensor.is_contiguous() and tensor.dim() == 1, (tensor.shape, tensor.stride())
         assert tensor.shape == w.shape and tensor.device == w.device, (tensor.shape, tensor.device)
 
 
 def _check_update(coef: torch.Tensor, changed: torch.Tensor | None, device: torch.device) -> None:
-    assert coef.dtype == torch.float32 and coef.dim() == 1 and coef.numel() >= 2 and coef.is_contiguous(), coef.shape
+    assert coef.dtype == torch.float32 and coef.dim() == 1 and coef.is_contiguous(), (coef.dtype, coef.shape)
+    assert coef.numel() >= 2, "coef is [lr, c_0, ...]"
     assert changed is None or (changed.dtype == torch.int64 and changed.numel() == 1), changed
     assert all(tensor is None or tensor.device == device for tensor in (coef, changed)), device
 
 
-def zo_update_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int, distribution: str = "gaussian",
-               weight_decay: float = 0.0, rounding: str = "stochastic", changed: torch.Tensor | None = None) -> None:  # fmt: skip
+def zo_update_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int,
+               distribution: str = "gaussian", weight_decay: float = 0.0, rounding: str = "stochastic",
+               changed: torch.Tensor | None = None) -> None:
     """w <- round(w - lr (sum_i c_i z_i + wd w)), in place.
 
     w: flat, float32 | bfloat16 | float16. coef: [lr, c_0, ..] float32 on w's device. step: that of the noise.
@@ -243,29 +261,29 @@ def zo_update_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, s
     check(offset, w.numel(), seed, (step,), coef.numel() - 1, distribution)
     _check(w)
     _check_update(coef, changed, w.device)
-    same = dict(offset=offset, coef=coef, seed=seed, distribution=distribution, weight_decay=float32(weight_decay),
-                rounding=rounding, changed=changed)  # fmt: skip
+    same = dict(offset=offset, coef=coef, seed=seed, distribution=distribution,
+                weight_decay=float32(weight_decay), rounding=rounding, changed=changed)
     if use_kernel(w.device):
         _launch(w, update_step=step, **same)
     else:
         zo_update_reference_(w, step=step, **same)
 
 
-def zo_perturb(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, eps: float, seed: int, step: int,
-               direction: int = 0, distribution: str = "gaussian") -> None:  # fmt: skip
+def zo_perturb(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, eps: float,
+               seed: int, step: int, direction: int = 0, distribution: str = "gaussian") -> None:
     """plus <- w + eps z, minus <- w - eps z; the dtype of plus and minus may differ from w's."""
     check(offset, w.numel(), seed, (step,), direction + 1, distribution)
     _check(w, plus, minus)
     run = _launch if use_kernel(w.device) else zo_perturb_reference
     run(w, plus, minus, offset=offset, eps=float32(eps), seed=seed, step=step, direction=direction,
-        distribution=distribution)  # fmt: skip
+        distribution=distribution)
 
 
-def zo_update_perturb_(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int, coef: torch.Tensor,
-                       eps: float, seed: int, update_step: int, step: int, direction: int = 0,
-                       distribution: str = "gaussian", weight_decay: float = 0.0, rounding: str = "stochastic",
-                       changed: torch.Tensor | None = None) -> None:  # fmt: skip
-    """zo_update_ at update_step, then zo_perturb at step: the same bits, and on the GPU one pass over memory."""
+def zo_update_perturb_(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offset: int,
+                       coef: torch.Tensor, eps: float, seed: int, update_step: int, step: int,
+                       direction: int = 0, distribution: str = "gaussian", weight_decay: float = 0.0,
+                       rounding: str = "stochastic", changed: torch.Tensor | None = None) -> None:
+    """zo_update_ at update_step, then zo_perturb at step: the same bits, on a GPU in one pass of memory."""
     update = dict(coef=coef, weight_decay=weight_decay, rounding=rounding, changed=changed)
     same = dict(offset=offset, seed=seed, distribution=distribution)
     if not use_kernel(w.device):
@@ -276,4 +294,5 @@ def zo_update_perturb_(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor,
     _check(w, plus, minus)
     _check_update(coef, changed, w.device)
     update["weight_decay"] = float32(weight_decay)
-    _launch(w, plus, minus, eps=float32(eps), update_step=update_step, step=step, direction=direction, **update, **same)
+    _launch(w, plus, minus, eps=float32(eps), update_step=update_step, step=step, direction=direction,
+            **update, **same)
