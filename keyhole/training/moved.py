@@ -4,9 +4,9 @@
 16-bit weights rounded to nearest, where a step below half the distance to the next number is lost (a bfloat16
 weight near 1 needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to
 SAMPLE elements of each, evenly spaced, are kept on the host (8 KiB a tensor in 16 bit) and compared bit by
-bit after STEPS steps whose rate was not 0. Gradient methods move only those rows of the embedding that a
-batch uses, so its sample is taken from rows of the first batch. A tensor whose sample stands still may still
-have moved elsewhere: hence a warning, not an error.
+bit after CHECK_STEPS steps whose rate was not 0. Gradient methods move only those rows of the embedding that
+a batch uses, so its sample is taken from rows of the first batch. A tensor whose sample stands still may
+still have moved elsewhere: hence a warning, not an error.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ import torch
 from keyhole.model.model import Model
 
 SAMPLE = 4096
-STEPS = 3
+CHECK_STEPS = 3
 NAMED = 5
 
 
@@ -45,6 +45,19 @@ class Moved:
             names += [] if count else [name]
         return names, changed / max(1, total)
 
+    def verdict(self, steps: int) -> str:
+        """The line for the user after so many steps."""
+        (still, share), count, dtype = self.still(), len(self.before), self.model.dtype
+        percent = f"{100 * share:.1f} % of the sampled weights changed"
+        if not still:
+            return f"check: all {count} trained tensors changed within {steps} steps ({percent})"
+        names = ", ".join(still[:NAMED]) + (f", and {len(still) - NAMED} more" if len(still) > NAMED else "")
+        why = "they get no gradient, or their steps are too small"
+        if torch.finfo(dtype).bits == 16:
+            why = f"rounding to nearest {dtype} loses steps below half its spacing; dtype=float32 keeps them"
+        head = f"warning: {len(still)} of {count} trained tensors did not change in {steps} steps"
+        return f"{head} ({names}): {why}. {percent}"
+
 
 def sample(tensor: torch.Tensor, rows_R: torch.Tensor | None = None) -> torch.Tensor:
     """Up to SAMPLE evenly spaced elements (of these rows) on the host, as integers of the same width."""
@@ -56,16 +69,3 @@ def sample(tensor: torch.Tensor, rows_R: torch.Tensor | None = None) -> torch.Te
         picked = tensor[rows_R].reshape(-1)[:SAMPLE]
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return picked.contiguous().view(integer).cpu().clone()
-
-
-def verdict(still: list[str], share: float, steps: int, dtype: torch.dtype, count: int) -> str:
-    """The line for the user."""
-    percent = f"{100 * share:.1f} % of the sampled weights changed"
-    if not still:
-        return f"check: all {count} trained tensors changed within {steps} steps ({percent})"
-    names = ", ".join(still[:NAMED]) + (f", and {len(still) - NAMED} more" if len(still) > NAMED else "")
-    why = "they get no gradient, or their steps are too small"
-    if torch.finfo(dtype).bits == 16:
-        why = f"rounding to nearest {dtype} loses steps below half its spacing; dtype=float32 keeps them"
-    head = f"warning: {len(still)} of {count} trained tensors did not change in {steps} steps"
-    return f"{head} ({names}): {why}. {percent}"

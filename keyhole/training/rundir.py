@@ -46,6 +46,10 @@ class RunDir:
         return self.run / "metrics.jsonl"
 
     @property
+    def curve(self) -> Path:
+        return self.run / "loss.png"
+
+    @property
     def is_ours(self) -> bool:
         return self.marker.is_file()
 

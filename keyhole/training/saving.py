@@ -61,6 +61,12 @@ class Saver:
                 f"{free / GIB:.2f} GiB free; free some space, or set output_dir on another disk"
             )
 
+    def went_on_from(self, path: Path | None, step: int) -> None:
+        """The checkpoint this run goes on from is good; if it lies here, its step need not be saved again."""
+        self.last_good = path
+        if path is not None and path.resolve() == (self.root / f"checkpoint-{step}").resolve():
+            self.last_step = step
+
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
         every = self.config.save_steps

@@ -17,7 +17,7 @@ def record(step: int, loss: float, **extra: float) -> Record:
 
 
 def recorder(entries: list, lag: int = 0) -> Recorder:
-    made = Recorder(CPU, entries.append, lambda: "out/checkpoint-5")
+    made = Recorder(CPU, entries.append, lambda: Path("out/checkpoint-5"))
     made.lag = lag
     return made
 

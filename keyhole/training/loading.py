@@ -1,0 +1,42 @@
+"""The model of a run: from the config, or from the checkpoint it goes on from.
+
+Placement needs to know what will run, so that the budget leaves room for it: `workload` says how many tokens
+a forward pass has and how many passes advance together (zeroth-order: two a direction, times the
+micro-batches). `dry_lines` makes the same decisions without reading a weight.
+"""
+
+from keyhole.checkpoint import find
+from keyhole.config import TrainConfig
+from keyhole.model.load import choose_device, choose_dtype, load
+from keyhole.model.model import Model
+from keyhole.model.skeleton import build, read_config
+from keyhole.plan.memory import Workload
+from keyhole.plan.placement import place
+from keyhole.training import start
+
+UNKNOWN_LENGTH = 2048  # tokens, where max_length is null
+
+
+def workload(config: TrainConfig) -> Workload:
+    """What will run, for the memory plan."""
+    directions = config.zo.directions if config.method == "zo" else 1
+    passes = 2 * directions * config.gradient_accumulation_steps if config.method == "zo" else 1
+    tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
+    return Workload(config.method, tokens, passes, directions)
+
+
+def load_model(config: TrainConfig, choice: find.Choice) -> Model:
+    """The weights of the checkpoint, or of the model the config names, placed as the config says."""
+    where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    source = config.model if choice.path is None else str(choice.path)
+    return load(source, dtype=config.dtype, seed=config.seed, workload=workload(config), **where)
+
+
+def dry_lines(config: TrainConfig) -> list[list[str]]:
+    """The lines of the start block about model and machine, from the model's config.json alone."""
+    hf_config, device = read_config(config.model), choose_device(config.device)
+    dtype = choose_dtype(config.dtype, hf_config)
+    module = build(hf_config, dtype)
+    layout, placed = place(module, config.placement, config.gpu_memory, dtype, device, workload(config))
+    machine = start.machine_lines(config, dtype, device, placed.reasons)
+    return [start.model_lines(module, layout, dtype), machine]
