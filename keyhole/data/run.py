@@ -32,10 +32,13 @@ def load_tokenizer(model: str) -> Any:
     """The tokenizer that lies with a model."""
     from transformers import AutoTokenizer
 
+    from keyhole.model.skeleton import read_config
+
     model = locate(model, MODEL)
     try:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # missing files, a bad name, no network: each has its own type
+        read_config(model)  # says so in plain words when there is no model at all
         kind = "directory" if Path(model).is_dir() else "model"
         raise UserError(f"model={model}: no tokenizer can be loaded from this {kind}: {error}") from None
 

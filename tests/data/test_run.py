@@ -42,6 +42,9 @@ def test_preview_of_a_config(tiny_model: Path, tiny_data: Path) -> None:
 
 
 def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -> None:
-    """The key and the directory stand in the error."""
+    """The key and the directory stand in the error, and whether it is a model at all."""
+    with pytest.raises(UserError, match=f"model: {tmp_path} has no config.json"):
+        from_config(config(tmp_path, tiny_data))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match=f"model={tmp_path}: no tokenizer"):
         from_config(config(tmp_path, tiny_data))
