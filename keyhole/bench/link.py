@@ -26,7 +26,7 @@ class _Copies:
 
     def __init__(self, unit_bytes: int, up: bool) -> None:
         count = max(2, HOST_BYTES // unit_bytes)
-        self.host = arena.host_memory(count * unit_bytes, torch.uint8).fill_(1)
+        self.host = arena.host_memory(count * unit_bytes).fill_(1)
         arena.pin(self.host)
         self.pieces = self.host.split(unit_bytes)
         self.device = torch.zeros(unit_bytes, dtype=torch.uint8, device="cuda")

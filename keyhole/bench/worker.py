@@ -28,6 +28,7 @@ from keyhole.bench.shapes import QUICK_SHRINK, opt_config
 from keyhole.bench.textbook import Textbook
 from keyhole.bench.trace import trace_step
 from keyhole.model.random_init import fill_random
+from keyhole.offload.wire import Wire
 from keyhole.plan.memory import Workload, zo_device_bytes
 from keyhole.plan.placement import workspace_bytes
 from keyhole.plan.probe import environment
@@ -149,14 +150,12 @@ class Worker:
 
     def planned_bytes(self, model: keyhole.Model, case: Case) -> int:
         """The planned device peak for this case's tokens (a load may serve several batch sizes)."""
-        size = model.engine.homes[0].element_size()
         return zo_device_bytes(
             model.layout,
             model.engine.streamed,
             model.engine.slot_count,
             Workload(tokens=case.tokens),
-            element_bytes=torch.empty(0, dtype=model.dtype).element_size(),
-            home_bytes=size,
+            formats=Wire(model.dtype, case.wire),
             workspace_bytes=workspace_bytes(self.device),
         ).total
 
@@ -203,10 +202,10 @@ class Worker:
 
     def refresh(self) -> None:
         """Draws the same weights again, so that losses compare whatever ran before."""
-        model, tensors = self.model, self.model.layout.tensors
+        model = self.model
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02
-        fill_random(tensors, [model.home(t) for t in tensors], std, 0, self.device)
+        fill_random(model, std, 0)
         for home, as_loaded in self.vectors:
             home.copy_(as_loaded)
         model.engine.invalidate()

@@ -31,6 +31,7 @@ from keyhole.errors import UserError
 from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
+from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
 
 
@@ -75,6 +76,8 @@ class ZO:
         self.projected: torch.Tensor | None = None
         layout, device, dtype = model.layout, model.device, model.dtype
         self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
+        packed = [u.numel for u in layout.units if model.engine.homes[u.index].dtype == PACKED]
+        self.unpacked = torch.empty(max(packed, default=0), device=device)
         self.spines = torch.empty((directions, 2, layout.spine.numel), dtype=dtype, device=device)
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.trained = [_trained_spans(unit) for unit in layout.units]
@@ -108,7 +111,9 @@ class ZO:
         with self.model.sweep("train"):
             self._perturb_spine()
             hidden = self.model.lockstep(
-                [b for _ in range(2 * self.directions) for b in batches], self._server(len(batches)), self._rows(batches)
+                [b for _ in range(2 * self.directions) for b in batches],
+                self._server(len(batches)),
+                self._rows(batches),
             )
             losses_q2 = self._losses(hidden, batches)
             self._update_rest()
@@ -140,7 +145,8 @@ class ZO:
         for i in range(self.directions):
             if unit is not None:
                 plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
-                if self._prepare(unit, w, plus, minus, i):
+                prepare = self._prepare_packed if w.dtype == PACKED else self._prepare
+                if prepare(unit, w, plus, minus, i):
                     engine.commit(unit.index)
                 if i == self.directions - 1:
                     engine.release(unit.index)
@@ -159,11 +165,42 @@ class ZO:
             at = {"offset": unit.start + begin, **self.noise}
             perturb = {"step": self.step_count, "eps": self.eps}
             if update:
-                ops.zo_update_perturb_(w_, plus_, minus_, **at, **perturb, **self._pending_update(), changed=self.changed)
+                ops.zo_update_perturb_(
+                    w_, plus_, minus_, **at, **perturb, **self._pending_update(), changed=self.changed
+                )
             else:
                 ops.zo_perturb(w_, plus_, minus_, **at, **perturb, direction=direction)
         self._updated.add(unit.index)
         return update
+
+    def _prepare_packed(
+        self, unit: Unit, packed: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, direction: int
+    ) -> bool:
+        """The same for a packed unit: what was packed is what is perturbed."""
+        update = self._update_packed(unit, packed)
+        unpacked = self.unpacked[: unit.numel]
+        if direction == 0:
+            ops.fp8_decode(packed, unpacked)
+        self._prepare(unit, unpacked, plus, minus, direction)
+        return update
+
+    def _update_packed(self, unit: Unit, packed: torch.Tensor) -> bool:
+        if self.pending is None or unit.index in self._updated:
+            return False
+        unpacked = self.unpacked[: unit.numel]
+        ops.fp8_decode(packed, unpacked)
+        self._apply(unit, unpacked)
+        where = {"offset": unit.start, "seed": self.noise["seed"], "step": self.pending.step}
+        ops.fp8_encode_(unpacked, packed, **where, rounding=self.decay["rounding"])
+        self._updated.add(unit.index)
+        return True
+
+    def _apply(self, unit: Unit, w: torch.Tensor) -> None:
+        """The pending update alone, on a unit in a plain dtype."""
+        for begin, end, trained in self.trained[unit.index]:
+            if trained:
+                at = {"offset": unit.start + begin, "coef": self.pending.coef, "step": self.pending.step}
+                ops.zo_update_(w[begin:end], **at, **self.noise, **self.decay, changed=self.changed)
 
     def _pending_update(self) -> dict[str, Any]:
         return {"coef": self.pending.coef, "update_step": self.pending.step, **self.decay}
@@ -244,10 +281,7 @@ class ZO:
             if unit.index in self._updated:
                 continue
             w = self.model.engine.acquire(unit.index)
-            for begin, end, trained in self.trained[unit.index]:
-                if trained:
-                    at = {"offset": unit.start + begin, "coef": self.pending.coef, "step": self.pending.step}
-                    ops.zo_update_(w[begin:end], **at, **self.noise, **self.decay, changed=self.changed)
+            (self._update_packed if w.dtype == PACKED else self._apply)(unit, w)
             self.model.engine.commit(unit.index)
             self.model.engine.release(unit.index)
 

@@ -2,15 +2,12 @@
 
     1. Build the module without its weights (skeleton.py), lay it out flat (layout.py).
     2. Decide where every unit lives (plan/placement.py).
-    3. Reserve memory of exactly that size and fill it from the safetensors files, shard after shard.
+    3. Reserve memory of exactly that size and fill it from the safetensors files, shard after shard (weights.py).
     4. Page-lock the host part and start the engine.
 
-Peak host memory: the weights that live on the host, plus one shard of the file mapping. A checkpoint whose names do
-not match the module's one to one (Transformers merges the experts of some models while loading) goes through
-Transformers' own loader and is moved over tensor by tensor, each freed as it moves.
+Peak host memory: the weights that live on the host, plus one shard of the file mapping.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +16,19 @@ import transformers
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.layout import FlatTensor, Layout, Unit
+from keyhole.model.layout import Layout, Unit
 from keyhole.model.model import Model
 from keyhole.model.random_init import fill_random
-from keyhole.model.skeleton import build, read_config, saved_buffers
+from keyhole.model.skeleton import build, read_config
+from keyhole.model.weights import fill_from
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.offload.wire import PACKED, Wire
 from keyhole.plan.memory import Workload
 from keyhole.plan.placement import Placement, place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ALIGN_BYTES = 256
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -41,12 +41,14 @@ def load(
     device: str | torch.device | None = None,
     init: str = "pretrained",
     seed: int = 0,
+    wire: str | None = None,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     **engine_options: Any,
 ) -> Model:
     """Loads an HF directory, hub id or config object; init="random" needs only the config.
 
+    dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
     workload says what will run (method, tokens a pass, number of passes), so that the budget leaves room for it.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
@@ -61,8 +63,9 @@ def load(
         torch.default_generator.manual_seed(seed)
         module = build(config, dtype, trust_remote_code)
     _read_generation_config(module, directory)
-    layout, placed = place(module, placement, gpu_memory, dtype, device, workload or Workload())
-    homes = _reserve(layout, placed, dtype, device)
+    formats = Wire(dtype, wire)
+    layout, placed = place(module, placement, gpu_memory, formats, device, workload or Workload())
+    homes = _reserve(layout, placed, formats, device)
     _move_buffers(module, device)
     engine_options.setdefault("slot_count", placed.slot_count)
     engine = Engine(homes, placed.streamed, device, **engine_options)
@@ -71,11 +74,11 @@ def load(
     if init == "random":
         _pin(loaded, touch=True)
         std = getattr(config, "initializer_range", None) or 0.02
-        fill_random(layout.tensors, [loaded.home(t) for t in layout.tensors], std, seed, device)
+        fill_random(loaded, std, seed)
     else:
         if directory is None:
             raise UserError('a config object has no weights: pass init="random", or a model directory')
-        _fill(loaded, directory, dtype)
+        fill_from(loaded, directory, dtype)
         _pin(loaded, touch=False)
     loaded.bind_homes()
     return loaded
@@ -131,16 +134,18 @@ def _tokenizer(directory: Path | None) -> Any:
         raise UserError(f"model: the tokenizer in {directory} cannot be read: {error}") from error
 
 
-def _reserve(layout: Layout, placed: Placement, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:
     """One home a unit: streamed units side by side in host memory, the others side by side on the device."""
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
     for on_host in (True, False):
         units = [u for u in layout.units if (u.index in placed.streamed) == on_host]
-        numel = sum(u.numel for u in units)
-        flat = arena.host_memory(numel, dtype) if on_host else torch.empty(numel, dtype=dtype, device=device)
-        for unit, piece in zip(units, arena.split(flat, [u.numel for u in units]), strict=True):
-            homes[unit.index] = piece
-            _zero_padding(unit, piece)
+        sizes = [-(-formats.home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
+        flat = arena.host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
+            home = piece[: formats.home_bytes(unit)].view(formats.home_dtype(unit))
+            homes[unit.index] = home
+            if home.dtype != PACKED:
+                _zero_padding(unit, home)
     return homes
 
 
@@ -161,11 +166,9 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _pin(model: Model, touch: bool) -> None:
-    streamed = [model.engine.homes[i] for i in sorted(model.engine.streamed)]
-    if streamed and model.device.type == "cuda":
-        first = streamed[0]
-        numel = sum(home.numel() for home in streamed)
-        whole = first.as_strided((numel,), (1,))
+    """Page-locks the streamed homes, which are one piece of memory."""
+    if model.engine.streamed and model.device.type == "cuda":
+        whole = arena.whole(model.engine.homes[min(model.engine.streamed)])
         if touch:  # by all cores; pinning would touch page after page on one
             whole.fill_(0)
         model.pinned = arena.pin(whole)
@@ -178,76 +181,3 @@ def _read_generation_config(module: nn.Module, directory: Path | None) -> None:
             module.generation_config = transformers.GenerationConfig.from_pretrained(directory)
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"model: {directory / 'generation_config.json'} cannot be read: {error}") from error
-
-
-def _fill(model: Model, directory: Path, dtype: torch.dtype) -> None:
-    files = _weight_files(directory)
-    aliases: dict[int, list[str]] = {}
-    for name, param in model.module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(param), []).append(name)
-    wanted: dict[str, list[tuple[str, torch.Tensor]]] = {}
-    for tensor in model.layout.tensors:
-        name = next((n for n in aliases[id(tensor.param)] if n in files), None)
-        if name is None:
-            _fill_by_transformers(model, directory, dtype)
-            return
-        wanted.setdefault(files[name], []).append((name, model.home(tensor)))
-    for name, buffer in saved_buffers(model.module).items():
-        if name in files:
-            wanted.setdefault(files[name], []).append((name, buffer))
-    for file, pairs in wanted.items():
-        _fill_from_shard(directory / file, pairs)
-
-
-def _fill_from_shard(file: Path, pairs: list[tuple[str, torch.Tensor]]) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as shard:
-            for name, target in pairs:
-                stored = shard.get_tensor(name)
-                if stored.shape != target.shape:
-                    found, expected = tuple(stored.shape), tuple(target.shape)
-                    raise UserError(f"model: {file} holds {name} with shape {found}; config.json says {expected}")
-                target.copy_(stored)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
-
-
-def _weight_files(directory: Path) -> dict[str, str]:
-    """Tensor name -> file, from the index or the single file of a checkpoint."""
-    from safetensors import SafetensorError, safe_open
-
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.exists():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            missing = sorted({f for f in weight_map.values() if not (directory / f).exists()})
-            if missing:
-                raise UserError(f"model: {index} names {missing[0]}, which is missing ({len(missing)} files)")
-            return weight_map
-        if single.exists():
-            with safe_open(single, framework="pt") as shard:
-                return {name: single.name for name in shard.keys()}
-    except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as error:
-        file = index if index.exists() else single
-        raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
-    pickles = sorted(p.name for p in directory.glob("*.bin"))
-    hint = f"; {pickles[0]} is a pickle, which can run code: convert it to safetensors first" if pickles else ""
-    raise UserError(f"model: {directory} has no weights (model.safetensors or its index){hint}")
-
-
-def _fill_by_transformers(model: Model, directory: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
-    other, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(f"model: {directory} lacks {missing[0]} ({len(missing)} tensors); is it the right checkpoint?")
-    theirs = dict(other.named_parameters(remove_duplicate=False))
-    for tensor in model.layout.tensors:
-        source = theirs.pop(tensor.name)
-        model.home(tensor).copy_(source.data)
-        source.data = source.data.new_empty(0)
-    buffers = dict(other.named_buffers())
-    for name, buffer in saved_buffers(model.module).items():
-        buffer.copy_(buffers[name])

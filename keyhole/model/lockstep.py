@@ -65,7 +65,7 @@ class Pass:
                     self.result = self.run()
             except _Abandoned:
                 pass
-            except BaseException as error:  # noqa: BLE001 - handed to the conductor, which raises it
+            except BaseException as error:
                 self.error = error
             self.done = True
             self.conductor.turn.release()

@@ -29,6 +29,7 @@ from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
 from keyhole.model.lockstep import Lockstep
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
 
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
@@ -59,6 +60,7 @@ class Model:
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
         self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._unpacked: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
         self._scratch: dict[str, torch.Tensor] = {}
         self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._spine: torch.Tensor  # what the spine's parameters point into, for the pass that runs
@@ -68,17 +70,41 @@ class Model:
 
     # -- where parameters point to ---------------------------------------------------------------------------------
 
+    def unit_of(self, tensor: FlatTensor) -> Unit:
+        """The unit that the tensor starts in (a table goes on into the next ones)."""
+        return next(u for u in self.layout.units if u.start <= tensor.start < u.stop)
+
     def home(self, tensor: FlatTensor) -> torch.Tensor:
-        """The parameter at its home, in the wire format's dtype."""
-        unit = next(u for u in self.layout.units if u.start <= tensor.start < u.stop)
+        """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
+        unit = self.unit_of(tensor)
         flat = self.engine.homes[unit.index]
+        if flat.dtype == PACKED:
+            unpacked = torch.empty(unit.numel, dtype=self.dtype, device=flat.device)
+            ops.fp8_decode(flat, unpacked)
+            return _view(unpacked, tensor, unit.start)
         strides = torch.empty(tensor.shape, device="meta").stride()
         return flat.as_strided(tensor.shape, strides, flat.storage_offset() + tensor.start - unit.start)
+
+    def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
+        """Has `write` fill the parameter. A packed unit is gathered in fp32 and packed when its last tensor came."""
+        unit = self.unit_of(tensor)
+        packed = self.engine.homes[unit.index]
+        if packed.dtype != PACKED:
+            write(self.home(tensor))
+            return
+        blank = (torch.zeros(unit.numel, device=packed.device), set())
+        whole, written = self._unpacked.setdefault(unit.index, blank)
+        write(_view(whole, tensor, unit.start))
+        written.add(tensor.name)
+        if len(written) == len(unit.tensors):
+            ops.fp8_encode_(whole, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
+            del self._unpacked[unit.index]
 
     def bind_homes(self) -> None:
         """Points every parameter to its home (chunks of a table lie side by side, so a table is one view)."""
         if not self._home_views:
-            self._home_views = [(tensor.param, self.home(tensor)) for tensor in self.layout.tensors]
+            plain = [t for t in self.layout.tensors if self.engine.homes[self.unit_of(t).index].dtype != PACKED]
+            self._home_views = [(tensor.param, self.home(tensor)) for tensor in plain]
         for param, view in self._home_views:
             param.data = view
 
@@ -162,7 +188,11 @@ class Model:
         if kind not in self._scratch:  # kept: parameters point into it
             numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
-        return self._scratch[kind][: unit.numel].copy_(stored)
+        clean = self._scratch[kind][: unit.numel]
+        if stored.dtype == PACKED:
+            ops.fp8_decode(stored, clean)
+            return clean
+        return clean.copy_(stored)
 
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
         """Rows of the input embedding, gathered where the table lives."""
@@ -199,7 +229,9 @@ class Model:
         return results[0] if isinstance(batch, dict) else results
 
     @torch.no_grad()
-    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
+    def generate(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
+    ) -> torch.Tensor:
         """HF generation; a streamed model crosses the link once a token (the whole batch together)."""
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)
@@ -211,7 +243,7 @@ class Model:
     @property
     def is_plain(self) -> bool:
         """Every unit is on the device in the dtype it is computed in: the module works as it stands."""
-        return not self.engine.streamed and self.engine.homes[0].dtype == self.dtype
+        return not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
 
     def _install_hooks(self) -> None:
         def on_enter(unit: Unit) -> Callable:
@@ -262,7 +294,7 @@ class Model:
         self._lockstep.close()
         if self.pinned:
             torch.cuda.synchronize(self.device)
-            arena.unpin(self.engine.homes[min(self.engine.streamed)])
+            arena.unpin(arena.whole(self.engine.homes[min(self.engine.streamed)]))
             self.pinned = False
 
     def describe(self) -> list[str]:

@@ -6,6 +6,8 @@ costs about 10 ns an element, so above POOLED_NUMEL elements a tensor is filled 
 place that depends on the tensor: fine for timing, and said in the start block.
 """
 
+from typing import Any
+
 import torch
 
 from keyhole.model.layout import FlatTensor
@@ -14,21 +16,26 @@ CHUNK = 1 << 26
 POOLED_NUMEL = 1 << 28
 
 
-def fill_random(tensors: list[FlatTensor], homes: list[torch.Tensor], std: float, seed: int, device: torch.device) -> None:
-    """Fills homes[i], the home of tensors[i]. The values depend on the seed and the device type alone."""
+def fill_random(model: Any, std: float, seed: int) -> None:
+    """Fills a Model (or fills it again: vectors then stay). The values depend on the seed and the device type alone."""
+    device, tensors = model.device, model.layout.tensors
     generator = torch.Generator(device).manual_seed(seed)
     total = sum(t.shape.numel() for t in tensors)
     pool = None
     if device.type == "cpu" and total > POOLED_NUMEL:
         pool = torch.empty(CHUNK).normal_(0.0, std, generator=generator)
-    for tensor, home in zip(tensors, homes, strict=True):
+    for tensor in tensors:
         if len(tensor.shape) < 2:
-            home.copy_(tensor.param.data)
+            model.fill(tensor, lambda target, tensor=tensor: target.copy_(tensor.param.data))
             continue
-        for i, part in enumerate(home.view(-1).split(CHUNK)):
-            if pool is None:
-                drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
-            else:
-                shift = (tensor.start + i * (CHUNK + 1)) * 2654435761 % CHUNK
-                drawn = torch.roll(pool, shift)[: part.numel()]
-            part.copy_(drawn)
+
+        def draw(target: torch.Tensor, tensor: FlatTensor = tensor) -> None:
+            for i, part in enumerate(target.view(-1).split(CHUNK)):
+                if pool is None:
+                    drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
+                else:
+                    place = (tensor.start + i * CHUNK) * 0x9E3779B97F4A7C15 % 2**64  # its high bits are scattered
+                    drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
+                part.copy_(drawn)
+
+        model.fill(tensor, draw)

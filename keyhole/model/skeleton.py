@@ -55,7 +55,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "quantization_config", None):
-        raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize it first")
+        raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
     with _matrices_on_meta():
         try:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -73,7 +73,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a checkpoint (the router's correction of some mixtures of experts), unlike rotary tables."""
+    """Buffers that belong to a checkpoint (the correction of some mixtures' routers), unlike rotary tables."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 

@@ -13,18 +13,22 @@ import warnings
 import torch
 
 
-def host_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Unpinned flat host memory; pages are committed as they are written, and freed with the tensor."""
-    if numel == 0:
-        return torch.empty(0, dtype=dtype)
-    size_bytes = numel * torch.empty(0, dtype=dtype).element_size()
+def host_memory(size_bytes: int) -> torch.Tensor:
+    """Unpinned flat bytes of host memory; pages are committed as they are written, and freed with the tensor."""
+    if size_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without huge pages: slower to touch, otherwise the same
             pass
-    return torch.frombuffer(pages, dtype=dtype)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def whole(piece: torch.Tensor) -> torch.Tensor:
+    """All bytes of the memory that a piece was cut from."""
+    return torch.empty(0, dtype=torch.uint8).set_(piece.untyped_storage())
 
 
 def pin(flat: torch.Tensor) -> bool:
@@ -45,7 +49,7 @@ def pin(flat: torch.Tensor) -> bool:
 
 
 def unpin(flat: torch.Tensor) -> None:
-    """Undoes pin(), given memory that starts at the same address."""
+    """Undoes pin()."""
     torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
 
 

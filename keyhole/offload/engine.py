@@ -16,7 +16,8 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
 The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
-Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up and, if committed, once down a sweep.
+Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
+and, if committed, once down a sweep.
 On a CPU device the same logic runs with plain copies.
 """
 
@@ -28,7 +29,6 @@ from contextlib import contextmanager
 import torch
 
 from keyhole.offload.timeline import Timeline
-
 
 POISON = 0xFF  # this byte over and over is NaN in fp32, bf16, fp16 and fp8
 

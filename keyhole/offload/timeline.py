@@ -44,10 +44,19 @@ class Timeline:
     def save(self, path: Path) -> None:
         lanes = ["upload", "compute", "write-back"]
         events = [
-            {"name": label, "cat": lane, "ph": "X", "pid": 0, "tid": lanes.index(lane), "ts": 1e3 * start, "dur": 1e3 * ms}
+            {
+                "name": label,
+                "cat": lane,
+                "ph": "X",
+                "pid": 0,
+                "tid": lanes.index(lane),
+                "ts": 1e3 * start,
+                "dur": 1e3 * ms,
+            }
             for lane, label, start, ms in self.rows()
         ]
         names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}} for i, lane in enumerate(lanes)
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}}
+            for i, lane in enumerate(lanes)
         ]
         path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

@@ -1,11 +1,12 @@
 """Bytes on the device and on the host, as plain functions of shapes. Nothing here touches a GPU.
 
-A zeroth-order step that streams units through slots holds on the device, for b bytes an element:
+A zeroth-order step that streams units through slots holds on the device, for b bytes an element
+(homes and slots in the wire format):
 
     homes        the spine and every resident unit                               b x their elements
     slots        slot_count x the largest streamed unit                          b x ...
     perturbed    w + eps z and w - eps z of one unit, and of the spine for
-                 each of q directions                                            b x (2 unit + 2 q spine)
+                 each of q directions; one fp32 unit when units are packed       b x (2 unit + 2 q spine)
     activations  one running pass, and what each waiting pass keeps              below
     logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
     workspace    what cuBLAS reserves, once a thread
@@ -19,6 +20,7 @@ peak is printed beside them after a few steps.
 from dataclasses import dataclass
 
 from keyhole.model.layout import CHUNK_ROWS, Layout
+from keyhole.offload.wire import PACKED, Wire
 
 MIB = 2**20
 GIB = 2**30
@@ -80,23 +82,23 @@ def zo_device_bytes(
     slot_count: int,
     work: Workload,
     *,
-    element_bytes: int,
-    home_bytes: int,
+    formats: Wire,
     workspace_bytes: int,
 ) -> DeviceBytes:
-    """The device peak of a zeroth-order step. element_bytes: of compute; home_bytes: of storage and link."""
-    spine = layout.spine.numel
-    largest_streamed = max((layout.units[i].numel for i in streamed), default=0)
+    """The device peak of a zeroth-order step."""
+    element_bytes = formats.dtype.itemsize
+    packed = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED]
+    perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * work.directions * layout.spine.numel)
     return DeviceBytes(
-        homes=home_bytes * sum(u.numel for u in layout.units if u.index not in streamed),
-        slots=home_bytes * slot_count * largest_streamed if streamed else 0,
-        perturbed=element_bytes * (2 * layout.largest_unit_numel + 2 * work.directions * spine),
+        homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
+        slots=slot_count * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0),
+        perturbed=perturbed + 4 * max(packed, default=0),
         activations=activation_bytes(layout, work, element_bytes),
         logits=logits_bytes(layout, work, element_bytes),
         workspace=workspace_bytes * (work.passes + 1),
     )
 
 
-def host_bytes(layout: Layout, streamed: set[int], home_bytes: int) -> int:
+def host_bytes(layout: Layout, streamed: set[int], formats: Wire) -> int:
     """Host memory of the streamed units."""
-    return home_bytes * sum(layout.units[i].numel for i in streamed)
+    return sum(formats.home_bytes(layout.units[i]) for i in streamed)

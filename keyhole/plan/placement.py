@@ -4,9 +4,9 @@
     stream     every unit but the spine behind the link; with a budget, as many on the device as it leaves room for
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 
-A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a larger
-copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small GPU. When
-even that is too large for the budget, every matrix is a unit of its own.
+A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a
+larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
+GPU. When even that is too large for the budget, every matrix is a unit of its own.
 
 Resident blocks are spread evenly between streamed ones: while a resident block is computed, the link works ahead.
 """
@@ -19,6 +19,7 @@ from torch import nn
 from keyhole.config.sizes import Bytes
 from keyhole.errors import UserError
 from keyhole.model.layout import Layout, Unit, find_layout
+from keyhole.offload.wire import Wire
 from keyhole.plan.host import host_memory
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
 
@@ -43,7 +44,7 @@ class _Costs:
     """Turns a set of streamed units into planned bytes."""
 
     work: Workload
-    element_bytes: int
+    formats: Wire
     workspace_bytes: int
 
     def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
@@ -52,8 +53,7 @@ class _Costs:
             streamed,
             SLOT_COUNT,
             self.work,
-            element_bytes=self.element_bytes,
-            home_bytes=self.element_bytes,
+            formats=self.formats,
             workspace_bytes=self.workspace_bytes,
         )
 
@@ -62,19 +62,19 @@ def place(
     module: nn.Module,
     placement: str,
     gpu_memory: str | int | None,
-    dtype: torch.dtype,
+    formats: Wire,
     device: torch.device,
     work: Workload,
 ) -> tuple[Layout, Placement]:
     """Cuts the model into units and decides which of them are streamed."""
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
-    costs = _Costs(work, torch.empty(0, dtype=dtype).element_size(), workspace_bytes(device))
+    costs = _Costs(work, formats, workspace_bytes(device))
     whole = find_layout(module)
     budget = _budget(gpu_memory, placement, device)
     resident = Placement(set(), 0, costs.of(whole, set()), budget)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
-        resident.reasons = _reasons(whole, resident, placement, dtype)
+        resident.reasons = _reasons(whole, resident, placement, formats)
         _enforce(budget, device)
         return whole, resident
     if whole.block_count == 0:
@@ -83,9 +83,9 @@ def place(
             "unit; use placement=resident"
         )
     layout, streamed = _fit(module, costs, budget)
-    _check_host(host_bytes(layout, streamed, costs.element_bytes), placement)
+    _check_host(host_bytes(layout, streamed, formats), placement)
     placed = Placement(streamed, SLOT_COUNT, costs.of(layout, streamed), budget)
-    placed.reasons = _reasons(layout, placed, placement, dtype)
+    placed.reasons = _reasons(layout, placed, placement, formats)
     _enforce(budget, device)
     return layout, placed
 
@@ -94,7 +94,7 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
     """The cut and the streamed units: everything streamed, then as much made resident as the budget allows."""
     smallest = None
     for max_bytes in (UNIT_BYTES, 1):  # a cap of one byte makes every matrix a unit of its own
-        layout = find_layout(module, max_unit_numel=max(1, max_bytes // costs.element_bytes))
+        layout = find_layout(module, max_unit_numel=max(1, max_bytes // costs.formats.dtype.itemsize))
         streamed = {u.index for u in layout.units[1:]}
         smallest = costs.of(layout, streamed)
         if budget is None:
@@ -157,12 +157,11 @@ def _check_host(needed: int, placement: str) -> None:
         )
 
 
-def _reasons(layout: Layout, placed: Placement, placement: str, dtype: torch.dtype) -> list[str]:
-    size = torch.empty(0, dtype=dtype).element_size()
+def _reasons(layout: Layout, placed: Placement, placement: str, formats: Wire) -> list[str]:
     blocks = layout.of_kind("block")
     cut = len(blocks) // layout.block_count if layout.block_count else 0
-    away = sum(layout.units[i].numel for i in placed.streamed) * size
-    total = layout.numel * size
+    away = host_bytes(layout, placed.streamed, formats)
+    total = sum(formats.home_bytes(u) for u in layout.units)
     lines = [
         f"units: {layout.block_count} x {layout.block_class}"
         + (f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB or one matrix" if cut > 1 else "")
@@ -172,5 +171,7 @@ def _reasons(layout: Layout, placed: Placement, placement: str, dtype: torch.dty
     ]
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
-    lines.append(f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})")
+    lines.append(
+        f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})"
+    )
     return lines

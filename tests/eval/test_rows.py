@@ -54,7 +54,7 @@ def test_the_link_is_crossed_once_a_group(tiny_model: Path, passes: int) -> None
     visited = [unit for unit in model.layout.units if unit.kind in ("block", "head")]
     weights = sum(unit.numel for unit in visited) * 4
     score_rows(model, samples, batch_tokens=40, passes=passes)
-    prefetched = 4 * model.engine.slot_count * model.engine.slot_numel
+    prefetched = model.engine.slot_count * model.engine.slot_bytes
     assert 0 <= model.engine.bytes_up - weights * math.ceil(6 / passes) <= prefetched
 
 

@@ -67,7 +67,7 @@ def test_many_candidates_cross_the_link_once(tiny_model: Path) -> None:
     model = keyhole.load(tiny_model, device="cpu", placement="stream")
     weights = 4 * sum(unit.numel for unit in model.layout.units if unit.kind in ("block", "head"))
     score_task(model, Task("words", make_questions(10)))
-    assert model.engine.bytes_up <= weights + 4 * model.engine.slot_count * model.engine.slot_numel
+    assert model.engine.bytes_up <= weights + model.engine.slot_count * model.engine.slot_bytes
 
 
 def test_a_trained_model_answers_right(tiny_model: Path) -> None:

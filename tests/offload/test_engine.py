@@ -1,0 +1,198 @@
+"""The engine against a model of it: homes as plain arrays. Whatever is visited, in whatever order, values are right.
+
+On a CPU device the same logic runs with plain copies and freed slots are filled with NaN; on a GPU streams are
+delayed at random on top, so that any missing event shows as a wrong value.
+"""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.offload.engine import Engine
+
+CPU = torch.device("cpu")
+SIZES = [5, 64, 17, 40, 64, 3]
+DTYPES = [torch.float32] * 3 + [torch.bfloat16, torch.float32, torch.float16]
+BYTES = [size * dtype.itemsize for size, dtype in zip(SIZES, DTYPES, strict=True)]
+STREAMED = {1, 2, 3, 4, 5}
+
+
+def make(device: torch.device = CPU, streamed: set[int] = STREAMED, **options: object) -> Engine:
+    """Six pages of their own length and dtype; page i is filled with 10 i, 10 i + 1, ..."""
+    homes = []
+    for i, (size, dtype) in enumerate(zip(SIZES, DTYPES, strict=True)):
+        home = (torch.arange(size) + 10 * i).to(dtype)
+        if device.type == "cuda":
+            home = home.pin_memory() if i in streamed else home.to(device)
+        homes.append(home)
+    return Engine(homes, streamed, device, **options)
+
+
+visits = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["read", "change", "spoil"])), max_size=14)
+sweeps = st.lists(st.tuples(st.sampled_from("ab"), st.permutations(range(6)), visits, st.booleans()), max_size=5)
+
+
+def run_and_compare(engine: Engine, plan: list) -> None:
+    """Runs sweeps on the engine and on plain arrays; looks at the values at the end, so as not to wait in between."""
+    truth, seen = [home.cpu().clone() for home in engine.homes], []
+    for name, guess, steps, learn in plan:
+        with engine.sweep(name, list(guess), learn):
+            for page, action in steps:
+                w = engine.acquire(page)
+                seen.append((name, page, w.clone(), truth[page]))
+                if action == "change":
+                    w.mul_(0.5).add_(page)
+                    truth[page] = truth[page] * 0.5 + page
+                    engine.commit(page)
+                elif action == "spoil" and page in engine.streamed:
+                    w.fill_(-1.0)  # not committed: must not be seen again
+                engine.release(page)
+        assert not engine.held and len(engine.free) + len(engine.ahead) == engine.slot_count
+    for name, page, found, expected in seen:
+        assert torch.equal(found.cpu(), expected), f"page {page} in sweep {name}"
+    engine.wait_for_homes()
+    for page, home in enumerate(engine.homes):
+        assert torch.equal(home.cpu(), truth[page])
+
+
+@given(sweeps, st.integers(1, 6), st.sets(st.integers(1, 5), min_size=1), st.booleans(), st.booleans())
+def test_any_visits_see_the_right_values(plan: list, slots: int, away: set, overlap: bool, reuse: bool) -> None:
+    """Random sweeps, guesses, slots, mixes of resident and streamed, ablations: right values, no slot lost."""
+    options = {"slot_count": slots, "overlap": overlap, "reuse_slots": reuse}
+    run_and_compare(make(streamed=away, chaos=random.Random(0), **options), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("seed", range(50))
+def test_any_visits_see_the_right_values_on_a_gpu(seed: int) -> None:
+    """Fifty random schedules with random stream delays and poisoned slots."""
+    rng = random.Random(seed)
+    plan = []
+    for _ in range(4):
+        steps = [(rng.randrange(6), rng.choice(["read", "change", "spoil"])) for _ in range(10)]
+        plan.append((rng.choice("ab"), rng.sample(range(6), 6), steps, rng.random() < 0.7))
+    options = {"slot_count": rng.randint(1, 5), "overlap": rng.random() < 0.8, "reuse_slots": rng.random() < 0.8}
+    run_and_compare(make(torch.device("cuda", 0), chaos=random.Random(seed), **options), plan)
+
+
+def test_a_page_crosses_once_a_sweep() -> None:
+    """When the order is as expected every page goes up once, and down once if it was changed."""
+    engine, order = make(slot_count=3), [1, 2, 3, 4, 5]
+    weights = sum(BYTES[page] for page in order)
+    for sweep in range(1, 4):
+        with engine.sweep("train", order):
+            for page in order:
+                engine.acquire(page).add_(1)
+                engine.commit(page)
+                engine.release(page)
+        ahead = sum(BYTES[slot.page] for slot in engine.ahead)
+        assert engine.bytes_up == sweep * weights + ahead and len(engine.ahead) == 3
+        assert engine.bytes_down == sweep * weights
+
+
+def test_prefetch_runs_ahead_in_order() -> None:
+    """While a page is held the next ones are on their way, as many as there are slots, past the end of the sweep."""
+    engine = make(slot_count=3)
+    with engine.sweep("train", [0, 1, 2, 3, 4, 5]):
+        assert [slot.page for slot in engine.ahead] == [1, 2, 3]
+        engine.acquire(1)
+        assert [slot.page for slot in engine.ahead] == [2, 3]
+        engine.release(1)
+        assert [slot.page for slot in engine.ahead] == [2, 3, 4]
+        for page in (2, 3, 4, 5):
+            engine.acquire(page)
+            engine.release(page)
+    assert [slot.page for slot in engine.ahead] == [1, 2, 3]
+
+
+def test_the_order_is_learnt() -> None:
+    """A sweep that visits otherwise than guessed is prefetched right the second time."""
+    engine, order = make(slot_count=2), [4, 2, 1, 3]
+    guess = [1, 2, 3, 4, 5]
+    costs = []
+    for _ in range(3):
+        before = engine.bytes_up
+        with engine.sweep("train", guess):
+            for page in order:
+                engine.acquire(page)
+                engine.release(page)
+        costs.append(engine.bytes_up - before)
+    assert costs[2] == sum(BYTES[page] for page in order) < costs[0]
+
+
+def test_what_is_not_learnt_keeps_the_guess() -> None:
+    """Work that goes round many times (generation) does not leave its rounds behind as the order of a sweep."""
+    engine = make(slot_count=2)
+    with engine.sweep("generate", [1, 2], learn=False):
+        for page in (1, 2, 1, 2):
+            engine.acquire(page)
+            engine.release(page)
+    assert engine.orders == {}
+
+
+def test_a_resident_page_never_moves() -> None:
+    """It is handed out as it is; commit and release have nothing to do."""
+    engine = make(streamed={5}, slot_count=1)
+    with engine.sweep("train", list(range(6))):
+        assert engine.acquire(0).data_ptr() == engine.homes[0].data_ptr()
+        engine.commit(0)
+        engine.release(0)
+    assert engine.bytes_down == 0 and engine.bytes_up == BYTES[5]
+
+
+def test_nothing_streamed_needs_no_slots() -> None:
+    """A resident model pays nothing for the engine."""
+    engine = make(streamed=set())
+    with engine.sweep("train", list(range(6))):
+        for page in range(6):
+            engine.acquire(page)
+            engine.release(page)
+    assert engine.slots == [] and engine.bytes_up == 0
+
+
+def test_several_pages_may_be_held() -> None:
+    """As many as there are slots, and each keeps its values while others come and go."""
+    engine = make(slot_count=3, chaos=random.Random(0))
+    with engine.sweep("train", [1, 2, 3, 4, 5]):
+        first, second = engine.acquire(1), engine.acquire(4)
+        for page in (2, 3, 5):
+            assert torch.equal(engine.acquire(page), engine.homes[page])
+            engine.release(page)
+        assert torch.equal(first, engine.homes[1]) and torch.equal(second, engine.homes[4])
+        engine.release(4)
+        engine.release(1)
+
+
+def test_holding_a_page_twice_is_a_bug() -> None:
+    """Two users of one slot would overwrite each other."""
+    engine = make()
+    with pytest.raises(AssertionError, match="acquired already"), engine.sweep("train", [1]):
+        engine.acquire(1)
+        engine.acquire(1)
+    assert not engine.held  # the sweep has cleaned up
+
+
+def test_an_error_gives_the_slots_back() -> None:
+    """After an exception inside a sweep nothing is held, nothing is learnt, and the next sweep works."""
+    engine = make(slot_count=1, chaos=random.Random(0))
+    with pytest.raises(KeyboardInterrupt), engine.sweep("train", [1, 2]):
+        engine.acquire(2)
+        raise KeyboardInterrupt
+    assert not engine.held and engine.orders == {}
+    run_and_compare(engine, [("train", [1, 2], [(1, "change"), (2, "read")], True)])
+
+
+def test_homes_written_by_others_are_seen_after_invalidate() -> None:
+    """What was uploaded ahead is forgotten when somebody else has written the homes."""
+    engine = make(slot_count=3)
+    with engine.sweep("train", [1, 2, 3]):
+        pass
+    engine.homes[1].fill_(7.0)
+    engine.invalidate()
+    with engine.sweep("train", [1, 2, 3]):
+        assert torch.equal(engine.acquire(1), torch.full((64,), 7.0))
+        engine.release(1)
