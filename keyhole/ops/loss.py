@@ -24,7 +24,7 @@ class RunningNLL:
         self.targets_N = targets_N
         self.max_N = torch.full(targets_N.shape, float("-inf"), device=targets_N.device)
         self.sum_N = torch.zeros(targets_N.shape, device=targets_N.device)
-        self.target_logit_N = torch.zeros(targets_N.shape, device=targets_N.device)
+        self.target_logit_N = torch.full(targets_N.shape, float("nan"), device=targets_N.device)  # until it comes by
 
     def add(self, logits_NR: torch.Tensor, first_row: int) -> None:
         """Takes the logits of rows first_row, first_row + 1, ... of the vocabulary."""

@@ -4,9 +4,9 @@
     batch(rows=2, length=10)         random tokens; the first PROMPT tokens of a row are not trained on
     hf_nll(module, batch)            the same number by the book: F.cross_entropy on the full logits
 
-They differ in what could go wrong: tied and untied heads, learned, rotary and ALiBi positions, biases, parallel
-blocks, soft caps and scaled logits or embeddings, one matrix for q, k and v, experts as one 3-D tensor, buffers that
-belong to the checkpoint, layers of two kinds.
+They differ in what could go wrong: tied and untied heads, learned, rotary and ALiBi positions, biases,
+parallel blocks, soft caps and scaled logits or embeddings, one matrix for q, k and v, experts as one 3-D
+tensor, buffers that belong to the checkpoint, layers of two kinds.
 """
 
 from typing import Any

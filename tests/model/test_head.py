@@ -1,0 +1,59 @@
+"""The head by itself: the model's own code after the decoder, on any rows of the vocabulary."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import keyhole
+from keyhole.ops.loss import RunningNLL
+from tests.model.decoders import NAMES, VOCAB, batch, config
+
+
+def load(name: str) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_rows_of_the_head_give_their_logits(name: str) -> None:
+    """A chunk of rows gives exactly that chunk of the model's logits, bias, scale and soft cap included."""
+    model, ids = load(name), batch()["input_ids"]
+    head = model.head
+    logits_NV = model.module(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+    hidden_NH = head.decoder(input_ids=ids, use_cache=False)[0].flatten(0, 1)
+    torch.testing.assert_close(head.logits(hidden_NH), logits_NV, rtol=1e-5, atol=1e-5)
+    weight, bias = head.linear.weight.data, head.linear.bias
+    bias = None if bias is None else bias.data
+    for first, last in ((0, 40), (40, VOCAB)):
+        head.bind(weight[first:last], None if bias is None else bias[first:last])
+        torch.testing.assert_close(head.logits(hidden_NH), logits_NV[:, first:last], rtol=1e-5, atol=1e-5)
+    assert "forward" not in vars(head.decoder)  # the stand-in is gone
+
+
+def test_many_tokens_go_in_slices() -> None:
+    """Slices of tokens give the bits of all at once; the slice only bounds memory."""
+    model = load("llama")
+    hidden_NH = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    target_N = torch.arange(50)
+    with torch.no_grad():
+        whole, sliced = RunningNLL(target_N), RunningNLL(target_N)
+        model.head.add_nll(whole, hidden_NH, 0)
+        model.head.add_nll(sliced, hidden_NH, 0, tokens=7)
+    torch.testing.assert_close(whole.nll_N(), sliced.nll_N(), rtol=1e-6, atol=1e-6)
+
+
+def test_loss_with_gradients_is_cross_entropy() -> None:
+    """The chunked, recomputed loss has the value and the gradients of the plain one."""
+    model = load("gemma2")
+    hidden_NH = torch.randn(20, 32, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    target_N = torch.arange(20)
+    loss = model.head.loss_sum(hidden_NH, target_N, tokens=6)
+    expected = F.cross_entropy(model.head.logits(hidden_NH), target_N, reduction="sum")
+    weight = model.head.linear.weight
+    for a, b in zip(
+        torch.autograd.grad(loss, (hidden_NH, weight)), torch.autograd.grad(expected, (hidden_NH, weight)), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(model.head.loss_sum(hidden_NH, target_N, tokens=6), expected)
