@@ -33,7 +33,7 @@ from keyhole.training.plot import plot_loss
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import learning_rate
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
-from keyhole.training.tracker import tracker
+from keyhole.training.tracker import require, tracker
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False) -> int:
@@ -70,6 +70,7 @@ class Job:
 
 def look(config: TrainConfig, resume: str | None) -> Job:
     """Checks the output directory, the checkpoint to go on from, and the data. Writes nothing."""
+    require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
     choice = find.Choice() if resume is None else find.choose(resume, directory.root)
     notes = resume_lines(resume, choice, config)
@@ -230,5 +231,6 @@ class Run:
         self.display.close()
         self.metrics.close()
         self.track.close()
+        self.model.close()
         if plot_loss(self.job.directory.metrics, self.job.directory.curve, start.title(self.config)):
             self.display.line(f"curve: {self.job.directory.curve}")

@@ -33,6 +33,7 @@ FLUSHED = {"changed"}  # zo counts the weights that the pending update changed; 
 VARIANTS = {
     "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1},
     "adamw-bf16": {"method": "adamw", "learning_rate": 1e-3, "dtype": "bfloat16"},
+    "adamw-packed": {"method": "adamw", "learning_rate": 1e-3, "packing": True, "max_length": 48},
     "sgd": {"method": "sgd", "learning_rate": 1e-2, "sgd": SGDConfig(momentum=0.9)},
     "zo": {"method": "zo", "learning_rate": 1e-3, "zo": ZOConfig(directions=2)},
     "zo-streamed-bf16": {"method": "zo", "learning_rate": 1e-3, "placement": "stream", "dtype": "bfloat16"},
@@ -109,6 +110,21 @@ def test_n_plus_m_equals_n_stop_resume_m(
     assert same(weights(through.output_dir), weights(stopped.output_dir))
     assert metrics(through) == metrics(stopped)
     assert len(losses(through)) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_on_a_gpu(make: Make, tiny_data: Path, variant: str, stop_after: Callable) -> None:
+    """On a GPU, where losses are read a step late, a resumed run is exact too."""
+    settings = VARIANTS[variant] | {"device": "cuda", "eval_data": str(tiny_data), "eval_steps": 2}
+    through, stopped = make("through", **settings), make("stopped", **settings)
+    assert train(through) == 0
+    stop_after(3)
+    assert train(stopped) == 130
+    assert train(stopped, resume="") == 0
+    assert same(weights(through.output_dir), weights(stopped.output_dir))
+    assert metrics(through) == metrics(stopped)
 
 
 def test_saves_and_evaluations_do_not_bend_the_curve(make: Make, tiny_data: Path) -> None:

@@ -17,9 +17,7 @@ from keyhole.model.model import Model
 EVAL_PASSES = 8
 
 
-def evaluate(
-    model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False
-) -> dict[str, Any] | None:
+def evaluate(model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches; None when `stop` said so midway."""
     nll, tokens = 0.0, 0
     for group in _groups(batches, EVAL_PASSES if model.engine.streamed else 1):

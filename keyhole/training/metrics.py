@@ -132,9 +132,7 @@ def read_metrics(path: Path) -> list[Entry]:
 
 def token_count(batches: list[Batch]) -> int:
     """Tokens of a step, padding not counted where a mask tells."""
-    masks = [
-        b["attention_mask"] if "attention_mask" in b else torch.ones_like(b["input_ids"]) for b in batches
-    ]
+    masks = [b["attention_mask"] if "attention_mask" in b else torch.ones_like(b["input_ids"]) for b in batches]
     return sum(int(mask.sum()) for mask in masks)
 
 

@@ -4,6 +4,7 @@ A zeroth-order loss is noisy, so the single steps are drawn faint and the mean o
 (at least five steps) in full. matplotlib is imported here only, without a window.
 """
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -22,11 +23,11 @@ def running_mean(values: list[float], window: int) -> list[float]:
 
 
 def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
-    """Draws the picture from the metrics file, atomically; False when there is nothing to draw."""
+    """Draws the picture from the metrics file, atomically; False without steps, or without matplotlib."""
     entries = read_metrics(metrics)
     steps = [(entry["step"], entry["loss"]) for entry in entries if entry.get("loss") is not None]
     evals = [(entry["step"], entry["eval_loss"]) for entry in entries if entry.get("eval_loss") is not None]
-    if not steps:
+    if not steps or importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -41,9 +41,7 @@ def tensor_bytes(tensors: Any) -> int:
 class Saver:
     """Writes checkpoints of one run into its directory and keeps the newest few."""
 
-    def __init__(
-        self, root: Path, model: Model, method: Any, config: TrainConfig, versions: dict[str, Any]
-    ) -> None:
+    def __init__(self, root: Path, model: Model, method: Any, config: TrainConfig, versions: dict[str, Any]) -> None:
         self.root, self.model, self.method, self.config, self.versions = root, model, method, config, versions
         self.last_good: Path | None = None
         self.last_step: int | None = None
@@ -90,11 +88,7 @@ class Saver:
         self.method.flush()
         bad = first_bad_tensor(self.model.named_tensors())
         if bad is not None:
-            good = (
-                f"the last good checkpoint is {self.last_good}"
-                if self.last_good
-                else "there is no checkpoint"
-            )
+            good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
             raise NonFinite(f"step {step}: {bad} holds NaN or infinity, so it is not saved; {good}")
         state = self.method.state_dict()
         self._make_room(step, state)
@@ -118,11 +112,7 @@ class Saver:
         return self.last_good if self.last_good and self.last_step == step else self.save(step, loader)
 
     def _make_room(self, step: int, state: dict[str, Any]) -> None:
-        need = (
-            tensor_bytes(t for _, t in self.model.named_tensors())
-            + tensor_bytes(state.values())
-            + MARGIN_BYTES
-        )
+        need = tensor_bytes(t for _, t in self.model.named_tensors()) + tensor_bytes(state.values()) + MARGIN_BYTES
         limit = self.config.save_total_limit
         if need > free_bytes(self.root) and limit is not None:
             find.prune(self.root, limit - 1, step)

@@ -54,9 +54,7 @@ def parameter_rows(layout: Layout) -> list[str]:
     ]
 
 
-def machine_lines(
-    config: TrainConfig, dtype: torch.dtype, device: torch.device, placed: Iterable[str]
-) -> list[str]:
+def machine_lines(config: TrainConfig, dtype: torch.dtype, device: torch.device, placed: Iterable[str]) -> list[str]:
     """Dtype, device, placement and kernels, each with its reason."""
     why_dtype = "as asked" if config.dtype else "as stored in the model's files"
     why_device = "as asked" if config.device else "the first GPU" if device.type == "cuda" else "no GPU here"
@@ -76,11 +74,7 @@ def plan_lines(config: TrainConfig, first: int, total: int, steps_per_epoch: int
     why = "max_steps" if config.max_steps is not None else f"num_train_epochs={config.num_train_epochs:g}"
     begun = f", {first} done" if first else ""
     warm = warmup_steps(total, config.warmup_ratio)
-    kept = (
-        "all are kept"
-        if config.save_total_limit is None
-        else f"the newest {config.save_total_limit} are kept"
-    )
+    kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
     every = f"every {config.save_steps} steps and at the end" if config.save_steps else "at the end"
     epoch = f"an epoch is {steps_per_epoch} steps of {micro * accumulation} {rows}{split}"
     return [

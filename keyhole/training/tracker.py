@@ -3,6 +3,7 @@
 metrics.jsonl is always written and is the truth; a tracker is a copy of it in another format, opt-in.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,8 @@ class TensorBoard(Nobody):
     """Scalars in run/tensorboard; a resumed run replaces the steps it does again."""
 
     def __init__(self, directory: Path, last_step: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise UserError(
-                "report_to: tensorboard is missing; pip install 'keyhole[tensorboard]', or report_to=null"
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=last_step + 1)
 
     def write(self, entry: dict[str, Any]) -> None:
@@ -38,6 +35,12 @@ class TensorBoard(Nobody):
 
     def close(self) -> None:
         self.writer.close()
+
+
+def require(report_to: str | None) -> None:
+    """Before anything is written: the tracker asked for must be installed."""
+    if report_to is not None and importlib.util.find_spec("tensorboard") is None:
+        raise UserError("report_to: tensorboard is missing; pip install 'keyhole[tensorboard]', or report_to=null")
 
 
 def tracker(report_to: str | None, directory: Path, last_step: int) -> Nobody:

@@ -16,9 +16,7 @@ def test_a_line_a_step(capsys: pytest.CaptureFixture) -> None:
     display.open(0)
     display.step(entry(1, 2.5))
     display.close()
-    assert capsys.readouterr().out == (
-        "step  1/10  loss 2.5000  lr 1.0e-03  200 tok/s  RAM 1.50 GiB  grad_norm 2\n"
-    )
+    assert capsys.readouterr().out == ("step  1/10  loss 2.5000  lr 1.0e-03  200 tok/s  RAM 1.50 GiB  grad_norm 2\n")
 
 
 def test_fewer_lines_show_means(capsys: pytest.CaptureFixture) -> None:

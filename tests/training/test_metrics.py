@@ -39,9 +39,7 @@ def test_reads_one_step_late_where_reading_waits() -> None:
 def test_a_loss_that_is_not_finite_stops_the_run(loss: float) -> None:
     """The message names the step, the batch and the last good checkpoint; the entry is written first."""
     entries: list = []
-    with pytest.raises(
-        NonFinite, match=r"step 7: the loss is (nan|inf)(.|\n)*samples 7(.|\n)*out/checkpoint-5"
-    ):
+    with pytest.raises(NonFinite, match=r"step 7: the loss is (nan|inf)(.|\n)*samples 7(.|\n)*out/checkpoint-5"):
         recorder(entries).add(record(7, loss))
     assert entries[0]["step"] == 7
 

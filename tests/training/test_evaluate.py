@@ -1,0 +1,51 @@
+"""Loss on held-out data."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import keyhole
+from keyhole.training import evaluate as module
+from keyhole.training.evaluate import evaluate
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    """Rows with different numbers of trained tokens, one row padded."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for i in range(count):
+        ids_BT = torch.randint(0, 256, (2, 8 + i), generator=generator)
+        labels_BT, mask_BT = ids_BT.clone(), torch.ones_like(ids_BT)
+        labels_BT[0, : 3 + i] = -100
+        labels_BT[1, -2:], mask_BT[1, -2:] = -100, 0
+        made.append({"input_ids": ids_BT, "labels": labels_BT, "attention_mask": mask_BT})
+    return made
+
+
+def test_is_the_mean_over_all_tokens(tiny_model: Path) -> None:
+    """Tokens count alike, whichever batch they are in, as one forward of transformers gives them."""
+    found = evaluate(keyhole.load(tiny_model, device="cpu"), batches(3))
+    theirs = AutoModelForCausalLM.from_pretrained(tiny_model).eval()
+    nll, count = 0.0, 0
+    for batch in batches(3):
+        with torch.no_grad():
+            trained = int((batch["labels"][:, 1:] != -100).sum())
+            nll, count = nll + float(theirs(**batch).loss) * trained, count + trained
+    assert found["eval_tokens"] == count
+    assert found["eval_loss"] == pytest.approx(nll / count, rel=1e-5)
+
+
+@pytest.mark.parametrize("passes", [1, 2, 8])
+def test_streamed_in_groups_of_any_size(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, passes: int) -> None:
+    """Batches that cross the link together give the bits that a resident model gives one by one."""
+    monkeypatch.setattr(module, "EVAL_PASSES", passes)
+    streamed = keyhole.load(tiny_model, device="cpu", placement="stream")
+    assert evaluate(streamed, batches(5)) == evaluate(keyhole.load(tiny_model, device="cpu"), batches(5))
+
+
+def test_gives_up_when_told(tiny_model: Path) -> None:
+    """An interrupted evaluation has no result, rather than one of half the data."""
+    asked = iter([False, True])
+    assert evaluate(keyhole.load(tiny_model, device="cpu"), batches(3), lambda: next(asked)) is None
