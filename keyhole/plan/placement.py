@@ -166,8 +166,8 @@ def _reasons(layout: Layout, placed: Placement, placement: str, formats: Wire) -
         f"units: {layout.block_count} x {layout.block_class}"
         + (f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB or one matrix" if cut > 1 else "")
         + f"; head {'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks",
-        f"placement: {placement}: {(total - away) / GIB:.2f} GiB of weights on the device, {away / GIB:.2f} GiB streamed "
-        f"in {len(placed.streamed)} units through {placed.slot_count} slots",
+        f"placement: {placement}: {(total - away) / GIB:.2f} GiB of weights on the device, {away / GIB:.2f} GiB "
+        f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")

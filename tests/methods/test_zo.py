@@ -30,7 +30,9 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))
 
 
-def train(model: keyhole.Model, steps: int, batches: list | None = None, lr: float = 1e-3, **options: Any) -> list[float]:
+def train(
+    model: keyhole.Model, steps: int, batches: list | None = None, lr: float = 1e-3, **options: Any
+) -> list[float]:
     """Steps with a falling learning rate; returns the losses, and leaves nothing pending."""
     opt = keyhole.ZO(model, **{"eps": EPS, "seed": SEED, **options})
     losses = []

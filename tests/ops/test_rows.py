@@ -8,7 +8,7 @@ from keyhole.ops.backend import force
 
 SEED, UPDATE_STEP, STEP = 0x0123456789ABCDEF, 6, 7
 
-# dtype, dtype of plus and minus, directions, distribution, rounding, weight decay, base of the table, row width
+# dtype, dtype of plus and minus, directions, distribution, rounding, weight decay, base of the table, row size
 CASES = [
     (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.0, 0, 64),
     (torch.bfloat16, torch.float32, 3, "rademacher", "nearest", 0.1, (1 << 33) + 4097, 37),
