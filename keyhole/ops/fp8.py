@@ -1,0 +1,231 @@
+"""Weights in 8 bits: E4M3 codes with a power-of-two scale for every 64 elements.
+
+    packed   uint8 [n + n / 64]:  n codes, then n / 64 exponents k, one a group of 64 elements in a row
+    w        code * 2^(k - 127),  k the smallest with  amax(group) <= 448 * 2^(k - 127)
+
+448 is the largest E4M3 number (4 bits of exponent, 3 of fraction). A power of two as scale only moves
+exponents: decoding is exact in float32, and a value that is on the grid of its group comes back as it went in.
+1.0156 bytes an element in host memory and on the link, half of bfloat16. An element keeps 4 significant bits
+down to about 2^-14 of the largest of its group; below that the grid is even, of about 2^-17 (subnormal codes).
+
+Encoding lays x = |w| 2^(127 - k) on an axis on which the codes are the integers, with 20 bits of fraction:
+
+    normal codes       the float32 pattern, less that of 2^-7: its next 20 bits lie below the code
+    subnormal codes    the pattern of x + 2^-6, less that of 2^-6: the sum has the even grid of that range
+
+    nearest            ties to even, bit for bit what PyTorch's conversion makes of the scaled value
+    stochastic         the 16 bits of the element (rounding.py: a function of seed, step and index) are added
+                       as the top of the fraction, plus half of their last place: unbiased to 2^-16 of a step,
+                       and exact values stay. What is less than 2^-17 of a step above a code is lost.
+
+Every group is scaled alone, so cutting a tensor between groups changes nothing. Zeros keep their sign; a group
+of zeros has k = 0. NaN and inf become the NaN code (there is no infinite one) and have no part in the scale,
+so the rest of the group survives. k is at most 247. Only values above 1.875 * 2^127 may round to 2^128, which
+float32 reads as inf. Encoding a decoded tensor keeps every value; the bytes may differ the first time, where
+rounding had left a group with less than its scale allows.
+
+One pass over memory each. Bytes an element: decode 1 + those of the output, encode 4 + 1.
+Legend: G groups.
+"""
+
+import torch
+
+from keyhole.ops.backend import jit, on_device, tl, use_kernel
+from keyhole.ops.philox import philox
+from keyhole.ops.rounding import ROUNDINGS, STREAM, TILE, chunk_bits_reference, round_nearest
+from keyhole.ops.tiles import CHUNK, NUM_WARPS, WIDTH, check, chunks, int32, key
+
+GROUP = 64  # elements to a scale
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INF_PATTERN = 0x7F800000
+NAN_CODE = 0x7F
+ROOM = 0x1FFFFF  # carries into the exponent what is above 1.75 * 2^e, the largest code's place in its binade
+SMALLEST_NORMAL = 2.0**-6
+NORMAL_ZERO, SUBNORMAL_ZERO = 120 << 23, 121 << 23  # patterns of 2^-7 and 2^-6: the origins of the axis
+EVEN_GRID = 2.0**14  # float32 numbers near it are 2^-9 apart, like the subnormal codes
+EVEN_GRID_ZERO = 141 << 23  # its pattern
+DECODE_GROUPS = 32  # a program's groups when decoding
+
+_GROUP, _WIDTH, _TILE, _STREAM = (tl.constexpr(i) for i in (GROUP, WIDTH, TILE, STREAM))
+_INF, _NAN_CODE, _ROOM = tl.constexpr(INF_PATTERN), tl.constexpr(NAN_CODE), tl.constexpr(ROOM)
+_NORMAL_ZERO, _SUBNORMAL_ZERO = tl.constexpr(NORMAL_ZERO), tl.constexpr(SUBNORMAL_ZERO)
+_SMALLEST_NORMAL = tl.constexpr(SMALLEST_NORMAL)
+_EVEN_GRID, _EVEN_GRID_ZERO = tl.constexpr(EVEN_GRID), tl.constexpr(EVEN_GRID_ZERO)
+
+
+def packed_bytes(n: int) -> int:
+    """Bytes of n elements, a multiple of 64."""
+    assert n % GROUP == 0, n
+    return n + n // GROUP
+
+
+def scale_exponents_reference(w_G64: torch.Tensor) -> torch.Tensor:
+    """k (int32 [G]) from the largest finite magnitude of each group."""
+    pattern_G64 = w_G64.view(torch.int32) & 0x7FFFFFFF
+    amax_G = torch.where(pattern_G64 < INF_PATTERN, pattern_G64, 0).amax(1)
+    return (((amax_G + ROOM) >> 23) - 8).clamp_(min=0)
+
+
+def scales_reference(k_G: torch.Tensor) -> torch.Tensor:
+    """2^(k - 127) as float32, from bytes; 2^-127 is a subnormal number."""
+    k_G = k_G.to(torch.int32)
+    return torch.where(k_G == 0, 1 << 22, k_G << 23).view(torch.float32)
+
+
+def codes_reference(x: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
+    """E4M3 codes (uint8) of scaled values, |x| <= 448 or not finite. bits: 16 each (int32); None for nearest."""
+    pattern, magnitude = x.view(torch.int32) & 0x7FFFFFFF, x.abs()
+    if bits is None:
+        code = magnitude.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        small = (magnitude + SMALLEST_NORMAL).view(torch.int32) - SUBNORMAL_ZERO
+        axis = torch.where(magnitude < SMALLEST_NORMAL, small, pattern - NORMAL_ZERO)
+        code = ((axis + (bits << 4) + 8) >> 20).to(torch.uint8)
+    code = torch.where(pattern < INF_PATTERN, code, NAN_CODE)  # PyTorch saturates inf, or not, by version
+    return code | ((x.view(torch.int32) >> 24) & 0x80).to(torch.uint8)
+
+
+def fp8_encode_reference_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
+                          rounding: str) -> None:
+    """Chunk by chunk."""
+    n = w.numel()
+    for part in chunks(offset, n):
+        w_G64 = w[part].view(-1, GROUP)
+        k_G = scale_exponents_reference(w_G64)
+        x = (w_G64 * ((254 - k_G) << 23).view(torch.float32).unsqueeze(1)).view(-1)
+        bits = None
+        if rounding == "stochastic":
+            bits = chunk_bits_reference(offset + part.start, x.numel(), seed=seed, step=step, device=w.device)
+        packed[part] = codes_reference(x, bits)
+        packed[n + part.start // GROUP : n + part.stop // GROUP] = k_G
+
+
+def fp8_decode_reference(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Chunk by chunk."""
+    n = out.numel()
+    for start in range(0, n, CHUNK):
+        stop = min(n, start + CHUNK)
+        codes = packed[start:stop].view(torch.float8_e4m3fn).to(torch.float32)
+        scales_G = scales_reference(packed[n + start // GROUP : n + stop // GROUP])
+        out[start:stop] = codes.view(-1, GROUP).mul_(scales_G.unsqueeze(1)).view(-1)
+
+
+@jit()
+def _nearest_code(pattern, magnitude):
+    """The code of |x| <= 448, ties to even."""
+    small = (magnitude + _EVEN_GRID).to(tl.int32, bitcast=True) - _EVEN_GRID_ZERO
+    normal = (pattern - _NORMAL_ZERO + 0x7FFFF + ((pattern >> 20) & 1)) >> 20
+    return tl.where(magnitude < _SMALLEST_NORMAL, small, normal)
+
+
+@jit()
+def _stochastic_code(pattern, magnitude, bits):
+    """The code of |x| <= 448 with 16 random bits."""
+    small = (magnitude + _SMALLEST_NORMAL).to(tl.int32, bitcast=True) - _SUBNORMAL_ZERO
+    axis = tl.where(magnitude < _SMALLEST_NORMAL, small, pattern - _NORMAL_ZERO)
+    return (axis + (bits << 4).to(tl.int32) + 8) >> 20
+
+
+@jit()
+def _encode_vector(w_ptr, codes_ptr, scales_ptr, lo, hi, bits, V: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Vector V of a tile: 16 groups, of which those in lo..hi exist."""
+    group = V * (_WIDTH // _GROUP) + tl.arange(0, _WIDTH // _GROUP)
+    exists = (group >= lo) & (group < hi)
+    at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    w = tl.load(w_ptr + at, exists[:, None], 0.0)
+    sign = (w.to(tl.int32, bitcast=True) >> 24) & 0x80
+    pattern = w.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = pattern < _INF
+    k = tl.maximum(((tl.max(tl.where(finite, pattern, 0), 1) + _ROOM) >> 23) - 8, 0)
+    unscale = ((254 - k) << 23).to(tl.float32, bitcast=True)
+    magnitude = pattern.to(tl.float32, bitcast=True) * unscale[:, None]
+    pattern = magnitude.to(tl.int32, bitcast=True)
+    if STOCHASTIC:
+        code = _stochastic_code(pattern, magnitude, bits)
+    else:
+        code = _nearest_code(pattern, magnitude)
+    tl.store(codes_ptr + at, (tl.where(finite, code, _NAN_CODE) | sign).to(tl.uint8), exists[:, None])
+    tl.store(scales_ptr + group, k.to(tl.uint8), exists)
+
+
+@jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1"])
+def _encode_kernel(w_ptr, packed_ptr, tile_0, lead, n, step, k0, k1, STOCHASTIC: tl.constexpr):
+    """One program: a tile of random bits, 128 groups. The tensor starts `lead` groups into tile `tile_0`."""
+    pid = tl.program_id(0).to(tl.int64)
+    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+    start = pid * (_TILE // _GROUP) - lead  # in groups; negative if before the tensor
+    lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n // _GROUP - start, _TILE // _GROUP).to(tl.int32)
+    w, codes, scales = w_ptr + start * _GROUP, packed_ptr + start * _GROUP, packed_ptr + n + start
+    r0, r1, r2, r3 = k0, k0, k0, k0
+    if STOCHASTIC:
+        first = (tile_0 + pid) * _WIDTH
+        lane = tl.arange(0, _WIDTH // _GROUP)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        low, high = (first & 0xFFFFFFFF).to(tl.uint32) + lane.to(tl.uint32), (first >> 32).to(tl.uint32)
+        r0, r1, r2, r3 = philox(low, high, step * 0 + _STREAM, step, k0, k1)
+    _encode_vector(w, codes, scales, lo, hi, r0 & 0xFFFF, 0, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r0 >> 16, 1, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r1 & 0xFFFF, 2, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r1 >> 16, 3, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r2 & 0xFFFF, 4, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r2 >> 16, 5, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r3 & 0xFFFF, 6, STOCHASTIC)
+    _encode_vector(w, codes, scales, lo, hi, r3 >> 16, 7, STOCHASTIC)
+
+
+@jit(do_not_specialize=["n"])
+def _decode_kernel(packed_ptr, out_ptr, n, GROUPS: tl.constexpr):
+    """One program: GROUPS groups."""
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    exists = group < n // _GROUP
+    at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+    code = tl.load(packed_ptr + at, exists[:, None], 0).to(tl.int32)
+    k = tl.load(packed_ptr + n + group, exists, 0).to(tl.int32)
+    scale = tl.where(k == 0, 1 << 22, k << 23).to(tl.float32, bitcast=True)
+    magnitude = ((code & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120  # exponent bias 7 to 127
+    pattern = (magnitude * scale[:, None]).to(tl.int32, bitcast=True)
+    pattern = tl.where((code & 0x7F) == _NAN_CODE, 0x7FC00000, pattern) | ((code & 0x80) << 24)
+    w = pattern.to(tl.float32, bitcast=True)
+    tl.store(out_ptr + at, round_nearest(w, out_ptr.dtype.element_ty), exists[:, None])
+
+
+def fp8_encode_triton_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
+                       rounding: str) -> None:
+    """The same by kernel."""
+    tile_0, lead = divmod(offset, TILE)
+    with on_device(w):
+        _encode_kernel[(-(-(lead + w.numel()) // TILE),)](
+            w, packed, tile_0, lead // GROUP, w.numel(), int32(step), *key(seed),
+            STOCHASTIC=rounding == "stochastic", num_warps=NUM_WARPS, enable_fp_fusion=False)
+
+
+def fp8_decode_triton(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """The same by kernel."""
+    grid = (-(-out.numel() // (GROUP * DECODE_GROUPS)),)
+    with on_device(out):
+        _decode_kernel[grid](packed, out, out.numel(), GROUPS=DECODE_GROUPS, num_warps=NUM_WARPS,
+                             enable_fp_fusion=False)
+
+
+def _check(packed: torch.Tensor, flat: torch.Tensor) -> None:
+    assert flat.dim() == 1 and flat.is_contiguous() and packed.is_contiguous(), (flat.shape, packed.shape)
+    assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(flat.numel()),), packed.shape
+    assert packed.device == flat.device, (packed.device, flat.device)
+
+
+def fp8_decode(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """out <- the weights. out: flat [n], float32 (exact) | bfloat16 | float16 (one rounding, to nearest)."""
+    _check(packed, out)
+    assert out.dtype in DTYPES, out.dtype
+    run = fp8_decode_triton if use_kernel(out.device) and out.numel() else fp8_decode_reference
+    run(packed, out)
+
+
+def fp8_encode_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
+                rounding: str = "stochastic") -> None:
+    """packed <- w. w: flat float32 [n] whose first element has global index `offset`, a multiple of 64."""
+    _check(packed, w)
+    assert w.dtype == torch.float32 and offset % GROUP == 0, (w.dtype, offset)
+    assert rounding in ROUNDINGS, rounding
+    check(offset, w.numel(), seed, (step,), 0, "gaussian")
+    run = fp8_encode_triton_ if use_kernel(w.device) and w.numel() else fp8_encode_reference_
+    run(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)

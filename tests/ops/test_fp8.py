@@ -1,0 +1,251 @@
+"""The 8-bit format: PyTorch's own conversion of scaled groups, exact where it can be, unbiased elsewhere."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyhole.ops import fp8
+from keyhole.ops.backend import force
+from keyhole.ops.rounding import bits_at_reference
+
+INF, NAN, TOP = float("inf"), float("nan"), torch.finfo(torch.float32).max
+EVERY_CODE = torch.arange(256).to(torch.uint8)
+EVERY_DRAW = torch.arange(1 << 16, dtype=torch.int32)
+TINY = [0.0, -0.0, 1e-45, -3e-42, 2.0**-127, 2.0**-126, 2.0**-10, 2.0**-9, -(2.0**-6)]
+HUGE = [448.0, -448.0, 448.1, 1.75 * 2.0**127, 1.9375 * 2.0**127, TOP, -TOP, INF, -INF, NAN]
+ODD = TINY + HUGE
+
+
+def encode(w: torch.Tensor, rounding: str = "nearest", *, offset: int = 0, seed: int = 5,
+           step: int = 3) -> torch.Tensor:
+    """The packed form of w."""
+    packed = torch.full((fp8.packed_bytes(w.numel()),), 0xEE, dtype=torch.uint8, device=w.device)
+    fp8.fp8_encode_(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)
+    return packed
+
+
+def decode(packed: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The weights of a packed tensor."""
+    out = torch.full((packed.numel() // 65 * 64,), 7.0, dtype=dtype, device=packed.device)
+    fp8.fp8_decode(packed, out)
+    return out
+
+
+def split(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [n] and exponents [n / 64]."""
+    n = packed.numel() // 65 * 64
+    return packed[:n], packed[n:]
+
+
+def samples(groups: int, seed: int = 0) -> torch.Tensor:
+    """Groups of every magnitude, spread inside a group over all codes, with some of the odd values."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(groups, 64, generator=generator) * torch.logspace(-6, 0, 64)
+    w *= torch.logspace(-41, 37, groups, dtype=torch.float64).float().unsqueeze(1)
+    w[torch.rand(groups, 64, generator=generator) < 0.02] = 0.0
+    odd = torch.randint(len(ODD), (groups,), generator=generator)
+    w[::5, 17] = torch.tensor(ODD)[odd][::5]
+    w[3:4] = 0.0
+    return w.view(-1)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal, zeros by sign too; NaN equals NaN."""
+    number = ~a.isnan()
+    a_numbers, b_numbers = a[number], b[number]
+    return torch.equal(number, ~b.isnan()) and torch.equal(a_numbers, b_numbers) and \
+        torch.equal(a_numbers.signbit(), b_numbers.signbit())
+
+
+def test_a_packed_tensor_has_a_byte_an_element_and_one_a_group() -> None:
+    """The size is n + n / 64, and n must be whole groups."""
+    assert [fp8.packed_bytes(n) for n in (0, 64, 6400)] == [0, 65, 6500]
+    with pytest.raises(AssertionError):
+        fp8.packed_bytes(100)
+
+
+def test_every_code_and_exponent_decodes_to_its_definition() -> None:
+    """All codes under all exponents the encoder writes: PyTorch's reading of the code, times 2^(k - 127)."""
+    k = torch.arange(248)
+    packed = torch.cat((EVERY_CODE.repeat(248), k.to(torch.uint8).repeat_interleave(4)))
+    value = EVERY_CODE.view(torch.float8_e4m3fn).double().repeat(248)
+    expected = value * (2.0 ** (k.double() - 127)).repeat_interleave(256)
+    assert same(decode(packed), expected.float())
+    finite = expected.abs() < 2.0**128
+    assert torch.equal(decode(packed).double()[finite], expected[finite])  # no rounding at all
+    for dtype in (torch.bfloat16, torch.float16):
+        assert same(decode(packed, dtype), expected.float().to(dtype))
+
+
+def test_the_scale_is_the_smallest_that_fits() -> None:
+    """amax <= 448 * 2^(k - 127), and half of that scale would not do, also where amax is close to 448 * 2^j."""
+    edges = 448 * 2.0 ** torch.arange(-126.0, 119.0)
+    edges = torch.cat((edges, edges.nextafter(torch.tensor(INF)), edges.nextafter(torch.tensor(0.0))))
+    amax = torch.cat((edges, torch.tensor([1e-45, 2.0**-126, 2.0**-119, 1.0, TOP]), samples(500)[::64].abs()))
+    amax = amax[amax.isfinite() & (amax > 0)]
+    w = torch.linspace(-1, 1, 64) * amax.unsqueeze(1)
+    k = split(encode(w.view(-1)))[1].double()
+    assert (amax.double() <= 448 * 2 ** (k - 127)).all()
+    assert ((amax.double() > 448 * 2 ** (k - 128)) | (k == 0)).all()
+
+
+def test_nearest_is_pytorchs_conversion_of_the_scaled_group() -> None:
+    """Bit for bit, signs included, and with ties between all neighbouring codes."""
+    grid = EVERY_CODE[:127].view(torch.float8_e4m3fn).float()
+    ties = (grid[1:] + grid[:-1]) / 2
+    ties = torch.cat((ties, ties.nextafter(torch.tensor(INF)), ties.nextafter(torch.tensor(0.0)), -ties))
+    ties = torch.cat((ties, torch.ones(-ties.numel() % 63))).view(-1, 63)
+    ties = torch.cat((ties, torch.full((len(ties), 1), 448.0)), dim=1)
+    for w in (samples(300), ties.view(-1), ties.view(-1) * 2.0**-100, ties.view(-1) * 2.0**100):
+        w = torch.where(w.isfinite(), w, 0.0)  # which PyTorch converts differently from version to version
+        codes, k = split(encode(w))
+        scaled = w.double() / (2.0 ** (k.double() - 127)).repeat_interleave(64)
+        assert torch.equal(codes, scaled.float().to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_what_codes_can_hold_is_unchanged(rounding: str) -> None:
+    """Decoded values encode to themselves under a new draw; after once more their bytes stay too."""
+    once = decode(encode(samples(300), rounding))
+    once = torch.where(once.isinf(), 0.0, once)  # TOP, rounded up
+    assert same(decode(encode(once, rounding, step=4)), once)
+    again = encode(once, rounding, step=5)
+    assert torch.equal(encode(decode(again), rounding, step=6), again)
+
+
+def test_every_code_survives_any_draw() -> None:
+    """A group may hold all 64 steps of any part of the range; bits of all ones or zeros do not move it."""
+    grid = EVERY_CODE.view(torch.float8_e4m3fn).float()
+    for bits in (0, 1, 0x8000, 0xFFFF):
+        codes = fp8.codes_reference(grid, torch.full((256,), bits, dtype=torch.int32))
+        assert torch.equal(codes, EVERY_CODE)
+
+
+@pytest.mark.parametrize("x", [300.123, -230.01, 1.0001, -0.3337, 0.0171, 0.0156, -0.01, -0.0004, 3e-5, 1e-6])
+def test_stochastic_rounding_is_unbiased_to_the_bits_drawn(x: float) -> None:
+    """Over all 65536 draws: the two neighbours, and a mean within 2^-16 of their distance."""
+    value = torch.full((1 << 16,), x)
+    rounded = fp8.codes_reference(value, EVERY_DRAW).view(torch.float8_e4m3fn).double()
+    gap = max(2.0**-9, 2.0 ** (torch.tensor(abs(x)).log2().floor().item() - 3))
+    assert rounded.unique().numel() <= 2 and (rounded - value.double()).abs().max() < gap
+    assert abs(rounded.mean() - value[0].double()) <= gap * 2.0**-16
+
+
+def test_stochastic_rounding_draws_the_bits_of_its_element() -> None:
+    """The bits are those of rounding.py at the element's global index and step."""
+    w, offset = samples(300), 8192 * 3 + 64 * 5
+    codes, k = split(encode(w, "stochastic", offset=offset, seed=11, step=2))
+    bits = bits_at_reference(torch.arange(offset, offset + w.numel()), seed=11, step=2)
+    scaled = (w.double() / (2.0 ** (k.double() - 127)).repeat_interleave(64)).float()
+    assert torch.equal(codes, fp8.codes_reference(scaled, bits))
+    assert not torch.equal(codes, split(encode(w, "stochastic", offset=offset, seed=11, step=3))[0])
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_not_finite_values_become_nan_alone(rounding: str) -> None:
+    """NaN and inf take the NaN code of their sign; the other 63 are as if a zero stood there."""
+    for bad in (NAN, INF, -INF):
+        w = torch.randn(64, generator=torch.Generator().manual_seed(1))
+        clean = w.clone()
+        w[9], clean[9] = bad, 0.0
+        packed, expected = encode(w, rounding), encode(clean, rounding)
+        expected[9] = 0xFF if bad == -INF else 0x7F
+        assert torch.equal(packed, expected) and decode(packed)[9].isnan()
+    everything = encode(torch.full((64,), INF), rounding)
+    assert everything.tolist() == [0x7F] * 64 + [0]
+
+
+groups = st.lists(st.one_of(st.sampled_from(ODD), st.floats(width=32)), min_size=1, max_size=64)
+
+
+@settings(max_examples=150)
+@given(groups, st.sampled_from(["nearest", "stochastic"]))
+def test_any_group_comes_back_within_a_step(values: list[float], rounding: str) -> None:
+    """Whatever the 64 floats: off by half a step at most (stochastic: less than one); signs and zeros stay."""
+    w = torch.tensor(values + [0.0] * (64 - len(values)))
+    packed = encode(w, rounding)
+    back, scale = decode(packed).double(), 2.0 ** (packed[64].item() - 127)
+    assert torch.equal(back.isnan(), ~w.isfinite())
+    fine = w.isfinite() & (w.abs() < 1.875 * 2.0**127)  # above, the step up may leave float32
+    exact = w.double()[fine]
+    step = (2.0 ** (exact.abs().clamp(min=1e-60).log2().floor() - 3)).clamp(min=scale * 2.0**-9)
+    error = (back[fine] - exact).abs()
+    assert (error <= step / 2).all() if rounding == "nearest" else (error < step).all()
+    assert torch.equal(back[fine].signbit(), exact.signbit()) and (back[fine][exact == 0] == 0).all()
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_pieces_encode_like_the_whole(rounding: str) -> None:
+    """Cut between any groups, across tiles and the reference's chunks, an element keeps its code and scale."""
+    groups, offset = 4096 + 700, 8192 * 31 + 64 * 3
+    w = samples(groups)
+    codes, k = split(encode(w, rounding, offset=offset))
+    cuts = [0, 1, 4, 129, 130, 2000, 4097, groups]
+    pieces = [split(encode(w[64 * a : 64 * b], rounding, offset=offset + 64 * a))
+              for a, b in zip(cuts, cuts[1:], strict=False)]  # fmt: skip
+    assert torch.equal(codes, torch.cat([piece[0] for piece in pieces]))
+    assert torch.equal(k, torch.cat([piece[1] for piece in pieces]))
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize(("groups", "offset"), [(1, 0), (5, 64 * 127), (400, 64 * 3), (131, (1 << 43) - 64 * 9)])
+def test_kernel_encodes_like_the_reference(kernel_device: torch.device, rounding: str, groups: int,
+                                           offset: int) -> None:
+    """The same bytes for all magnitudes and odd values, ragged ends and large offsets, and none outside."""
+    w = samples(groups)
+    with force("reference"):
+        expected = encode(w, rounding, offset=offset)
+    room = torch.full((expected.numel() + 128,), 0xEE, dtype=torch.uint8, device=kernel_device)
+    with force("kernel"):
+        fp8.fp8_encode_(w.to(kernel_device), room[64:-64], offset=offset, seed=5, step=3, rounding=rounding)
+    assert torch.equal(room[64:-64].cpu(), expected)
+    assert (room[:64] == 0xEE).all() and (room[-64:] == 0xEE).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, where Triton is interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernel_decodes_like_the_reference(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    """The same values for all codes and exponents, a ragged end included, and none outside."""
+    k = torch.arange(248).to(torch.uint8)
+    packed = torch.cat((EVERY_CODE.repeat(248), k.repeat_interleave(4)))
+    for n in (64 * 4 * 248, 64 * 37):
+        part = torch.cat((packed[:n], packed[64 * 992 :][992 - n // 64 :]))
+        with force("reference"):
+            expected = decode(part, dtype)
+        out = torch.full((n + 64,), 7.0, dtype=dtype, device=kernel_device)
+        with force("kernel"):
+            fp8.fp8_decode(part.to(kernel_device), out[:n])
+        assert same(out[:n].cpu(), expected) and (out[n:] == 7.0).all()
+
+
+def test_no_elements_is_no_work() -> None:
+    """An empty tensor has an empty packed form."""
+    assert encode(torch.empty(0)).numel() == 0 and decode(torch.empty(0, dtype=torch.uint8)).numel() == 0
+
+
+def test_wrong_arguments_are_refused() -> None:
+    """Offsets inside a group, other dtypes and sizes are a caller's bug."""
+    w, packed = torch.zeros(128), torch.zeros(130, dtype=torch.uint8)
+    for bad in (dict(offset=32), dict(rounding="up"), dict(step=-1)):
+        with pytest.raises(AssertionError):
+            fp8.fp8_encode_(w, packed, **dict(offset=0, seed=0, step=0, rounding="nearest") | bad)
+    with pytest.raises(AssertionError):
+        fp8.fp8_encode_(w.double(), packed, offset=0, seed=0, step=0, rounding="nearest")
+    with pytest.raises(AssertionError):
+        fp8.fp8_decode(packed[:129], w)
+
+
+def test_a_large_tensor_on_the_gpu(cuda: torch.device) -> None:
+    """300 million elements: every group of the packed form is the reference's, sampled across the tensor."""
+    n, offset = 300_000_000 // 64 * 64, 64 * 77
+    w = torch.randn(n, device=cuda) * 0.02
+    packed = encode(w, "stochastic", offset=offset)
+    back = decode(packed, torch.bfloat16)
+    for start in (0, n // 2 // 64 * 64, n - 64 * 1000):
+        part = slice(start, start + 64 * 1000)
+        with force("reference"):
+            expected = encode(w[part].cpu(), "stochastic", offset=offset + start)
+            assert torch.equal(packed[part].cpu(), split(expected)[0])
+            assert torch.equal(packed[n + start // 64 :][:1000].cpu(), split(expected)[1])
+            assert torch.equal(back[part].cpu(), decode(expected, torch.bfloat16))
