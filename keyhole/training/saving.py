@@ -34,8 +34,11 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def tensor_bytes(tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
+    """Bytes on disk of the weights and of the method's tensors, and a margin for the small files."""
+    tensors = [value for value in method_state.values() if isinstance(value, torch.Tensor)]
+    weights = sum(t.shape.numel() for t in model.layout.tensors) * torch.finfo(model.dtype).bits // 8
+    return weights + sum(t.numel() * t.element_size() for t in tensors) + MARGIN_BYTES
 
 
 class Saver:
@@ -49,10 +52,7 @@ class Saver:
 
     def refuse_full_disk(self) -> None:
         """Before training starts: there must be room for the weights at least."""
-        need, free = (
-            tensor_bytes(t for _, t in self.model.named_tensors()) + MARGIN_BYTES,
-            free_bytes(self.root),
-        )
+        need, free = saved_bytes(self.model, {}), free_bytes(self.root)
         if need > free:
             raise UserError(
                 f"output_dir: saving the model takes {need / GIB:.2f} GiB, and {self.root} has "
@@ -112,7 +112,7 @@ class Saver:
         return self.last_good if self.last_good and self.last_step == step else self.save(step, loader)
 
     def _make_room(self, step: int, state: dict[str, Any]) -> None:
-        need = tensor_bytes(t for _, t in self.model.named_tensors()) + tensor_bytes(state.values()) + MARGIN_BYTES
+        need = saved_bytes(self.model, state)
         limit = self.config.save_total_limit
         if need > free_bytes(self.root) and limit is not None:
             find.prune(self.root, limit - 1, step)
