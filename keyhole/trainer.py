@@ -128,7 +128,8 @@ class Run:
         self.config, self.data, self.display = job.config, job.data, job.display
         self.metrics = MetricsFile(job.directory.metrics, job.first)
         self.track = tracker(job.config.report_to, job.directory.run, job.first)
-        self.recorder = Recorder(self.model.device, self.report, lambda: saver.last_good)
+        device, say = self.model.device, self.display.line
+        self.recorder = Recorder(device, self.report, say, lambda: saver.last_good)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""

@@ -44,12 +44,19 @@ class Record:
 
 
 class Recorder:
-    """Reads records when their step is done, checks them, and hands entries to `write`."""
+    """Reads records when their step is done, hands entries to `write`, and stops at numbers that are not finite.
+
+    warn takes lines about single steps that were skipped; last_good names the checkpoint to go back to.
+    """
 
     def __init__(
-        self, device: torch.device, write: Callable[[Entry], None], last_good: Callable[[], Path | None]
+        self,
+        device: torch.device,
+        write: Callable[[Entry], None],
+        warn: Callable[[str], None],
+        last_good: Callable[[], Path | None],
     ) -> None:
-        self.device, self.write, self.last_good = device, write, last_good
+        self.device, self.write, self.warn, self.last_good = device, write, warn, last_good
         self.lag = 1 if device.type == "cuda" else 0
         self.queue: deque[Record] = deque()
         self.skips = 0
@@ -94,6 +101,8 @@ class Recorder:
             raise guard.stop(record.step, f"the loss is {loss}", record.batch, self.last_good())
         bad = guard.bad_numbers(extra)
         self.skips = self.skips + 1 if bad else 0
+        if bad:
+            self.warn(f"warning: step {record.step}: {', '.join(bad)}; its update was not applied")
         if self.skips >= guard.MOST_SKIPS:
             what = f"{', '.join(bad)}, for {self.skips} steps in a row"
             raise guard.stop(record.step, what, record.batch, self.last_good())

@@ -16,8 +16,9 @@ def record(step: int, loss: float, **extra: float) -> Record:
     return Record(step, torch.tensor(loss), 1e-3, step / 10, 100, f"samples {step}", extra)
 
 
-def recorder(entries: list, lag: int = 0) -> Recorder:
-    made = Recorder(CPU, entries.append, lambda: Path("out/checkpoint-5"))
+def recorder(entries: list, lag: int = 0, warnings: list | None = None) -> Recorder:
+    warn = ([] if warnings is None else warnings).append
+    made = Recorder(CPU, entries.append, warn, lambda: Path("out/checkpoint-5"))
     made.lag = lag
     return made
 
@@ -45,8 +46,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(loss: float) -> None:
 
 
 def test_overflowing_gradients_are_borne_for_a_while() -> None:
-    """A gradient that overflows now and then does not stop a run; many in a row do."""
-    patient = recorder([])
+    """A gradient that overflows now and then does not stop a run, but is said; many in a row do."""
+    warnings: list = []
+    patient = recorder([], warnings=warnings)
     for step in range(1, MOST_SKIPS):
         patient.add(record(step, 1.0, grad_norm=float("inf")))
     patient.add(record(MOST_SKIPS, 1.0, grad_norm=1.0))
@@ -54,6 +56,8 @@ def test_overflowing_gradients_are_borne_for_a_while() -> None:
         patient.add(record(step, 1.0, grad_norm=float("inf")))
     with pytest.raises(NonFinite, match="grad_norm is inf, for 10 steps in a row"):
         patient.add(record(MOST_SKIPS, 1.0, grad_norm=float("inf")))
+    assert len(warnings) == 2 * MOST_SKIPS - 1
+    assert warnings[0] == "warning: step 1: grad_norm is inf; its update was not applied"
 
 
 def test_file_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
