@@ -1,5 +1,7 @@
 """The 8-bit format: PyTorch's own conversion of scaled groups, exact where it can be, unbiased elsewhere."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,6 +17,13 @@ EVERY_DRAW = torch.arange(1 << 16, dtype=torch.int32)
 TINY = [0.0, -0.0, 1e-45, -3e-42, 2.0**-127, 2.0**-126, 2.0**-10, 2.0**-9, -(2.0**-6)]
 HUGE = [448.0, -448.0, 448.1, 1.75 * 2.0**127, 1.9375 * 2.0**127, TOP, -TOP, INF, -INF, NAN]
 ODD = TINY + HUGE
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Runs a test twice: with the reference on the CPU, and with the kernel where it can run."""
+    with force(request.param):
+        yield torch.device("cpu") if request.param == "reference" else request.getfixturevalue("kernel_device")
 
 
 def encode(w: torch.Tensor, rounding: str = "nearest", *, offset: int = 0, seed: int = 5,
@@ -99,28 +108,24 @@ def ties() -> torch.Tensor:
     return torch.cat((values_G63, torch.full((len(values_G63), 1), 448.0)), dim=1).view(-1)
 
 
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_nearest_is_pytorchs_conversion_of_the_scaled_group(kernel_device: torch.device, choice: str) -> None:
+def test_nearest_is_pytorchs_conversion_of_the_scaled_group(device: torch.device) -> None:
     """Bit for bit, signs included, and with ties between all neighbouring codes."""
     for w in (samples(120), ties(), ties() * 2.0**-100, ties() * 2.0**100):
         w = torch.where(w.isfinite(), w, 0.0)  # which PyTorch converts differently from version to version
-        with force(choice):
-            codes, k = split(encode(w.to(kernel_device)).cpu())
+        codes, k = split(encode(w.to(device)).cpu())
         scaled = w.double() / (2.0 ** (k.double() - 127)).repeat_interleave(64)
         assert torch.equal(codes, scaled.float().to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-@pytest.mark.parametrize("choice", ["reference", "kernel"])
 @pytest.mark.parametrize("code", [2, 7, 8, 77, 120])
-def test_stochastic_rounding_turns_at_the_last_bit(kernel_device: torch.device, choice: str, code: int) -> None:
+def test_stochastic_rounding_turns_at_the_last_bit(device: torch.device, code: int) -> None:
     """With bits r, a fraction of 2^20 - 16 r - 8 (of 2^20) goes up, and one less does not."""
     bits = bits_at_reference(torch.arange(128), seed=5, step=3).double()
     below, above = EVERY_CODE[code : code + 2].view(torch.float8_e4m3fn).double()
     for short, up in ((8, 1), (9, 0)):
         w = (below + (above - below) * (1 - (16 * bits + short) / 2**20)).float()
         w[::64] = 448.0
-        with force(choice):
-            codes, _ = split(encode(w.to(kernel_device), "stochastic").cpu())
+        codes, _ = split(encode(w.to(device), "stochastic").cpu())
         codes[::64] = code + up
         assert (codes == code + up).all()
 
