@@ -6,14 +6,16 @@
 """
 
 import sys
+import typing
 from collections.abc import Iterator
 from typing import Any
 
 from keyhole.config.dump import dump, to_dict
 from keyhole.config.fields import Setting, sections, settings
-from keyhole.config.schema import TrainConfig
+from keyhole.config.schema import Method, TrainConfig
 from keyhole.config.types import describe
 
+METHODS = typing.get_args(Method)
 HEAD = """# Settings
 
 A config is a YAML file with the keys below: `keyhole train config.yaml`. Any key can be overridden on the
@@ -71,10 +73,10 @@ def explain() -> str:
 
 
 def annotated(config: TrainConfig) -> str:
-    """The config as YAML with each key's line as a comment above it; only the chosen method's section."""
+    """The config as YAML with each key's line as a comment above it; of the methods' sections only the chosen one."""
     values, lines = to_dict(config), []
     for name, about, group in by_section():
-        if name not in (None, config.method):
+        if name in METHODS and name != config.method:
             continue
         indent = "" if name is None else "  "
         lines += [] if name is None else [f"# {about}", f"{name}:"]

@@ -45,16 +45,17 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
     if config.method == "zo" and config.max_grad_norm is not None:
         yield Finding("max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip")
+    if config.method not in STREAMS and config.wire is not None:
+        yield Finding("wire", f"{config.method} cannot use a format of its own; set wire=null and choose dtype")
     if config.method not in STREAMS and config.placement == "stream":
         yield Finding("placement", f"{config.method} cannot stream yet; set placement=resident, or method=zo")
 
 
 def _warnings(config: TrainConfig) -> Iterator[Finding]:
     for name, cls in sections().items():
-        unused = getattr(config, name) if name != config.method else cls()
-        for key, value in dataclasses.asdict(unused).items():
-            if value != getattr(cls(), key):
-                yield Finding(f"{name}.{key}", f"has no effect: the method is {config.method}")
+        for key, value in dataclasses.asdict(getattr(config, name)).items():
+            if value != getattr(cls(), key) and (why := _unused(name, config)):
+                yield Finding(f"{name}.{key}", f"has no effect: {why}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
     if config.dtype == "float16" and config.method != "zo":
@@ -64,6 +65,13 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     if rate is not None and not low <= rate <= high and not paths.is_demo_model(config.model):
         known = f"{config.method} is known to work from {low:g} to {high:g}"
         yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
+
+
+def _unused(section: str, config: TrainConfig) -> str:
+    """Why nothing reads a section; "" where something does."""
+    if section == "offload":
+        return "placement is resident" if config.placement == "resident" else ""
+    return f"the method is {config.method}" if section != config.method else ""
 
 
 def _fill(config: TrainConfig) -> TrainConfig:

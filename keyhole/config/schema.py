@@ -86,6 +86,16 @@ class SGDConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The streaming engine. Switched off, a part costs time and changes no number: for ablations."""
+
+    overlap: bool = True
+    """Copy weights while others are in use; false = wait for every copy."""
+    reuse_slots: bool = True
+    """Copy into the same device buffers again and again; false = a new buffer for every visit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything `keyhole train` needs to know."""
 
@@ -101,7 +111,9 @@ class TrainConfig:
     eval_data: str | list[str] | None = None
     """Held-out data, same forms as train_data; null = no evaluation."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights while training; null = as stored in the model's files."""
+    """Type of the weights and of the arithmetic on them; null = as stored in the model's files."""
+    wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
+    """Format of the weights at rest and on the link, if not dtype (zo only); null = dtype."""
     device: str | None = None
     """cpu, cuda or cuda:N; null = the first GPU, or the CPU where there is none."""
     placement: Literal["resident", "stream", "auto"] = "resident"
@@ -152,6 +164,7 @@ class TrainConfig:
     report_to: Literal["tensorboard"] | None = None
     """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
 
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
     zo: ZOConfig = field(default_factory=ZOConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)

@@ -5,11 +5,14 @@ a forward pass has and how many passes advance together (zeroth-order: two a dir
 micro-batches). `dry_lines` makes the same decisions without reading a weight.
 """
 
+from dataclasses import asdict
+
 from keyhole.checkpoint import find
 from keyhole.config import TrainConfig
 from keyhole.model.load import choose_device, choose_dtype, load
 from keyhole.model.model import Model
 from keyhole.model.skeleton import build, read_config
+from keyhole.offload.wire import Wire
 from keyhole.plan.memory import Workload
 from keyhole.plan.placement import place
 from keyhole.training import start
@@ -29,7 +32,8 @@ def load_model(config: TrainConfig, choice: find.Choice) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
     source = config.model if choice.path is None else str(choice.path)
-    return load(source, dtype=config.dtype, seed=config.seed, workload=workload(config), **where)
+    how = {"dtype": config.dtype, "wire": config.wire, **asdict(config.offload)}
+    return load(source, seed=config.seed, workload=workload(config), **how, **where)
 
 
 def dry_lines(config: TrainConfig) -> list[list[str]]:
@@ -37,6 +41,7 @@ def dry_lines(config: TrainConfig) -> list[list[str]]:
     hf_config, device = read_config(config.model), choose_device(config.device)
     dtype = choose_dtype(config.dtype, hf_config)
     module = build(hf_config, dtype)
-    layout, placed = place(module, config.placement, config.gpu_memory, dtype, device, workload(config))
+    formats = Wire(dtype, config.wire)
+    layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config))
     machine = start.machine_lines(config, dtype, device, placed.reasons)
     return [start.model_lines(module, layout, dtype), machine]

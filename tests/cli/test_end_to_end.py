@@ -35,6 +35,21 @@ def test_train_with_every_method(config: Path, method: str, capsys: Any) -> None
     assert stored == load_config(config, [f"method={method}"])[0] and warnings == []
 
 
+def test_placement_and_switches_change_no_number(config: Path) -> None:
+    """Streamed, with and without overlap, deferred update and reused slots: the same weights as resident."""
+    variants = {
+        "resident": [],
+        "stream": ["placement=stream"],
+        "slow": ["placement=stream", "offload={overlap: false, reuse_slots: false}", "zo.deferred_update=false"],
+    }
+    weights = []
+    for name, words in variants.items():
+        out = config.parent / name
+        assert main(["train", str(config), f"output_dir={out}", *words]) == 0
+        weights.append((out / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] == weights[2]
+
+
 def test_resume_goes_on(config: Path, capsys: Any) -> None:
     """`--resume` alone finds the last checkpoint; without it a used directory is refused."""
     assert main(["train", str(config), "max_steps=2", "lr_scheduler_type=constant"]) == 0

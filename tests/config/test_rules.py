@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.config import AdamWConfig, SGDConfig, TrainConfig, ZOConfig, resolve
+from keyhole.config import AdamWConfig, OffloadConfig, SGDConfig, TrainConfig, ZOConfig, resolve
 from keyhole.config.fields import sections
 from keyhole.config.rules import DEFAULT_LR, SANE_LR
 from keyhole.config.schema import Method
@@ -24,6 +24,7 @@ REFUSED = [
     ({"output_dir": "./some/model"}, "overwrite"),
     ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),
     ({"method": "adamw", "placement": "stream"}, "placement=resident"),
+    ({"method": "sgd", "wire": "bf16"}, "wire=null"),
     ({"batch_size": 0}, ">= 1"),
     ({"gpu_memory": "lots"}, "8GiB"),
     ({"adamw": AdamWConfig(beta2=1.0)}, "adamw.beta2"),
@@ -32,6 +33,7 @@ REFUSED = [
 WARNED = [
     ({"zo": ZOConfig(eps=1.0)}, "zo.eps: has no effect: the method is adamw"),
     ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),
+    ({"offload": OffloadConfig(overlap=False)}, "offload.overlap: has no effect: placement is resident"),
     ({"num_train_epochs": 2}, "num_train_epochs: has no effect"),
     ({"dtype": "float16"}, "dtype: float16"),
     ({"learning_rate": 1.0}, "learning_rate: 1 is an unusual value"),
