@@ -5,12 +5,14 @@ One step on the plain HF model, whose parameters are all on the device:
     w += eps z(seed);  L+ = loss;  w -= 2 eps z(seed);  L- = loss;  w += eps z(seed)
     g = (L+ - L-) / (2 eps);       w -= lr g z(seed)
 
-z is drawn tensor by tensor in the parameter's dtype and drawn again from its seed each of the four times, and
-w + scale * z makes the temporaries that the published expression makes. The loss is the model's own (`labels=...`).
-One thing is done in the baseline's favour: the losses are read after the third pass over w was enqueued, so that
-the device does not idle while the host waits for them. `in_place=True` adds z by one in-place kernel instead: a
-tuned loop that nobody published, for those who want to know.
+z is drawn tensor by tensor in the parameter's dtype and drawn again from its seed each of the four times; the sums
+are written as MeZO's published code writes them (github.com/princeton-nlp/MeZO, trainer.py), temporaries included. The
+loss is the model's own (`labels=...`). One thing is done in the baseline's favour: the losses are read after the third
+pass over w was enqueued, so that the device does not idle while the host waits for them. `in_place=True` adds z by
+one in-place kernel instead: a tuned loop that nobody published, for those who want to know.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -35,23 +37,33 @@ class Textbook:
         """One step; returns the mean of the two losses, unread."""
         inputs = {name: x.to(self.device) for name, x in batch.items()}
         seed = int(torch.randint(2**31, (), generator=self.seeds))
-        self.add_noise(seed, self.eps)
+        self.perturb(seed, 1)
         plus = self.module(**inputs, use_cache=False).loss
-        self.add_noise(seed, -2 * self.eps)
+        self.perturb(seed, -2)
         minus = self.module(**inputs, use_cache=False).loss
-        self.add_noise(seed, self.eps)
+        self.perturb(seed, 1)
         self.projected = float((plus - minus) / (2 * self.eps))
-        self.add_noise(seed, -self.lr * self.projected)
+        self.update(seed)
         return (plus + minus) / 2
 
-    def add_noise(self, seed: int, scale: float) -> None:
-        """w += scale * z(seed), tensor by tensor."""
+    def perturb(self, seed: int, sign: int) -> None:
+        """w += sign eps z(seed)."""
+        for param, z in self._drawn(seed):
+            if self.in_place:
+                param.data.add_(z, alpha=sign * self.eps)
+            else:
+                param.data = param.data + sign * z * self.eps
+
+    def update(self, seed: int) -> None:
+        """w -= lr g z(seed)."""
+        for param, z in self._drawn(seed):
+            if self.in_place:
+                param.data.add_(z, alpha=-self.lr * self.projected)
+            else:
+                param.data = param.data - self.lr * (self.projected * z)
+
+    def _drawn(self, seed: int) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         self.generator.manual_seed(seed)
         for param in self.params:
-            z = torch.normal(
-                0.0, 1.0, param.shape, dtype=param.dtype, device=param.device, generator=self.generator
-            )
-            if self.in_place:
-                param.data.add_(z, alpha=scale)
-            else:
-                param.data = param.data + scale * z
+            like = {"dtype": param.dtype, "device": param.device, "generator": self.generator}
+            yield param, torch.normal(0.0, 1.0, param.shape, **like)

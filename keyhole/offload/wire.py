@@ -12,13 +12,10 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.model.layout import Unit
+from keyhole.ops.fp8 import packed_bytes
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
 PACKED = torch.uint8
-
-
-def packed_bytes(n):
-    return n + n // 64
 
 
 class Wire:

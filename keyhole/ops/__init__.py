@@ -6,10 +6,13 @@
     zo_update_perturb_    both, in one pass over memory
     zo_rows               both, for gathered rows of an embedding table
     gather_rows           rows of a table on the device or in page-locked host memory
+    fp8_decode            an 8-bit page to fp32 or 16 bit
+    fp8_encode_           fp32 to an 8-bit page
     describe              which implementation runs, and why
 """
 
 from keyhole.ops.backend import describe, use_kernel
+from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
 from keyhole.ops.rows import zo_rows
 from keyhole.ops.tiles import noise
@@ -17,6 +20,8 @@ from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
 
 __all__ = [
     "describe",
+    "fp8_decode",
+    "fp8_encode_",
     "gather_rows",
     "noise",
     "use_kernel",

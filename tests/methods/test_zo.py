@@ -125,6 +125,27 @@ def test_sixteen_bit_streams_exactly(dtype: str) -> None:
     assert equal(weights(resident), weights(other))
 
 
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_wire_formats_stream_exactly(wire: str, dtype: str) -> None:
+    """Whatever weights are stored and moved in, streamed equals resident, and what is saved is what was trained."""
+    resident, other = load(dtype=dtype, wire=wire), load(dtype=dtype, wire=wire, placement="stream")
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    assert train(resident, 4, batches, directions=2) == train(other, 4, batches, directions=2)
+    assert equal(weights(resident), weights(other))
+    assert torch.equal(resident.nll(batches[0])[0], other.nll(batches[0])[0])
+
+
+def test_fp8_loses_little_of_the_loss() -> None:
+    """Blocks in 8 bits give about the loss of the weights they were made from, and halve the bytes of 16 bit."""
+    plain, packed = load(dtype="bfloat16", placement="stream"), load(dtype="bfloat16", placement="stream", wire="fp8")
+    (a, _), (b, _) = plain.nll(batch()), packed.nll(batch())
+    torch.testing.assert_close(a, b, rtol=0.02, atol=0.0)
+    blocks = [u for u in plain.layout.units if u.kind == "block"]
+    sizes = [sum(m.engine.homes[u.index].nbytes for u in blocks) for m in (plain, packed)]
+    assert sizes[1] / sizes[0] == pytest.approx((1 + 1 / 64) / 2)
+
+
 @pytest.mark.parametrize("switch", ["overlap", "reuse_slots", "deferred_update"])
 def test_ablations_change_no_number(switch: str) -> None:
     """Each optimisation can be switched off without moving a bit."""
