@@ -17,7 +17,7 @@ import torch
 from keyhole.checkpoint import find, hf
 from keyhole.checkpoint.resume import resume_lines
 from keyhole.checkpoint.state import method_state
-from keyhole.config import TrainConfig
+from keyhole.config import TrainConfig, resolve
 from keyhole.data import Data, check_packing, from_config
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
@@ -43,6 +43,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     path, from that checkpoint. dry_run checks config, data and model without reading weights, prints the
     start block, and stops.
     """
+    config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
     job = look(config, resume)
     if dry_run:
         groups = [*dry_lines(config), job.data.report, job.plan_lines(), job.notes]
