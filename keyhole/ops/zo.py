@@ -83,7 +83,6 @@ def zo_update_reference_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, se
                          distribution: str, weight_decay: float, rounding: str,
                          changed: torch.Tensor | None) -> None:
     """The update, chunk by chunk."""
-    pattern = torch.int32 if w.dtype == torch.float32 else torch.int16
     for part in chunks(offset, w.numel()):
         span = dict(start=offset + part.start, n=part.stop - part.start, seed=seed, step=step,
                     device=w.device)
@@ -91,7 +90,7 @@ def zo_update_reference_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, se
         draw = partial(chunk_noise_reference, distribution=distribution, **span)
         new = updated_reference(w[part], coef, lambda i, draw=draw: draw(direction=i), weight_decay, bits)
         if changed is not None:
-            changed += (new.view(pattern) != w[part].view(pattern)).sum()
+            changed += (new != w[part]).sum()
         w[part] = new
 
 
@@ -135,14 +134,10 @@ def updated(w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @jit()
 def _store_updated(w_ptr, mask, w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Store one updated vector; returns it and, per element, whether its bits changed (0 or 1)."""
+    """Store one updated vector; returns it and, per element, whether it changed (0 or 1)."""
     new = updated(w, u, bits, lr, wd, DECAY, STOCHASTIC)
     tl.store(w_ptr, new, mask)
-    if w.dtype == tl.float32:
-        differs = new.to(tl.int32, bitcast=True) != w.to(tl.int32, bitcast=True)
-    else:
-        differs = new.to(tl.int16, bitcast=True) != w.to(tl.int16, bitcast=True)
-    return new, (differs & mask).to(tl.int32)
+    return new, ((new.to(tl.float32) != w.to(tl.float32)) & mask).to(tl.int32)
 
 
 @jit()
@@ -256,7 +251,7 @@ def zo_update_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, s
     """w <- round(w - lr (sum_i c_i z_i + wd w)), in place.
 
     w: flat, float32 | bfloat16 | float16. coef: [lr, c_0, ..] float32 on w's device. step: that of the noise.
-    changed: int64 scalar on w's device; the number of elements whose stored bits changed is added to it.
+    changed: int64 scalar on w's device; the number of elements whose stored value changed is added to it.
     """
     check(offset, w.numel(), seed, (step,), coef.numel() - 1, distribution)
     _check(w)
