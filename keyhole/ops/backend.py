@@ -9,7 +9,7 @@ the choice, so that one test can run both on the same inputs; under TRITON_INTER
 CPU tensors, one program after the other, in numpy.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -35,7 +35,7 @@ except ImportError as error:
 _forced: str | None = None
 
 
-def jit(**options):
+def jit(**options) -> Callable:
     """`triton.jit(**options)` where Triton exists; the bare function elsewhere."""
     return (lambda fn: fn) if TRITON_MISSING else triton.jit(**options)
 

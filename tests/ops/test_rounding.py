@@ -38,6 +38,12 @@ def test_bits_follow_the_layout() -> None:
     assert torch.equal(bits, bits_at_reference(torch.arange(start, start + n), seed=9, step=3))
 
 
+def test_the_format_is_frozen() -> None:
+    """Replay rounds as the run did, so these bits may never change, on any machine."""
+    bits = chunk_bits_reference(8190, 4, seed=0x0123456789ABCDEF, step=41, device=torch.device("cpu"))
+    assert bits.tolist() == [16289, 25055, 757, 20002]
+
+
 def test_bits_are_uniform() -> None:
     """Each of the 16 bits is set half of the time, and neighbours do not correlate."""
     n = 1 << 18
