@@ -87,6 +87,7 @@ class Engine:
         self.bytes_up = self.bytes_down = 0
         self.timeline: Timeline | None = None
         if self.cuda:
+            self.compute = torch.cuda.current_stream(device)
             self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.home_written = {page: torch.cuda.Event() for page in streamed}
 
@@ -96,6 +97,8 @@ class Engine:
         learn=False for work that goes round many times."""
         self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
         self.cursor, self.visited = 0, []
+        if self.cuda:
+            self.compute = torch.cuda.current_stream(self.device)  # asked once: a query takes longer than a wait
         expected = [slot.page for slot in self.ahead]
         if expected != self.order[: len(expected)]:
             self._drop_ahead()
@@ -127,7 +130,7 @@ class Engine:
             self.cursor = self.order.index(page) + 1
         self._prefetch()
         if self.cuda:
-            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+            self.compute.wait_event(slot.ready)
         return slot.like(self.homes[page])
 
     def commit(self, page: int) -> None:
@@ -138,13 +141,13 @@ class Engine:
         if not self.cuda:
             home.copy_(slot.like(home))
             return
-        slot.changed.record()
+        slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
             with self._span("write-back", page):
                 home.copy_(slot.like(home), non_blocking=True)
-            self.home_written[page].record()
+            self.home_written[page].record(self.down)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
@@ -153,7 +156,7 @@ class Engine:
             return
         slot = self.held.pop(page)
         if self.cuda:
-            slot.computed.record()
+            slot.computed.record(self.compute)
         if self.chaos and not self.cuda:
             slot.buffer.fill_(POISON)
         self._give_back(slot)
@@ -171,7 +174,7 @@ class Engine:
     def home_ready(self, page: int) -> None:
         """Makes the caller's stream wait for the page's last write-back: before a kernel reads the home in place."""
         if self.cuda and page in self.streamed:
-            torch.cuda.current_stream(self.device).wait_event(self.home_written[page])
+            self.compute.wait_event(self.home_written[page])
 
     def _upload(self, page: int) -> None:
         slot, home = self.free.popleft(), self.homes[page]
@@ -183,7 +186,7 @@ class Engine:
             if self.cuda:
                 for stream in (self.up, self.down):
                     slot.buffer.record_stream(stream)
-                self.up.wait_stream(torch.cuda.current_stream(self.device))
+                self.up.wait_stream(self.compute)
         if not self.cuda:
             slot.like(home).copy_(home)
             return
@@ -197,7 +200,7 @@ class Engine:
                 slot.buffer.fill_(POISON)
             with self._span("upload", page):
                 slot.like(home).copy_(home, non_blocking=True)
-            slot.ready.record()
+            slot.ready.record(self.up)
         slot.last_page = page
         if not self.overlap:
             torch.cuda.synchronize(self.device)

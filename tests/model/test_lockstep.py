@@ -1,6 +1,8 @@
 """Lockstep: the order of work is fixed, every unit is served once for all, and nothing survives a failure."""
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,3 +146,30 @@ def test_passes_take_the_grad_mode_of_the_caller(grad: bool) -> None:
     with torch.set_grad_enabled(grad):
         seen = Lockstep(CPU).run([torch.is_grad_enabled] * 2, lambda unit, resume: (resume(0), resume(1)))
     assert seen == [grad, grad]
+
+
+@pytest.mark.parametrize("at", [None, "a", "b"])
+def test_interrupt_waits_for_the_pass_to_hand_over(at: str | None) -> None:
+    """Ctrl-C while a pass runs is raised at its next unit, and the next run is not met by what was left of it."""
+    conductor = Lockstep(CPU)
+
+    def body(interrupts: bool) -> Callable[[], str]:
+        def run() -> str:
+            for unit in (None, "a", "b"):
+                if unit is not None:
+                    conductor.current.meet(unit)
+                if interrupts and unit == at:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                    time.sleep(0.01)  # goes on while the conductor is being interrupted
+            return "interrupted" if interrupts else "whole"
+
+        return run
+
+    def serve(unit: Any, resume: Callable[[int], None]) -> None:
+        resume(0)
+        resume(1)
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            conductor.run([body(False), body(True)], serve)
+        assert conductor.run([body(False)] * 2, serve) == ["whole", "whole"]
