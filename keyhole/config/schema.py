@@ -114,6 +114,8 @@ class TrainConfig:
     """Type of the weights and of the arithmetic on them; null = as stored in the model's files."""
     wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Format of the weights at rest and on the link, if not dtype (zo only); null = dtype."""
+    tf32: bool = False
+    """Products of float32 in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
     device: str | None = None
     """cpu, cuda or cuda:N; null = the first GPU, or the CPU where there is none."""
     placement: Literal["resident", "stream", "auto"] = "resident"

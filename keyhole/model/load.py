@@ -42,6 +42,7 @@ def load(
     init: str = "pretrained",
     seed: int = 0,
     wire: str | None = None,
+    tf32: bool = False,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     **engine_options: Any,
@@ -49,12 +50,14 @@ def load(
     """Loads an HF directory, hub id or config object; init="random" needs only the config.
 
     dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
+    tf32 lets float32 products run in TF32, for the whole process.
     workload says what will run (method, tokens a pass, number of passes), so that the budget leaves room for it.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
     transformers.utils.logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     device = choose_device(device)
     config = read_config(model, trust_remote_code)
     directory = None if model is config else _directory(model)

@@ -74,7 +74,7 @@ def place(
     budget = _budget(gpu_memory, placement, device)
     resident = Placement(set(), 0, costs.of(whole, set()), budget)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
-        resident.reasons = _reasons(whole, resident, placement, formats)
+        resident.reasons = _reasons(whole, resident, placement, formats, device, work)
         _enforce(budget, device)
         return whole, resident
     if whole.block_count == 0:
@@ -85,7 +85,7 @@ def place(
     layout, streamed = _fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
     placed = Placement(streamed, SLOT_COUNT, costs.of(layout, streamed), budget)
-    placed.reasons = _reasons(layout, placed, placement, formats)
+    placed.reasons = _reasons(layout, placed, placement, formats, device, work)
     _enforce(budget, device)
     return layout, placed
 
@@ -157,7 +157,9 @@ def _check_host(needed: int, placement: str) -> None:
         )
 
 
-def _reasons(layout: Layout, placed: Placement, placement: str, formats: Wire) -> list[str]:
+def _reasons(
+    layout: Layout, placed: Placement, placement: str, formats: Wire, device: torch.device, work: Workload
+) -> list[str]:
     blocks = layout.of_kind("block")
     cut = len(blocks) // layout.block_count if layout.block_count else 0
     away = host_bytes(layout, placed.streamed, formats)
@@ -171,6 +173,8 @@ def _reasons(layout: Layout, placed: Placement, placement: str, formats: Wire) -
     ]
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
+    if device.type != "cuda" or work.method != "zo":
+        return lines
     lines.append(
         f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})"
     )

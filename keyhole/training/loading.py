@@ -7,6 +7,8 @@ micro-batches). `dry_lines` makes the same decisions without reading a weight.
 
 from dataclasses import asdict
 
+import torch
+
 from keyhole.checkpoint import find
 from keyhole.config import TrainConfig
 from keyhole.model.load import choose_device, choose_dtype, load
@@ -30,9 +32,11 @@ def workload(config: TrainConfig) -> Workload:
 
 def load_model(config: TrainConfig, choice: find.Choice) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of a run before this one
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
     source = config.model if choice.path is None else str(choice.path)
-    how = {"dtype": config.dtype, "wire": config.wire, **asdict(config.offload)}
+    how = {"dtype": config.dtype, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     return load(source, seed=config.seed, workload=workload(config), **how, **where)
 
 
