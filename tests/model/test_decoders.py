@@ -8,6 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keyhole
+from keyhole.data.packing import check_packing
+from keyhole.errors import UserError
+from keyhole.model.skeleton import saved_buffers
 from tests.model.decoders import NAMES, batch, config, hf_nll
 from tests.model.streaming import streamed
 
@@ -39,7 +42,7 @@ def test_streamed_equals_resident(name: str) -> None:
 def test_save_and_load_back(name: str, tmp_path: Path) -> None:
     """A saved streamed model is, to the bit, what Transformers and keyhole load from its directory."""
     model = load(name, placement="stream", seed=3)
-    for _, buffer in saved_buffers_of(model):
+    for buffer in saved_buffers(model.module).values():
         buffer.uniform_(-0.1, 0.1)
     model.save_pretrained(tmp_path / "saved")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
@@ -50,7 +53,15 @@ def test_save_and_load_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(back.nll(batch())[0], model.nll(batch())[0])
 
 
-def saved_buffers_of(model: keyhole.Model) -> list[tuple[str, torch.Tensor]]:
-    from keyhole.model.skeleton import saved_buffers
-
-    return list(saved_buffers(model.module).items())
+def test_packing_is_right_or_refused(name: str) -> None:
+    """Either two packed samples cost what they cost alone, or the model is refused with the setting to change."""
+    model = keyhole.load(config(name, initializer_range=0.1), init="random", device="cpu")
+    first, second = batch(1, 6, seed=1), batch(1, 5, seed=2)
+    packed = {key: torch.cat([first[key], second[key]], dim=1) for key in first}
+    packed["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
+    apart, together = model.nll(first)[0] + model.nll(second)[0], model.nll(packed)[0]
+    if torch.allclose(apart, together, rtol=1e-5):
+        check_packing(model)
+    else:
+        with pytest.raises(UserError, match="packing=false"):
+            check_packing(model)
