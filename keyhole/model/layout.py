@@ -106,10 +106,16 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return best
 
 
+def _is_matrix(p: nn.Parameter) -> bool:
+    """Not a vector, and not the kernel of a depthwise convolution [C, 1, K]: that is small, and the code of state-space
+    layers uses it without entering the module that owns it."""
+    return p.ndim > 1 and p.shape[-2] > 1
+
+
 def _leaves(block: nn.Module) -> list[nn.Module]:
     """Modules that own a matrix, each with all that is inside of it (its own code may use its children's weights);
     modules with vectors only (norms) belong to the spine."""
-    if any(p is not None and p.ndim > 1 for p in block._parameters.values()):
+    if any(p is not None and _is_matrix(p) for p in block._parameters.values()):
         return [block]
     return [leaf for child in block.children() for leaf in _leaves(child)]
 

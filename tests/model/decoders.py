@@ -6,7 +6,7 @@
 
 They differ in what could go wrong: tied and untied heads, learned, rotary and ALiBi positions, biases,
 parallel blocks, soft caps and scaled logits or embeddings, one matrix for q, k and v, experts as one 3-D
-tensor, buffers that belong to the checkpoint, layers of two kinds.
+tensor, buffers that layers of two kinds.
 """
 
 from typing import Any
@@ -37,6 +37,14 @@ _DEEPSEEK = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 8,
 }
+_LINEAR_ATTENTION = {
+    "num_hidden_layers": 4,  # three of linear attention, one of full
+    "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPTConfig", _SIZE | _OPT | {"word_embed_proj_dim": WIDTH}),
@@ -64,6 +72,8 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOssConfig", _HEAD | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama4": ("Llama4TextConfig", _HEAD | {"num_local_experts": 2, "intermediate_size_mlp": 64}),
     "deepseek_v3": ("DeepseekV3Config", _MLP | _DEEPSEEK),
+    "qwen3_next": ("Qwen3NextConfig", _HEAD | _MOE | _LINEAR_ATTENTION),
+    "recurrent_gemma": ("RecurrentGemmaConfig", _MLP | {"lru_width": WIDTH, "num_key_value_heads": 1}),
     "mamba": ("MambaConfig", {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "state_size": 4}),
 }
 NAMES = list(DECODERS)

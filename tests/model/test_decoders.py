@@ -1,5 +1,6 @@
 """Every decoder family through the whole core: equal to Hugging Face, and to itself wherever its weights live."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,25 @@ def test_nll_is_cross_entropy_of_the_full_logits(name: str) -> None:
 
 
 def test_streamed_equals_resident(name: str) -> None:
-    """Losses and greedy tokens are the same bits whether units are resident, streamed whole, or cut into matrices."""
+    """Losses, tokens and their scores are the same bits whether units are resident, streamed whole, or cut into
+    matrices and poisoned as soon as they are left."""
     resident, one = load(name), batch()
-    nll_B, tokens = resident.nll(one)[0], resident.generate(one["input_ids"], max_new_tokens=4, do_sample=False)
-    for other in (load(name, placement="stream"), streamed(resident, max_unit_numel=1)):
+    nll_B, (tokens, scores) = resident.nll(one)[0], greedy(resident, one["input_ids"])
+    cut = streamed(resident, max_unit_numel=1, slot_count=1, chaos=random.Random(0))
+    for other in (load(name, placement="stream"), cut):
         assert torch.equal(other.nll(one)[0], nll_B)
-        assert torch.equal(other.generate(one["input_ids"], max_new_tokens=4, do_sample=False), tokens)
+        other_tokens, other_scores = greedy(other, one["input_ids"])
+        assert torch.equal(other_tokens, tokens) and torch.equal(other_scores, scores)
         assert torch.equal(other.nll(one)[0], nll_B)  # generating left nothing behind
+    visited = set(cut.engine.orders["evaluate"])
+    assert visited == {unit.index for unit in cut.layout.of_kind("block") + cut.layout.head_units}
+
+
+def greedy(model: keyhole.Model, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Four tokens a row, and the logits they were chosen from."""
+    options = {"return_dict_in_generate": True, "output_scores": True}
+    made = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False, **options)
+    return made.sequences, torch.stack(made.scores)
 
 
 def test_save_and_load_back(name: str, tmp_path: Path) -> None:
