@@ -29,7 +29,7 @@ from keyhole.training.metrics import read_metrics
 
 Make = Callable[..., TrainConfig]
 TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib"}
-FLUSHED = {"changed"}  # zo counts the weights that the pending update changed; after a flush there is none
+PADDED = {"changed"}  # zo's count includes the padding between tensors, which no checkpoint holds
 VARIANTS = {
     "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1},
     "adamw-bf16": {"method": "adamw", "learning_rate": 1e-3, "dtype": "bfloat16"},
@@ -77,7 +77,7 @@ def weights(path: Path | str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
 
 
-def metrics(config: TrainConfig, ignore: set[str] = TIMED | FLUSHED) -> list[dict[str, Any]]:
+def metrics(config: TrainConfig, ignore: set[str] = TIMED | PADDED) -> list[dict[str, Any]]:
     entries = read_metrics(Path(config.output_dir) / "run" / "metrics.jsonl")
     return [{name: value for name, value in entry.items() if name not in ignore} for entry in entries]
 
@@ -133,7 +133,7 @@ def test_saves_and_evaluations_do_not_bend_the_curve(make: Make, tiny_data: Path
     busy = make("busy", method="zo", save_steps=1, eval_steps=1, eval_data=str(tiny_data))
     assert train(plain) == train(busy) == 0
     assert same(weights(plain.output_dir), weights(busy.output_dir))
-    assert losses(plain) == losses(busy)
+    assert metrics(plain) == [entry for entry in metrics(busy) if "loss" in entry]
 
 
 def test_resume_from_a_path_into_another_directory(make: Make) -> None:

@@ -106,7 +106,8 @@ class ZO:
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
         batches = [to_device(b, self.model.device) for b in as_list(batch)]
-        self.changed.zero_()
+        if self.pending is not None:  # otherwise flush has counted already
+            self.changed.zero_()
         self._updated = set()
         with self.model.sweep("train"):
             self._perturb_spine()
@@ -285,23 +286,23 @@ class ZO:
             self.model.engine.commit(unit.index)
             self.model.engine.release(unit.index)
 
-    def metrics(self) -> dict[str, float]:
-        """Of the last step. Reading them waits for the device."""
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
         if self.projected is None:
             return {}
         trained = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
-        share = float(self.changed) / trained
-        return {"projected_grad": float(self.projected.abs().mean()), "changed": share}
+        return {"projected_grad": self.projected.abs().mean(), "changed": self.changed / trained}
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""
         self.flush()
-        return {"step_count": self.step_count, "seed": self.noise["seed"]}
+        return {"step_count": self.step_count, "seed": self.noise["seed"], "changed": int(self.changed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         self.step_count = int(state["step_count"])
+        self.changed.fill_(state["changed"])
 
 
 def _trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:

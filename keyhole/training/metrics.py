@@ -6,8 +6,9 @@ there is nothing to wait for. `drain` reads what is left, before an evaluation, 
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
-{"step", "eval_loss", "perplexity", "eval_tokens"}. A number that is not finite is written as null. Everything
-but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed.
+{"step", "eval_loss", "perplexity", "eval_tokens"}. A number that is not finite is written as null.
+Everything but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed
+(and but for zo's `changed`, which also counts the padding between tensors).
 """
 
 import json
@@ -58,30 +59,29 @@ class Recorder:
     ) -> None:
         self.device, self.write, self.warn, self.last_good = device, write, warn, last_good
         self.lag = 1 if device.type == "cuda" else 0
-        self.queue: deque[Record] = deque()
+        self.queue: deque[tuple[Record, Stamp]] = deque()
         self.skips = 0
-        self.clock_s = time.perf_counter()
+        self.clock = Stamp(device)
 
     def add(self, record: Record) -> None:
         """Takes the record of the step just queued; reads the one before it (on a GPU)."""
-        self.queue.append(record)
+        self.queue.append((record, Stamp(self.device)))
         while len(self.queue) > self.lag:
-            self._read(self.queue.popleft())
+            self._read(*self.queue.popleft())
 
     def drain(self) -> None:
         """Waits for every step so far."""
         while self.queue:
-            self._read(self.queue.popleft())
+            self._read(*self.queue.popleft())
 
     def restart_clock(self) -> None:
         """Time up to now belongs to no step (it was an evaluation or a save)."""
-        self.clock_s = time.perf_counter()
+        self.clock = Stamp(self.device)
 
-    def _read(self, record: Record) -> None:
+    def _read(self, record: Record, done: "Stamp") -> None:
         loss = float(record.loss)
         extra = {name: float(value) for name, value in record.extra.items()}
-        before_s, self.clock_s = self.clock_s, time.perf_counter()
-        seconds = self.clock_s - before_s
+        seconds, self.clock = done.seconds_since(self.clock), done
         entry = {
             "step": record.step,
             "loss": loss,
@@ -106,6 +106,23 @@ class Recorder:
         if self.skips >= guard.MOST_SKIPS:
             what = f"{', '.join(bad)}, for {self.skips} steps in a row"
             raise guard.stop(record.step, what, record.batch, self.last_good())
+
+
+class Stamp:
+    """A moment: on a GPU that of the device reaching this point of its queue, since the host is ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.at_s, self.event = time.perf_counter(), None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def seconds_since(self, earlier: "Stamp") -> float:
+        """Waits for both moments."""
+        if self.event is None:
+            return self.at_s - earlier.at_s
+        self.event.synchronize()
+        return earlier.event.elapsed_time(self.event) / 1e3
 
 
 class MetricsFile:
