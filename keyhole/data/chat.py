@@ -85,9 +85,7 @@ class ChatTemplate:
             date_string=DATE, **self.eos,
         )  # fmt: skip
 
-    def try_render(
-        self, turns: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False
-    ) -> str | None:
+    def try_render(self, turns: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str | None:
         """The same, or None where the template refuses such a chat (each raises what it likes)."""
         try:
             return self.render(turns, tools, prompt)
@@ -105,11 +103,7 @@ class ChatTemplate:
         """The whole chat, and its answers that are trained on."""
         if not example.turns:
             return Rendered("", [])
-        trained = [
-            i
-            for i, turn in enumerate(example.turns)
-            if turn["role"] == "assistant" and turn.get("weight") != 0
-        ]
+        trained = [i for i, turn in enumerate(example.turns) if turn["role"] == "assistant" and turn.get("weight") != 0]
         turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in example.turns]
         try:
             text = self.render(turns, example.tools)

@@ -90,9 +90,7 @@ class Report:
         if self.dropped_untrained:
             out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
         if self.straddling:
-            out.append(
-                f"{self.straddling:,} samples have a token across prompt and answer; it counts as answer"
-            )
+            out.append(f"{self.straddling:,} samples have a token across prompt and answer; it counts as answer")
         if self.packed:
             fill = _percent(self.tokens, self.rows * (self.max_length or 1))
             out.append(f"packed into {self.rows:,} rows of {self.max_length} tokens, {fill} filled")

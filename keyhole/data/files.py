@@ -29,9 +29,7 @@ from typing import Any
 from keyhole.errors import UserError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
-HUB_ID = re.compile(
-    r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?"
-)
+HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))??(?::([\w.-]+(?:\[[^\]/]*\])?))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,7 @@ def _missing(source: str, path: Path) -> str:
         return f"{source}: the directory holds no data file ({', '.join(SUFFIXES)})"
     if glob.has_magic(source):
         return f"{source}: no file matches this pattern (from {Path.cwd()})"
-    near = (
-        sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES) if path.parent.is_dir() else []
-    )
+    near = sorted(p.name for p in path.parent.iterdir() if p.suffix in SUFFIXES) if path.parent.is_dir() else []
     hint = f"; {path.parent} holds {', '.join(near[:5])}" if near else ""
     return f"{source}: no such file (from {Path.cwd()}){hint}"
 
@@ -101,9 +97,7 @@ def read_file(path: Path) -> Iterator[Record]:
     readers |= {".jsonl": _jsonl, ".ndjson": _jsonl}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UserError(
-            f"{path}: unknown kind of file {path.suffix!r}; expected one of {', '.join(SUFFIXES)}"
-        )
+        raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {', '.join(SUFFIXES)}")
     try:
         yield from reader(path)
     except UnicodeDecodeError as error:
@@ -114,9 +108,7 @@ def read_file(path: Path) -> Iterator[Record]:
 
 def _object(value: Any, path: Path, unit: str, number: int) -> Record:
     if not isinstance(value, dict):
-        raise UserError(
-            f"{path}, {unit} {number}: expected an object with named columns, found {type(value).__name__}"
-        )
+        raise UserError(f"{path}, {unit} {number}: expected an object with named columns, found {type(value).__name__}")
     return Record(str(path), unit, number, value)
 
 
@@ -204,8 +196,7 @@ def read_hub(name: str) -> Iterator[Record]:
         from datasets import load_dataset
     except ImportError:
         raise UserError(
-            f"{name}: no such file or directory (from {Path.cwd()}); "
-            "to read it as a hub data set: pip install datasets"
+            f"{name}: no such file or directory (from {Path.cwd()}); to read it as a hub data set: pip install datasets"
         ) from None
     try:
         rows = load_dataset(repo, config, split=split)

@@ -130,9 +130,7 @@ def _turn(record: Record, place: str, turn: Any) -> dict[str, Any]:
         raise _wrong(record, place, "an object with role and content", turn)
     if turn.get("weight", 1) not in (0, 1, None):
         raise _wrong(record, f"{place}.weight", "0 or 1", turn["weight"])
-    out = {
-        key: value for key, value in turn.items() if value is not None
-    }  # Parquet fills absent keys with null
+    out = {key: value for key, value in turn.items() if value is not None}  # Parquet fills absent keys with null
     out["content"] = _content(record, f"{place}.content", turn)
     return out
 
@@ -142,9 +140,7 @@ def _content(record: Record, place: str, turn: dict[str, Any]) -> str:
     content = turn["content"]
     if content is None and turn.get("tool_calls"):
         return ""
-    if isinstance(content, list) and all(
-        isinstance(p, dict) and isinstance(p.get("text"), str) for p in content
-    ):
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise _wrong(record, place, "text", content)

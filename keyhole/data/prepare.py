@@ -84,9 +84,7 @@ def _template_line(renderer: Renderer, gather: "Gather") -> str:
     if not gather.chats:
         return "none; text is used as it stands, with eos at the end"
     kind = (
-        "none in the tokenizer; '### Instruction:' and '### Response:' are used"
-        if renderer.template.is_plain
-        else ""
+        "none in the tokenizer; '### Instruction:' and '### Response:' are used" if renderer.template.is_plain else ""
     )
     ends = ", ".join(renderer.special[i] for i in gather.end_token_ids if i in renderer.special)
     return f"{kind or 'chat template of the tokenizer'}; answers end with {ends or 'no special token'}"

@@ -50,17 +50,13 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids:
         start += len(run)
     cut = dataset.cuts.get(index)
     if cut is not None:
-        shown = "|".join(_words(tokenizer, cut.first_ids)) + (
-            "|..." if cut.tokens > len(cut.first_ids) else ""
-        )
+        shown = "|".join(_words(tokenizer, cut.first_ids)) + ("|..." if cut.tokens > len(cut.first_ids) else "")
         yield f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}"
 
 
-def _run(
-    tokenizer: Any, run: list[int], start: int, is_trained: bool, color: bool, show_ids: bool
-) -> Iterator[str]:
+def _run(tokenizer: Any, run: list[int], start: int, is_trained: bool, color: bool, show_ids: bool) -> Iterator[str]:
     gap = len(run) - 2 * SHOWN
-    pieces = [run] if gap <= 0 else [run[:SHOWN], run[-SHOWN:]]
+    pieces = [run] if gap <= SHOWN else [run[:SHOWN], run[-SHOWN:]]
     at = [start, start + len(run) - SHOWN]
     for i, piece in enumerate(pieces):
         if i == 1:

@@ -77,9 +77,7 @@ class Renderer:
             ids, trained, end_id = [*ids, self.eos], [*trained, True], self.eos
         if example.turns is None and self.bos and ids[: len(self.bos)] != self.bos:
             ids, trained = [*self.bos, *ids], [False] * len(self.bos) + trained
-        trained_T = (
-            np.array(trained, dtype=bool) if self.train_on == "answers" else np.ones(len(ids), dtype=bool)
-        )
+        trained_T = np.array(trained, dtype=bool) if self.train_on == "answers" else np.ones(len(ids), dtype=bool)
         trained_T[:1] = False
         straddles = any(locate.is_inside(start) for start, _ in rendered.spans)
         return Tokens(np.array(ids, dtype=np.int32), trained_T, end_id, straddles)
@@ -92,9 +90,7 @@ class Renderer:
     def _is_open(self, example: Example, ids: list[int], trained: list[bool], end_id: int | None) -> bool:
         """Whether an eos has to be added: the last thing said is an answer, and no special token ends it."""
         last_turn_trained = example.turns is None or (
-            bool(example.turns)
-            and example.turns[-1]["role"] == "assistant"
-            and example.turns[-1].get("weight") != 0
+            bool(example.turns) and example.turns[-1]["role"] == "assistant" and example.turns[-1].get("weight") != 0
         )
         return self.eos is not None and any(trained) and last_turn_trained and end_id is None
 
@@ -102,9 +98,7 @@ class Renderer:
 class Locate:
     """Token index of a character position: the first token that ends after it."""
 
-    def __init__(
-        self, tokenizer: Any, text: str, ids: list[int], offsets: list[tuple[int, int]] | None
-    ) -> None:
+    def __init__(self, tokenizer: Any, text: str, ids: list[int], offsets: list[tuple[int, int]] | None) -> None:
         self.tokenizer, self.text, self.ids = tokenizer, text, ids
         self.ends = None if offsets is None else list(accumulate((end for _, end in offsets), max))
 

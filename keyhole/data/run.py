@@ -47,9 +47,7 @@ def from_config(config: Any, tokenizer: Any = None) -> Data:
     """Loaders and report for a TrainConfig."""
     tokenizer = tokenizer or load_tokenizer(config.model)
     train = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing)
-    held_out = (
-        _prepare(config, config.eval_data, TEST, tokenizer, packing=False) if config.eval_data else None
-    )
+    held_out = _prepare(config, config.eval_data, TEST, tokenizer, packing=False) if config.eval_data else None
     report = [f"train: {line}" for line in train.report.lines()]
     report += [f"eval:  {line}" for line in held_out.report.lines()] if held_out else []
     loader = Loader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
