@@ -6,7 +6,8 @@
 
 They differ in what could go wrong: tied and untied heads, learned, rotary and ALiBi positions, biases,
 parallel blocks, soft caps and scaled logits or embeddings, one matrix for q, k and v, experts as one 3-D
-tensor, buffers that layers of two kinds.
+tensor, buffers that belong to the checkpoint, layers of two kinds, state-space layers that use a weight without
+entering the module that owns it.
 """
 
 from typing import Any

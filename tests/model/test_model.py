@@ -202,3 +202,20 @@ def test_a_narrow_wire_moves_fewer_bytes() -> None:
     assert moved["bf16"] * 2 == moved["fp32"] and 3.8 < moved["fp32"] / moved["fp8"] < 4
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-3)
     assert losses["fp8"] == pytest.approx(losses["fp32"], rel=1e-2) and losses["fp8"] != losses["fp32"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "qwen2", "gemma3", "mixtral", "qwen3_next", "mamba"])
+@pytest.mark.parametrize("seed", range(3))
+def test_streamed_equals_resident_on_a_gpu(name: str, seed: int) -> None:
+    """With streams delayed at random and freed slots poisoned, losses and tokens are the bits of the resident model."""
+    rng, one = random.Random(seed), batch(3, 12)
+    options = {"device": "cuda", "dtype": rng.choice(["float32", "bfloat16"]), "init": "random"}
+    resident = keyhole.load(config(name), **options)
+    engine = {"chaos": random.Random(seed), "slot_count": rng.randint(1, 4), "overlap": rng.random() < 0.8}
+    other = keyhole.load(config(name), placement="stream", **options, **engine)
+    for _ in range(2):
+        assert torch.equal(other.nll([one, batch(2, 5)])[0][0], resident.nll([one, batch(2, 5)])[0][0])
+    tokens = [m.generate(one["input_ids"], max_new_tokens=6, do_sample=False) for m in (resident, other)]
+    assert torch.equal(*tokens)
