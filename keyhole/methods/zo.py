@@ -115,6 +115,7 @@ class ZO:
                 [b for _ in range(2 * self.directions) for b in batches],
                 self._server(len(batches)),
                 self._rows(batches),
+                steady=True,
             )
             losses_q2 = self._losses(hidden, batches)
             self._update_rest()

@@ -43,6 +43,7 @@ def load(
     seed: int = 0,
     wire: str | None = None,
     tf32: bool = False,
+    graphs: bool = True,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     **engine_options: Any,
@@ -51,6 +52,7 @@ def load(
 
     dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process.
+    graphs lets small blocks be launched as CUDA graphs (model/graphs.py).
     workload says what will run (method, tokens a pass, number of passes), so that the budget leaves room for it.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
@@ -73,7 +75,9 @@ def load(
     engine_options.setdefault("slot_count", placed.slot_count)
     engine = Engine(homes, placed.streamed, device, **engine_options)
     source = None if directory is None else str(model)
-    loaded = Model(module, layout, engine, dtype, tokenizer=_tokenizer(directory), source=source, placed=placed)
+    loaded = Model(
+        module, layout, engine, dtype, tokenizer=_tokenizer(directory), source=source, placed=placed, graphs=graphs
+    )
     if init == "random":
         _pin(loaded, touch=True)
         std = getattr(config, "initializer_range", None) or 0.02

@@ -24,6 +24,7 @@ from torch import nn
 
 from keyhole import ops
 from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
+from keyhole.model.graphs import BlockGraphs
 from keyhole.model.head import Head
 from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
 from keyhole.model.lockstep import Lockstep
@@ -49,11 +50,13 @@ class Model:
         tokenizer: Any = None,
         source: str | None = None,
         placed: Any = None,
+        graphs: bool = True,
     ) -> None:
         self.module, self.layout, self.engine, self.dtype = module, layout, engine, dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
         self.pinned = False
+        self.graphs: BlockGraphs | None = None
         self.head = Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Any = None
@@ -63,10 +66,13 @@ class Model:
         self._unpacked: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
         self._scratch: dict[str, torch.Tensor] = {}
         self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        self._spine: torch.Tensor  # what the spine's parameters point into, for the pass that runs
+        self.bound_spine: torch.Tensor  # what the spine's parameters point into, for the pass that runs
         spine = layout.spine.tensors
         self._spine_tensors = {b: [t for t in spine if t.block == b] for b in (None, *range(layout.block_count))}
         self._install_hooks()
+        whole = len(layout.of_kind("block")) == layout.block_count > 0
+        if graphs and self.device.type == "cuda" and whole:
+            self.graphs = BlockGraphs(self, find_blocks(module))
 
     # -- where parameters point to ---------------------------------------------------------------------------------
 
@@ -111,15 +117,19 @@ class Model:
     def bind(self, unit: Unit | None, flat: torch.Tensor | None, spine: torch.Tensor) -> None:
         """Points the parameters of a block unit into `flat`, and those of the spine outside of blocks and in the
         unit's block into `spine`. (A pass that enters the next block takes that block's with it: `on_block`.)"""
-        self._spine = spine
+        self.bound_spine = spine
         self._point_spine(None)
         if unit is not None:
             self._point_spine(unit.block)
             self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
 
+    def spine_of(self, block: int) -> list[FlatTensor]:
+        """The spine's tensors inside a block: its norms."""
+        return self._spine_tensors[block]
+
     def _point_spine(self, block: int | None) -> None:
-        key = ("spine", block, self._spine.data_ptr())
-        self._point(key, self._spine_tensors[block], self._spine, self.layout.spine.start)
+        key = ("spine", block, self.bound_spine.data_ptr())
+        self._point(key, self._spine_tensors[block], self.bound_spine, self.layout.spine.start)
 
     def _point(self, key: tuple, tensors: list[FlatTensor], flat: torch.Tensor, start: int) -> None:
         """Points tensors into `flat`, whose first element is `start`. Views of reused memory are made once."""
@@ -170,9 +180,12 @@ class Model:
             finally:
                 self.bind_homes()
 
-    def lockstep(self, batches: list[DeviceBatch], serve: Serve, rows: Rows) -> list[torch.Tensor]:
-        """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H]."""
-        self._lockstep.rows = rows
+    def lockstep(
+        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False
+    ) -> list[torch.Tensor]:
+        """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
+        steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used."""
+        self._lockstep.rows, self._lockstep.steady = rows, steady and self.engine.reuse_slots
         with self._conducted_by(self._lockstep):
             try:
                 return self._lockstep.run([lambda b=b: self.hidden(b) for b in batches], serve)

@@ -36,6 +36,6 @@ def fill_random(model: Any, std: float, seed: int) -> None:
                 else:
                     place = (tensor.start + i * CHUNK) * 0x9E3779B97F4A7C15 % 2**64  # its high bits are scattered
                     drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
-                part.copy_(drawn)
+                part.copy_(drawn.to(part.dtype))  # on the device: a copy that also converts does so on the host, slowly
 
         model.fill(tensor, draw)

@@ -272,6 +272,22 @@ def test_on_the_gpu_streamed_equals_resident_under_random_delays(name: str, dtyp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gemma2", "mixtral", "falcon_alibi"])
+def test_graphs_change_no_number(name: str) -> None:
+    """Blocks launched as CUDA graphs give the bits of blocks launched kernel by kernel, resident and streamed."""
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    expected = train(plain := load(name, device="cuda", graphs=False), 8, batches, directions=2)
+    for placement in ("resident", "stream"):
+        model = load(name, device="cuda", placement=placement)
+        assert train(model, 8, batches, directions=2) == expected
+        assert equal(weights(plain), weights(model))
+        if name in ("opt", "llama"):
+            assert any(model.graphs.checked.values()) and all(model.graphs.recorded.values())
+        model.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_first_update_on_the_gpu_is_that_of_the_cpu() -> None:
     """Noise, arithmetic and rounding agree between devices to the bit, given the same projected gradient."""
     models = [load(dtype="bfloat16", device=device) for device in ("cpu", "cuda")]
