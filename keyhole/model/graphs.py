@@ -115,6 +115,9 @@ class BlockGraphs:
         one = _Recorded()
         one.inputs = [tensor.clone() for tensor in _tensors([*args, *kwargs.values()])]
         one.last = [None] * len(one.inputs)
+        template = ordinary(*args, **kwargs)
+        outputs = [torch.empty_like(tensor) for tensor in _tensors(template)]
+        one.output = _replace(template, iter(outputs))  # outside of the pool, where other graphs would write over it
         static = iter(one.inputs)
         static_args = tuple(_replace(value, static) for value in args)
         static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
@@ -123,7 +126,10 @@ class BlockGraphs:
             with torch.cuda.stream(self.stream):
                 one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    one.output = ordinary(*static_args, **static_kwargs)
+                    result = ordinary(*static_args, **static_kwargs)
+                    for output, made in zip(outputs, _tensors(result), strict=True):
+                        output.copy_(made)
+                    del result, made
                 finally:
                     one.graph.capture_end()
         except RuntimeError:

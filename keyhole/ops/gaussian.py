@@ -21,6 +21,7 @@ z within 1.1e-6 (the largest of 2e8 draws) and 5e-8 on average. |z| <= sqrt(48 l
 u1 imply. Coefficients: Remez exchange, rounded to float32; for S also a search of the neighbouring floats.
 """
 
+import numpy as np
 import torch
 
 from keyhole.ops.backend import INTERPRETED, jit, tl
@@ -58,8 +59,15 @@ def radius_reference(word: torch.Tensor) -> torch.Tensor:
     pattern = (word >> 8).bitwise_and_(0xFFFFFF).add_(1).to(torch.float32).view(torch.int32)
     exponent = (pattern - SQRT_HALF_SCALED_BITS).bitwise_and_(-0x800000)
     f = pattern.sub_(exponent).sub_(SCALE_BITS).view(torch.float32).sub_(1.0)
-    return exponent.to(torch.float32).mul_(MINUS_2_LN_2).add_(_horner(f,
-                                                                      _LOG).mul_(f)).clamp_(min=SMALLEST).sqrt_()
+    return _root_(exponent.to(torch.float32).mul_(MINUS_2_LN_2).add_(_horner(f, _LOG).mul_(f)).clamp_(min=SMALLEST))
+
+
+def _root_(x: torch.Tensor) -> torch.Tensor:
+    """The correctly rounded square root, in place. (PyTorch's on x86 may be MKL's, which is off by an ulp at times.)"""
+    if x.device.type == "cpu":
+        np.sqrt(x.numpy(), out=x.numpy())
+        return x
+    return x.sqrt_()
 
 
 def sine_reference(c: torch.Tensor) -> torch.Tensor:
