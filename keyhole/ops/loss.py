@@ -5,8 +5,8 @@ we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l
 
     m' = max(m, max_chunk l)      s' = s exp(m - m') + sum_chunk exp(l_j - m')      nll = m + log s - l_y
 
-so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel reads
-the logits once, one program a token; the reference makes two fp32 copies of them. They differ by rounding only.
+so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel
+reads the logits once, one program a token; the reference makes two fp32 copies of them. They differ by rounding only.
 Legend: N tokens, R rows of the vocabulary in this chunk.
 """
 
@@ -58,7 +58,9 @@ def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -
 
 
 @jit(do_not_specialize=["first_row"])
-def _nll_kernel(logits_ptr, target_ptr, max_ptr, sum_ptr, picked_ptr, first_row, row_count, stride, BLOCK: tl.constexpr):
+def _nll_kernel(
+    logits_ptr, target_ptr, max_ptr, sum_ptr, picked_ptr, first_row, row_count, stride, BLOCK: tl.constexpr
+):
     """One program: one token."""
     n = tl.program_id(0).to(tl.int64)
     logits_ptr += n * stride

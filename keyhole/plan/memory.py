@@ -12,8 +12,8 @@ A zeroth-order step that streams units through slots holds on the device, for b 
     workspace    what cuBLAS reserves, once a thread
 
 Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
-in the middle of an MLP holds the residual, its normalised copy, and of width W what each matrix that wide puts out (one,
-or gate and up) and their product.
+in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product).
+The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION).
 Activations and logits are never alive together, so the larger counts. These numbers decide what fits; the measured
 peak is printed beside them after a few steps.
 """
@@ -25,6 +25,7 @@ from keyhole.offload.wire import PACKED, Wire
 
 MIB = 2**20
 GIB = 2**30
+FRAGMENTATION = 1.15  # of activations, which differ in size
 ALLOCATOR_SLACK = 1.03  # blocks that the caching allocator keeps but cannot hand out again
 
 
@@ -64,12 +65,10 @@ def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
     hidden = layout.table.shape[1]
     matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
     wide = max((max(shape) for shape in matrices), default=hidden)
-    first = [t for u in layout.of_kind("block") if u.block == 0 for t in u.tensors if len(t.shape) > 1]
-    outputs = max(1, sum(wide in t.shape[-2:] for t in first) - 1)  # one of them takes the width back to H
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
-    running = work.tokens * (2 * hidden + (outputs + 1) * wide)
+    running = work.tokens * (2 * hidden + 3 * wide)
     waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
-    return (running + waiting) * element_bytes
+    return int((running + waiting) * element_bytes * FRAGMENTATION)
 
 
 def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:

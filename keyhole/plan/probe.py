@@ -85,6 +85,14 @@ def link_speed(rounds: int = 16) -> dict[str, float]:
     return {name: round(_rate_gb_s(copies, rounds), 1) for name, copies in plans.items()}
 
 
+def _link_or_reason() -> dict[str, float] | str:
+    """The rates, or why there are none: a full or broken GPU is just when someone needs the rest of the page."""
+    try:
+        return link_speed()
+    except RuntimeError as error:  # CUDA errors and out of memory
+        return f"not measured: {error}".partition("\n")[0]
+
+
 def triton_state() -> str:
     """Whether Triton kernels will be used, and why not."""
     import torch
@@ -107,7 +115,7 @@ def environment(*, measure_link: bool = False) -> dict[str, Any]:
         "cuda": cuda_versions(),
         "gpus": found_gpus,
         "triton": triton_state(),
-        "link_gb_s": link_speed() if measure_link and found_gpus else None,
+        "link_gb_s": _link_or_reason() if measure_link and found_gpus else None,
     }
 
 
