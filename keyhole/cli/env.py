@@ -36,7 +36,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if not found["gpus"]:
         yield f"{'gpu':<13} none: everything runs on the CPU"
     yield f"{'triton':<13} {found['triton']}"
-    if link is not None:
+    if isinstance(link, str):
+        yield f"{'link':<13} {link}"
+    elif link is not None:
         yield (
             f"{'link':<13} {link['host_to_device']} GB/s up, {link['device_to_host']} GB/s down, "
             f"{link['both_ways']} GB/s each way at once (pinned)"

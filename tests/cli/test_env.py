@@ -40,3 +40,4 @@ def test_a_gpu_machine_is_printed_with_its_link() -> None:
         "50.0 GB/s each",
     ):
         assert part in text
+    assert "link          not measured: x" in "\n".join(_lines(found | {"link_gb_s": "not measured: x"}))

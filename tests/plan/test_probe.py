@@ -26,6 +26,18 @@ def test_triton_state_follows_the_interpreter_switch(monkeypatch: pytest.MonkeyP
     assert "TRITON_INTERPRET" not in probe.triton_state()
 
 
+def test_a_full_gpu_does_not_stop_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the link cannot be measured, the reason stands in its place."""
+
+    def fail() -> dict[str, float]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried ...\nmore")
+
+    monkeypatch.setattr(probe, "gpus", lambda: [{"name": "x"}])
+    monkeypatch.setattr(probe, "link_speed", fail)
+    found = probe.environment(measure_link=True)
+    assert found["link_gb_s"] == "not measured: CUDA out of memory. Tried ..."
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_link_speed_on_a_gpu() -> None:
