@@ -93,6 +93,8 @@ class OffloadConfig:
     """Copy weights while others are in use; false = wait for every copy."""
     reuse_slots: bool = True
     """Copy into the same device buffers again and again; false = a new buffer for every visit."""
+    graphs: bool = True
+    """Launch small blocks as CUDA graphs, where the GPU would otherwise wait for the host."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,15 @@ A zeroth-order step that streams units through slots holds on the device, for b 
 
 Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
 in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product).
-The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION).
+The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION). Blocks small enough
+to be launched as CUDA graphs have a second set.
 Activations and logits are never alive together, so the larger counts. These numbers decide what fits; the measured
 peak is printed beside them after a few steps.
 """
 
 from dataclasses import dataclass
 
+from keyhole.model.graphs import SMALL_FLOP
 from keyhole.model.layout import CHUNK_ROWS, Layout
 from keyhole.offload.wire import PACKED, Wire
 
@@ -68,7 +70,11 @@ def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
     running = work.tokens * (2 * hidden + 3 * wide)
     waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
-    return int((running + waiting) * element_bytes * FRAGMENTATION)
+    total = int((running + waiting) * element_bytes * FRAGMENTATION)
+    block = max((u.numel for u in layout.of_kind("block")), default=0)
+    if not cut and 2 * block * work.tokens <= SMALL_FLOP:  # launched as graphs, which have memory of their own
+        total += (running + 2 * work.passes * work.tokens * hidden) * element_bytes
+    return total
 
 
 def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:

@@ -1,7 +1,8 @@
 """Where every unit lives, how it is cut, and why: the decision behind `placement` and `gpu_memory`.
 
     resident   every unit on the device
-    stream     every unit but the spine behind the link; with a budget, as many on the device as it leaves room for
+    stream     every unit behind the link but the spine, and embedding and head where both take at most TABLES_BYTES;
+               with a budget, as many units on the device as it leaves room for
     auto       resident if everything fits the budget (default: 95 % of the free memory), otherwise like stream
 
 A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a
@@ -24,6 +25,7 @@ from keyhole.plan.host import host_memory
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
 
 UNIT_BYTES = 256 * MIB
+TABLES_BYTES = 512 * MIB
 SLOT_COUNT = 3
 HOST_SLACK_BYTES = GIB  # Python, PyTorch and the CUDA driver
 
@@ -98,7 +100,9 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
         streamed = {u.index for u in layout.units[1:]}
         smallest = costs.of(layout, streamed)
         if budget is None:
-            return layout, streamed
+            tables = {u.index for u in layout.units if u.kind in ("table", "head")}
+            small = sum(costs.formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
+            return layout, streamed - tables if small else streamed
         if smallest.total <= budget:
             for group in _by_preference(layout):
                 fewer = streamed - {u.index for u in group}

@@ -51,7 +51,7 @@ def test_the_link_is_crossed_once_a_group(tiny_model: Path, passes: int) -> None
     samples = rows([10] * 24)
     batches = plan_batches([10] * 24, 40)
     assert len(batches) == 6
-    visited = [unit for unit in model.layout.units if unit.kind in ("block", "head")]
+    visited = [model.layout.units[i] for i in model.engine.streamed]
     weights = sum(unit.numel for unit in visited) * 4
     score_rows(model, samples, batch_tokens=40, passes=passes)
     prefetched = model.engine.slot_count * model.engine.slot_bytes

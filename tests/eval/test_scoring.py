@@ -65,7 +65,7 @@ def test_scores_are_those_of_the_book(tiny_model: Path, placement: str) -> None:
 def test_many_candidates_cross_the_link_once(tiny_model: Path) -> None:
     """All candidates of all questions that fit a group share one upload of the weights."""
     model = keyhole.load(tiny_model, device="cpu", placement="stream")
-    weights = 4 * sum(unit.numel for unit in model.layout.units if unit.kind in ("block", "head"))
+    weights = 4 * sum(model.layout.units[i].numel for i in model.engine.streamed)
     score_task(model, Task("words", make_questions(10)))
     assert model.engine.bytes_up <= weights + model.engine.slot_count * model.engine.slot_bytes
 

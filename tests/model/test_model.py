@@ -118,7 +118,7 @@ def test_generate_samples_beams_and_left_padding() -> None:
 def test_generate_crosses_the_link_once_a_token() -> None:
     """All rows of a batch share each upload; only what was prefetched past the end may come on top."""
     model = load("llama", placement="stream")
-    weights = 4 * sum(unit.numel for unit in model.layout.units if unit.kind in ("block", "head"))
+    weights = 4 * sum(model.layout.units[i].numel for i in model.engine.streamed)
     slots = model.engine.slot_count * model.engine.slot_bytes
     model.generate(batch(4, 6)["input_ids"], max_new_tokens=5, min_new_tokens=5, do_sample=False)
     assert 5 * weights <= model.engine.bytes_up <= 5 * weights + 2 * slots
