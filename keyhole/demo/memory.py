@@ -1,0 +1,103 @@
+"""What each method needs in memory, measured in a process of its own while the demo trains.
+
+The process sets the highest resident size that Linux keeps of it (VmHWM) back to the present by writing 5 to
+/proc/self/clear_refs, loads the embedded model, takes STEPS steps, and reads how far the size has risen:
+
+    host = max over time of (resident now) - (resident before the model was loaded)         GPU = CUDA's own peak
+
+That tells the truth only if freed pages go back to the system at once, or a method would live in the last one's
+leavings and seem to need nothing. glibc is asked to give them back (malloc_trim); mimalloc, which torch uses on
+some processors, must be told before it starts (MIMALLOC_PURGE_DELAY=0), which makes every allocation slower. Hence a
+process of its own. Each method runs twice and the second run counts: libraries that are loaded at first use are
+not a method's. Where there is no /proc, the host's column stays empty.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STEPS = 3
+Peaks = dict[str, tuple[int, int]]  # method -> bytes on the host, bytes on the GPU
+
+
+class Peak:
+    """Starts when it is made; `read` says how far the process has grown since, at its highest."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        if trim is not None:
+            trim(0)
+        try:
+            CLEAR.write_text("5")
+        except OSError:
+            pass  # not Linux, or a sandbox forbids it: the peak then counts from the start of the process
+        self.begin_bytes = _resident_bytes("VmRSS")
+
+    def read(self) -> int:
+        return max(0, _resident_bytes("VmHWM") - self.begin_bytes)
+
+
+def _resident_bytes(key: str) -> int:
+    """VmRSS (now) or VmHWM (highest) of this process; 0 where there is no /proc."""
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
+
+
+@contextmanager
+def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
+    """Starts the process; the function it yields waits for the result. Whatever happens, the process ends."""
+    command = [sys.executable, "-m", "keyhole.demo.memory", device or "", *names]
+    environment = os.environ | {"MIMALLOC_PURGE_DELAY": "0"}
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **quiet)
+    try:
+        yield lambda: _parse(process.communicate()[0])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _parse(output: str) -> Peaks:
+    """The last line is the result; without one (the process was killed, say) nothing is known."""
+    try:
+        return {name: (host, gpu) for name, (host, gpu) in json.loads(output.splitlines()[-1]).items()}
+    except (IndexError, ValueError):
+        return {}
+
+
+def measure(names: list[str], device: str | None) -> Peaks:
+    """Peaks of the methods that can run here, one after the other in this process."""
+    import torch
+
+    from keyhole.demo.run import settings_of, start, train
+    from keyhole.errors import UserError
+
+    torch.set_num_threads(1)
+    peaks: Peaks = {}
+    for name in [name for name in names for _ in range(2)]:
+        peak = Peak()
+        try:
+            model, method = start(name, settings_of(name), 0, device)
+            on_gpu = model.device.type == "cuda"
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(model.device)
+            train(model, method, settings_of(name, STEPS), 0)
+            peaks[name] = (peak.read(), torch.cuda.max_memory_allocated(model.device) if on_gpu else 0)
+            model.close()
+            del model, method
+        except UserError:
+            continue  # the demo says why
+    return peaks
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[2:], sys.argv[1] or None)))

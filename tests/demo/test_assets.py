@@ -1,0 +1,115 @@
+"""The embedded files: small, complete, loadable without a network, and what the script makes."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import keyhole
+from keyhole.demo import paths
+from keyhole.demo.corpus import END, FAR, USER, documents, remark
+from keyhole.eval.scoring import score_task
+from keyhole.eval.tasks import Question, Task, read_task
+
+SCRIPT = Path(__file__).parents[2] / "scripts/make_demo_model.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The script that made the files, as a module."""
+    spec = importlib.util.spec_from_file_location("make_demo_model", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def model() -> keyhole.Model:
+    return keyhole.load(paths.MODEL, device="cpu", dtype="float32")
+
+
+def test_files_are_few_and_small() -> None:
+    """A Hugging Face directory and a task, below 4 MiB together."""
+    names = {path.name for path in paths.MODEL.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert sum(path.stat().st_size for path in paths.ASSETS.rglob("*") if path.is_file()) < 4 * 2**20
+    assert "Apache-2.0" in (paths.ASSETS / "README.md").read_text()
+
+
+def test_transformers_loads_it_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock loaders need nothing but the directory, and it holds every weight they ask for."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    loaded, info = AutoModelForCausalLM.from_pretrained(paths.MODEL, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(paths.MODEL))
+
+
+def test_tokenizer_round_trip_and_chat() -> None:
+    """Any text comes back; the end mark is eos; the chat template writes what the corpus wrote."""
+    tokenizer = AutoTokenizer.from_pretrained(paths.MODEL)
+    for text in [*documents(11, 200), "caf\u00e9, 100% <odd> \U0001f600\n\ttabs"]:
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.eos_token == END and tokenizer.pad_token_id != tokenizer.eos_token_id
+    chat = [{"role": "user", "content": "How was the soup?"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt == f"{USER}How was the soup?{END}<|assistant|>"
+
+
+def test_stamps_are_single_tokens() -> None:
+    """Joined or apart, prompt and candidate give the same tokens, and a candidate is one token."""
+    tokenizer = AutoTokenizer.from_pretrained(paths.MODEL)
+    for question in read_task("demo", 50).questions:
+        for candidate in question.candidates:
+            prompt = tokenizer(question.prompt).input_ids
+            assert tokenizer(question.prompt + candidate).input_ids == prompt + tokenizer(candidate).input_ids
+            assert len(tokenizer(candidate).input_ids) == 1
+
+
+def test_zero_shot_is_chance(model: keyhole.Model) -> None:
+    """The stamp cannot be known before training."""
+    score = score_task(model, read_task("demo"))
+    assert score.chance == 0.5 and 0.45 <= score.accuracy <= 0.55
+    assert score.loss < 1.5
+
+
+def test_the_model_can_read_notes(model: keyhole.Model) -> None:
+    """What it does know: whether the writer of an unseen note would return."""
+    rng = random.Random(5)
+    rows = [(remark(rng, pleased, FAR), pleased) for pleased in (True, False) for _ in range(150)]
+    questions = [Question(f"{text}\nReturn:", (" yes", " no"), 0 if pleased else 1) for text, pleased in rows]
+    assert score_task(model, Task("return", questions)).accuracy > 0.9
+
+
+def test_it_answers_in_chat(model: keyhole.Model) -> None:
+    """A question gets a short answer that ends by itself and names a place of this world."""
+    chat = [{"role": "user", "content": "Where does Mara live?"}]
+    ids = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    ids = ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+    out = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    assert out[-1] == model.tokenizer.eos_token_id
+    assert model.tokenizer.decode(out, skip_special_tokens=True).startswith("Mara lives in ")
+
+
+def test_script_remakes_the_tokenizer(script: ModuleType) -> None:
+    """Vocabulary and merges of the shipped tokenizer are those that the script trains today."""
+    made = json.loads(script.make_tokenizer(script.SEED).backend_tokenizer.to_str())
+    shipped = json.loads((paths.MODEL / "tokenizer.json").read_text())
+    assert made["model"]["vocab"] == shipped["model"]["vocab"]
+    assert made["model"]["merges"] == shipped["model"]["merges"]
+
+
+def test_script_is_deterministic(script: ModuleType) -> None:
+    """Two short trainings give the same weights, bit for bit, and a falling loss."""
+    tokenizer = AutoTokenizer.from_pretrained(paths.MODEL)
+    runs = []
+    for _ in range(2):
+        model = script.make_model(tokenizer, 1)
+        loss = script.train(model, tokenizer, 4, 1)
+        runs.append((loss, {name: w.clone() for name, w in model.state_dict().items()}))
+    assert runs[0][0] == runs[1][0] < 7.4
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])

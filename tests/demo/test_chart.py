@@ -1,0 +1,77 @@
+"""Charts: the arithmetic behind them, and what may not break them."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.demo.chart import HEIGHT, WIDTH, Line, line_chart, smooth, ticks
+
+values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60)
+
+
+@given(values, st.integers(0, 20))
+def test_smoothing_stays_within_and_keeps_ends(y: list[float], reach: int) -> None:
+    """A running mean lies between the extremes, leaves both ends where they are, and is as long as its input."""
+    s = smooth(y, reach)
+    assert len(s) == len(y)
+    assert all(min(y) - 1e-6 <= value <= max(y) + 1e-6 for value in s)
+    assert s[0] == pytest.approx(y[0], abs=1e-6) and s[-1] == pytest.approx(y[-1], abs=1e-6)
+
+
+@given(st.floats(-5, 5), st.floats(-5, 5), st.integers(0, 9))
+def test_smoothing_keeps_straight_lines(a: float, b: float, reach: int) -> None:
+    """The window is symmetric, so a straight line comes out as it went in."""
+    y = [a + b * i for i in range(30)]
+    assert smooth(y, reach) == pytest.approx(y, abs=1e-6)
+
+
+@given(st.floats(1e-6, 1e6))
+def test_ticks_are_few_and_round(high: float) -> None:
+    """Ticks start at 0, do not pass the end, and are evenly spaced by 1, 2 or 5 times a power of ten."""
+    found = ticks(high)
+    assert found[0] == 0 and found[-1] <= high * (1 + 1e-6) and 2 <= len(found) <= 7
+    step = found[1]
+    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 5, 10)
+
+
+def points(svg: str) -> list[tuple[float, float]]:
+    pairs = " ".join(re.findall(r'points="([^"]*)"', svg)).split()
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in pairs)]
+
+
+def test_every_point_is_inside_the_picture() -> None:
+    """A spike above the smoothed curve is cut, not drawn outside."""
+    y = [1.0] * 50
+    y[20] = 100.0
+    svg = line_chart([Line("a", 0, [float(i) for i in range(50)], y)], "t", "x", "y")
+    assert len(points(svg)) == 100
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in points(svg))
+
+
+def test_non_finite_losses_are_left_out() -> None:
+    """A run that blew up still gets a chart."""
+    svg = line_chart([Line("a", 0, [1.0, 2.0, 3.0], [1.0, math.nan, math.inf])], "t", "x", "y")
+    assert len(points(svg)) == 2 and "nan" not in svg and "inf" not in svg
+
+
+def test_nothing_to_draw() -> None:
+    """No curves, or an empty one, give axes and no error."""
+    assert "<svg" in line_chart([], "t", "x", "y")
+    assert "<svg" in line_chart([Line("a", 0, [], [])], "t", "x", "y")
+
+
+def test_names_do_not_overlap() -> None:
+    """Curves that end at the same value get their names one above the other, inside the picture."""
+    lines = [Line(f"m{i}", i, [0.0, 1.0], [1.0, 0.0]) for i in range(6)]
+    heights = [float(y) for y in re.findall(r'class="name[^>]* y="([0-9.]+)"', line_chart(lines, "t", "x", "y"))]
+    gaps = [abs(a - b) for i, a in enumerate(heights) for b in heights[:i]]
+    assert len(heights) == 6 and min(gaps) >= 15 and max(heights) < HEIGHT
+
+
+def test_text_is_escaped() -> None:
+    """A name cannot break out of the picture."""
+    svg = line_chart([Line("<b>", 0, [1.0], [1.0])], "t", "x & y", "y")
+    assert "<b>" not in svg and "x &amp; y" in svg

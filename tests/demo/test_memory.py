@@ -1,0 +1,45 @@
+"""Peak memory: what comes and goes is seen, every time anew, and a process that fails says nothing."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from keyhole.demo.memory import CLEAR, _parse, measured_beside
+
+BLOCKS = """
+import torch
+from keyhole.demo.memory import Peak
+
+for _ in range(3):
+    peak = Peak()
+    blocks = [torch.ones(2**20) for _ in range(8)]
+    del blocks
+    print(peak.read())
+"""
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux's /proc")
+def test_a_block_is_seen_each_time_it_comes_and_goes() -> None:
+    """32 MiB that were freed before the reading count, and the second and third time as much as the first."""
+    environment = os.environ | {"MIMALLOC_PURGE_DELAY": "0"}
+    done = subprocess.run([sys.executable, "-c", BLOCKS], env=environment, capture_output=True, text=True, check=True)
+    mib = [int(line) / 2**20 for line in done.stdout.split()]
+    assert len(mib) == 3 and all(28 < value < 48 for value in mib)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CLEAR.exists(), reason="needs Linux's /proc")
+def test_methods_are_measured_in_a_process_of_their_own() -> None:
+    """Each method needs at least the weights and far less than a library; names it cannot start are left out."""
+    with measured_beside(["adamw", "zo"], "cpu") as peaks:
+        found = peaks()
+    assert found.keys() == {"adamw", "zo"}
+    assert all(2**20 < host < 200 * 2**20 and gpu == 0 for host, gpu in found.values())
+
+
+@pytest.mark.parametrize("output", ["", "Traceback", "{", "[]\n1 2\n"])
+def test_a_process_that_fails_says_nothing(output: str) -> None:
+    """No result is no number, not an error: the demo goes on."""
+    assert _parse(output) == {}

@@ -1,0 +1,108 @@
+"""The demo from end to end, with few steps; and what it promises with all of them."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole.demo import paths
+from keyhole.demo.memory import Peaks
+from keyhole.demo.run import SETTINGS, USUAL, run_demo, settings_of
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+
+
+@contextmanager
+def three_mib(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
+    yield lambda: dict.fromkeys(names, (3 * 2**20, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory has tests of its own; here its process would only cost time."""
+    monkeypatch.setattr("keyhole.demo.memory.measured_beside", three_mib)
+
+
+def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All methods run; table, page, numbers and loadable models are there; a second run may write there again."""
+    from transformers import AutoModelForCausalLM
+
+    threads = torch.get_num_threads()
+    results = run_demo(tmp_path / "out", steps=2, device="cpu")
+    assert [result.method for result in results] == list(METHODS)
+    assert all(len(r.losses) == len(r.times_s) == 2 and not r.skipped for r in results)
+    printed, page = capsys.readouterr().out, (tmp_path / "out/report.html").read_text()
+    for name in METHODS:
+        assert name in printed and name in page
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name)
+    saved = json.loads((tmp_path / "out/results.json").read_text())
+    assert [entry["losses"] for entry in saved] == [result.losses for result in results]
+    assert torch.get_num_threads() == threads
+    assert "3.0 MiB" in printed
+    run_demo(tmp_path / "out", methods=["sgd"], steps=1, device="cpu")
+
+
+def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever joins METHODS is run, with the usual settings."""
+    monkeypatch.setitem(METHODS, "newcomer", METHODS["sgd"])
+    results = run_demo(tmp_path, steps=1, device="cpu")
+    assert results[-1].method == "newcomer" and results[-1].settings.lr == USUAL.lr
+
+
+def test_a_method_that_cannot_run_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One method's UserError does not stop the others."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise UserError("needs a GPU")
+
+    monkeypatch.setitem(METHODS, "picky", refuse)
+    results = run_demo(tmp_path, methods=["picky", "sgd"], steps=1, device="cpu")
+    assert [bool(result.skipped) for result in results] == [True, False]
+    assert "picky: skipped: needs a GPU" in capsys.readouterr().out
+    assert "needs a GPU" in (tmp_path / "report.html").read_text()
+
+
+def test_the_seed_decides_everything(tmp_path: Path) -> None:
+    """The same seed gives the same losses, another seed others."""
+    runs = [run_demo(tmp_path, methods=["zo"], seed=seed, steps=3, device="cpu")[0].losses for seed in (0, 0, 1)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_foreign_directories_are_refused(tmp_path: Path) -> None:
+    """Files that are not ours are neither touched nor joined."""
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"thesis\.txt"):
+        run_demo(tmp_path, steps=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+    with pytest.raises(UserError, match="is a file"):
+        run_demo(tmp_path / "thesis.txt", steps=1)
+
+
+def test_unknown_methods_are_refused(tmp_path: Path) -> None:
+    """A misspelt method names the ones there are, before anything is written."""
+    with pytest.raises(UserError, match="'adamm' is not one of adamw"):
+        run_demo(tmp_path / "out", methods=["adamm"])
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_are_for_methods_that_exist() -> None:
+    """No settings are kept for a method that is gone, and a cap only lowers steps."""
+    assert SETTINGS.keys() <= METHODS.keys()
+    assert settings_of("zo", 3).steps == 3 and settings_of("zo", 10**6) == SETTINGS["zo"]
+    assert settings_of("newcomer") == USUAL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "at_least"), [("adamw", 0.95), ("sgd", 0.9), ("zo", 0.75)])
+def test_methods_learn_the_task(method: str, at_least: float, tmp_path: Path) -> None:
+    """From chance to where the README says, on held-out notes."""
+    result = run_demo(tmp_path, methods=[method], device="cpu")[0]
+    assert 0.45 <= result.accuracy_before <= 0.55
+    assert result.accuracy_after >= at_least
+    assert result.loss_after < result.loss_before
+    assert (paths.MODEL / "model.safetensors").read_bytes() != (tmp_path / method / "model.safetensors").read_bytes()
