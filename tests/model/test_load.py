@@ -209,7 +209,7 @@ print(peak_bytes() - before, 4 * model.layout.numel, model.engine.slot_count * m
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 MB of random weights in twelve shards of 25 MB, one 8 MB matrix each row of files."""
+    """300 MB of random weights in twelve shards of 25 MB, matrices of 4 and 8 MB."""
     path = tmp_path_factory.mktemp("large")
     shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 7, "vocab_size": 1000}
     made = config("llama", **shape)
@@ -222,11 +222,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["resident", "stream"])
-def test_peak_memory_is_the_weights_and_one_shard(large: Path, placement: str) -> None:
+def test_peak_memory_is_the_weights_and_one_shard(large: Path) -> None:
     """Loading 300 MB never holds a second copy: weights, slots, one mapped shard, and 24 MB of slack."""
     shard_bytes = max(file.stat().st_size for file in large.glob("*.safetensors"))
-    command = [sys.executable, "-c", MEASURE, str(large), placement]
+    command = [sys.executable, "-c", MEASURE, str(large), "stream"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     used, weights, slots = map(int, done.stdout.split())
     assert weights > 250e6
