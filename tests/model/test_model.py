@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.errors import UserError
 from keyhole.model import layout as layout_module
+from keyhole.plan.memory import Workload
 from tests.model.decoders import VOCAB, batch, config, hf_nll
 from tests.model.streaming import streamed
 
@@ -235,3 +237,18 @@ def test_a_dropped_model_leaves_nothing() -> None:
     del model
     gc.collect()
     assert gone() is None and threading.active_count() == before
+
+
+def test_a_budget_changes_time_not_values() -> None:
+    """Whatever part of the model a budget leaves on the device, the bits are the same."""
+    made, work = config("llama", num_hidden_layers=6), Workload(method="eval", tokens=20, passes=1)
+    nll_B = keyhole.load(made, init="random", device="cpu").nll(batch())[0]
+    away = []
+    for kib in (180, 250, 300, 350, 400, 450, 2000):
+        options = {"placement": "auto", "gpu_memory": f"{kib}KiB", "workload": work}
+        model = keyhole.load(made, init="random", device="cpu", **options)
+        assert torch.equal(model.nll(batch())[0], nll_B)
+        away.append(sum(model.layout.units[page].numel for page in model.engine.streamed))
+    assert away[-1] == 0 < min(away[:4]) and len(set(away)) > 3
+    with pytest.raises(UserError, match="gpu_memory: 20KiB is below the minimum"):
+        keyhole.load(made, init="random", device="cpu", placement="stream", gpu_memory="20KiB", workload=work)
