@@ -205,7 +205,7 @@ class Worker:
         model = self.model
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02
-        model.bind_homes()  # the textbook loop leaves parameters in memory of its own
+        model.binding.bind_homes()  # the textbook loop leaves parameters in memory of its own
         fill_random(model, std, 0)
         for home, as_loaded in self.vectors:
             home.copy_(as_loaded)

@@ -134,7 +134,7 @@ class ZO:
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             for i, sign, weights in self._arrive(unit):
-                self.model.bind(unit, weights, self.spines[i, sign])
+                self.model.binding.bind(unit, weights, self.spines[i, sign])
                 for k in range(micro):
                     resume((2 * i + sign) * micro + k)
 
@@ -242,10 +242,10 @@ class ZO:
         running = [RunningNLL(batches[p % micro].target_N) for p in range(len(hidden))]
         for unit in self.model.layout.head_units:
             for i, sign, weights in self._arrive(unit):
-                self.model.bind_head(unit, weights, self.spines[i, sign])
+                self.model.binding.bind_head(unit, weights, self.spines[i, sign])
                 for p in range((2 * i + sign) * micro, (2 * i + sign + 1) * micro):
                     self.model.head.add_nll(running[p], hidden[p], unit.rows[0])
-        self.model.bind_homes()
+        self.model.binding.bind_homes()
         sums = torch.stack([state.nll_N().sum() for state in running]).view(self.directions, 2, micro)
         token_count = max(1, sum(b.token_count for b in batches))
         return sums.sum(dim=2) / token_count

@@ -55,7 +55,7 @@ class BlockGraphs:
             block.forward = self._wrap(unit, block.forward)
 
     def _wrap(self, unit: Unit, ordinary: Callable) -> Callable:
-        vectors = self.model.spine_of(unit.block)
+        vectors = self.model.binding.spine_of[unit.block]
         first = vectors[0].start if vectors else 0
         span = vectors[-1].stop - first if vectors else 0
         together = span <= sum(-(-t.shape.numel() // ALIGN) * ALIGN for t in vectors)  # side by side in the spine
@@ -89,7 +89,7 @@ class BlockGraphs:
         if key not in self.vectors:
             self.vectors[key] = torch.empty(span, dtype=self.model.dtype, device=self.model.device)
         own, base = self.vectors[key], first - self.model.layout.spine.start
-        own.copy_(self.model.bound_spine[base : base + span])
+        own.copy_(self.model.binding.spine[base : base + span])
         for tensor in vectors:
             begin = tensor.start - first
             tensor.param.data = own[begin : begin + tensor.shape.numel()].view(tensor.shape)

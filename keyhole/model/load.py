@@ -87,7 +87,7 @@ def load(
             raise UserError('a config object has no weights: pass init="random", or a model directory')
         fill_from(loaded, directory, dtype)
         _pin(loaded, touch=False)
-    loaded.bind_homes()
+    loaded.binding.bind_homes()
     return loaded
 
 

@@ -26,7 +26,7 @@ def fill_random(model: Any, std: float, seed: int) -> None:
         pool = torch.empty(CHUNK).normal_(0.0, std, generator=generator)
     for tensor in tensors:
         if len(tensor.shape) < 2:
-            model.fill(tensor, lambda target, tensor=tensor: target.copy_(tensor.param.data))
+            model.homes.fill(tensor, lambda target, tensor=tensor: target.copy_(tensor.param.data))
             continue
 
         def draw(target: torch.Tensor, tensor: FlatTensor = tensor) -> None:
@@ -38,4 +38,4 @@ def fill_random(model: Any, std: float, seed: int) -> None:
                     drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
                 part.copy_(drawn.to(part.dtype))  # on the device: a copy that also converts does so on the host, slowly
 
-        model.fill(tensor, draw)
+        model.homes.fill(tensor, draw)

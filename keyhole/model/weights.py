@@ -47,7 +47,7 @@ def _fill_from_shard(model: Model, file: Path, pairs: list[tuple[str, FlatTensor
                     found, expected = tuple(stored.shape), tuple(target.shape)
                     raise UserError(f"model: {file} holds {name} with shape {found}; config.json says {expected}")
                 if isinstance(target, FlatTensor):
-                    model.fill(target, lambda home, stored=stored: home.copy_(stored))
+                    model.homes.fill(target, lambda home, stored=stored: home.copy_(stored))
                 else:
                     target.copy_(stored)
     except (SafetensorError, OSError) as error:
@@ -86,7 +86,7 @@ def _fill_by_transformers(model: Model, directory: Path, dtype: torch.dtype) -> 
     theirs = dict(other.named_parameters(remove_duplicate=False))
     for tensor in model.layout.tensors:
         source = theirs.pop(tensor.name)
-        model.fill(tensor, lambda home, source=source: home.copy_(source.data))
+        model.homes.fill(tensor, lambda home, source=source: home.copy_(source.data))
         source.data = source.data.new_empty(0)
     buffers = dict(other.named_buffers())
     for name, buffer in saved_buffers(model.module).items():

@@ -93,28 +93,36 @@ def place(
 
 
 def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, set[int]]:
-    """The cut and the streamed units: everything streamed, then as much made resident as the budget allows."""
-    smallest = None
+    """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
+    one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
+    found, smallest = [], None
     for max_bytes in (UNIT_BYTES, 1):  # a cap of one byte makes every matrix a unit of its own
         layout = find_layout(module, max_unit_numel=max(1, max_bytes // costs.formats.dtype.itemsize))
         streamed = {u.index for u in layout.units[1:]}
-        smallest = costs.of(layout, streamed)
         if budget is None:
             tables = {u.index for u in layout.units if u.kind in ("table", "head")}
             small = sum(costs.formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
             return layout, streamed - tables if small else streamed
+        smallest = costs.of(layout, streamed)
         if smallest.total <= budget:
-            for group in _by_preference(layout):
-                fewer = streamed - {u.index for u in group}
-                if costs.of(layout, fewer).total <= budget:
-                    streamed = fewer
-            return layout, streamed
+            found.append((layout, _keep_what_fits(layout, streamed, costs, budget)))
+    if found:
+        return min(found, key=lambda one: host_bytes(*one, costs.formats))
     parts = ", ".join(smallest.lines())
     raise UserError(
         f"gpu_memory: {Bytes(budget)} is below the minimum of {smallest.total / GIB:.2f} GiB for this model at "
         f"{costs.work.tokens} tokens a pass and {costs.work.passes} passes ({parts}). Raise gpu_memory, or lower "
         "batch_size, max_length, gradient_accumulation_steps or zo.directions."
     )
+
+
+def _keep_what_fits(layout: Layout, streamed: set[int], costs: _Costs, budget: int) -> set[int]:
+    """What is left to stream when as many groups as the budget allows are made resident."""
+    for group in _by_preference(layout):
+        fewer = streamed - {u.index for u in group}
+        if costs.of(layout, fewer).total <= budget:
+            streamed = fewer
+    return streamed
 
 
 def _by_preference(layout: Layout) -> list[list[Unit]]:

@@ -27,5 +27,5 @@ def streamed(
         model.home(mine).copy_(resident.home(theirs))
     for name, buffer in resident.module.named_buffers():
         module.get_buffer(name).copy_(buffer)
-    model.bind_homes()
+    model.binding.bind_homes()
     return model

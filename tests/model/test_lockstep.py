@@ -34,7 +34,7 @@ def every_pass_is_idle() -> Iterator[None]:
     yield
     while MADE:
         MADE.pop().close()
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # models of other tests may end theirs meanwhile
 
 
 def visiting(conductor: Lockstep, log: list, index: int, units: list[Any]) -> Callable[[], int]:
