@@ -23,13 +23,14 @@ import torch
 from keyhole import ops
 from keyhole.ops import backend, philox, tiles, zo
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.gaussian import sine
+from keyhole.ops.gaussian import SCALE, turn
 
 VARIANTS = ["", "--warps 4", "--warps 16", "--registers 80", "--registers 64", "--rounds 10", "--fma",
             "--normal mixed --fma", "--normal fast", "--normal fast --fma"]
 SIZES = {torch.bfloat16: (1 << 22, 1 << 26, 1 << 29), torch.float32: (1 << 28,)}
 
 
+_SCALE = tl.constexpr(SCALE)
 _LOG2, _SQRT = tl.constexpr("lg2.approx.ftz.f32 $0, $1;"), tl.constexpr("sqrt.approx.ftz.f32 $0, $1;")
 _SIN, _COS = tl.constexpr("sin.approx.ftz.f32 $0, $1;"), tl.constexpr("cos.approx.ftz.f32 $0, $1;")
 
@@ -50,10 +51,11 @@ def _fast_radius(a):
 
 @jit()
 def mixed_gaussian_pair(a, b):
-    """Box-Muller with the radius by the special function unit and the package's sine."""
-    r = (_fast_radius(a).to(tl.uint32, bitcast=True) ^ (b & 0x80000000)).to(tl.float32, bitcast=True)
-    c = 1.5 - (((b >> 8) & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return sine(c) * r, sine(0.5 - tl.abs(c)) * r
+    """Box-Muller with the radius by the special function unit and the package's sine and cosine."""
+    r = _fast_radius(a) * _SCALE
+    r = (r.to(tl.uint32, bitcast=True) ^ (b & 0x80000000)).to(tl.float32, bitcast=True)
+    even, odd = turn(b)
+    return even * r, odd * r
 
 
 @jit()
@@ -156,9 +158,10 @@ def accuracy(n: int = 1 << 22) -> None:
     worst, total = 0.0, 0.0
     for start in range(0, n, tiles.CHUNK):
         words = tiles.tile_words(start, tiles.CHUNK, tiles.TILE, seed=3, step=4, stream=0, device=made.device)
-        bits24_4TW = ((words.long() & 0xFFFFFFFF) >> 8).double().view(4, -1, tiles.WIDTH)
-        r_2TW = (-2 * ((bits24_4TW[0::2] + 1) * 2**-24).log()).sqrt()
-        angle_2TW = 2 * math.pi * bits24_4TW[1::2] * 2**-24
+        words_4TW = words.view(4, -1, tiles.WIDTH)
+        u1_2TW = (((words_4TW[0::2].long() & 0xFFFFFFFF) >> 9).double() + 0.5) * 2**-23
+        r_2TW = (-2 * u1_2TW.log()).sqrt() * torch.where(words_4TW[1::2] < 0, -1, 1)
+        angle_2TW = math.pi * (words_4TW[1::2] & 0x7FFFFF).double() * 2**-23
         exact_22TW = torch.stack([r_2TW * angle_2TW.cos(), r_2TW * angle_2TW.sin()], dim=1)
         exact = exact_22TW.flatten(0, 1).transpose(0, 1).reshape(-1)
         error = (made[start : start + tiles.CHUNK].double() - exact).abs()

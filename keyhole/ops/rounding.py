@@ -31,7 +31,7 @@ FLOAT16_NORMAL = 2.0**-14
 FLOAT16_STEPS = 2.0**24  # subnormal grid points per unit
 
 _WIDTH, _STREAM, _INTERPRETED = tl.constexpr(WIDTH), tl.constexpr(STREAM), tl.constexpr(INTERPRETED)
-_FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
+_FLOAT32_MAX, _NAN = tl.constexpr(FLOAT32_MAX), tl.constexpr(0x7FC00000)
 _FLOAT16_NORMAL, _FLOAT16_STEPS = tl.constexpr(FLOAT16_NORMAL), tl.constexpr(FLOAT16_STEPS)
 
 
@@ -89,12 +89,15 @@ def bits_at(e, step, k0, k1):
 
 @jit()
 def round_stochastic(x, bits, DTYPE: tl.constexpr):
-    """float32 block to DTYPE with 16 random bits an element (uint32)."""
+    """float32 block to DTYPE with 16 random bits an element (uint32).
+
+    Inf has no bits to carry. NVIDIA's arithmetic makes the nan 0x7FFFFFFF, which would carry into the sign:
+    as an integer, the minimum with a nan that has room.
+    """
     if DTYPE == tl.float32:
         y = x
     else:
-        bits = tl.where(tl.abs(x) <= _FLOAT32_MAX, bits, 0)
-        pattern = x.to(tl.uint32, bitcast=True)
+        pattern = tl.minimum(x.to(tl.int32, bitcast=True), _NAN).to(tl.uint32, bitcast=True)
         if DTYPE == tl.bfloat16:
             y = ((pattern + bits) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         else:

@@ -130,3 +130,13 @@ def test_kernel_equals_reference(kernel_device: torch.device, dtype: torch.dtype
     expected = stochastic_round_reference(x, bits, dtype)
     assert torch.equal(stochastic.cpu().view(torch.int16), expected.view(torch.int16))
     assert torch.equal(nearest.cpu().view(torch.int16), x.to(dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_kernel_keeps_nan(kernel_device: torch.device, dtype: torch.dtype) -> None:
+    """The nans that arithmetic makes (0x7FFFFFFF on NVIDIA) stay nan under every draw."""
+    for pattern in (0x7FFFFFFF, 0x7FC00000, -0x400000):
+        x = torch.full((1 << 16,), pattern, dtype=torch.int32).view(torch.float32).to(kernel_device)
+        made = [torch.empty(1 << 16, dtype=dtype, device=kernel_device) for _ in range(2)]
+        _round_kernel[(64,)](x, EVERY_DRAW.to(kernel_device), *made, BLOCK=1024, enable_fp_fusion=False)
+        assert made[0].isnan().all()

@@ -23,9 +23,9 @@ def by_the_book(e: int, seed: int, step: int, direction: int, distribution: str)
     if distribution == "rademacher":
         return 1.0 - 2.0 * (words[lane] >> 31)
     a, b = words[0:2] if lane < 2 else words[2:4]
-    u1, u2 = ((a >> 8) + 1) * 2**-24, (b >> 8) * 2**-24
+    u1, v, sign = ((a >> 9) + 0.5) * 2**-23, (b & 0x7FFFFF) * 2**-23, 1 - 2 * (b >> 31)
     turn = math.cos if lane % 2 == 0 else math.sin
-    return math.sqrt(-2 * math.log(u1)) * turn(2 * math.pi * u2)
+    return sign * math.sqrt(-2 * math.log(u1)) * turn(math.pi * v)
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -35,7 +35,7 @@ def test_layout_is_the_documented_one(distribution: str, offset: int) -> None:
     draw = dict(seed=SEED, step=3_000_000_000, direction=5, distribution=distribution)
     z = noise(3100, offset=offset, **draw)
     for i in [*range(40), *range(1000, 1040), *range(2040, 2060), *range(3080, 3100)]:
-        assert z[i].item() == pytest.approx(by_the_book(offset + i, **draw), abs=1.2e-6)
+        assert z[i].item() == pytest.approx(by_the_book(offset + i, **draw), abs=1.5e-5)
 
 
 def test_the_format_is_frozen() -> None:
@@ -43,7 +43,7 @@ def test_the_format_is_frozen() -> None:
     offsets = (0, 1024, 2048, 3072, (1 << 35) + 5000)
     draws = [noise(1, offset=offset, seed=0x0123456789ABCDEF, step=41, direction=2) for offset in offsets]
     patterns = [z.view(torch.int32).item() & 0xFFFFFFFF for z in draws]
-    assert patterns == [0xBFA6F954, 0x3F5E1F74, 0xBF4EAF2A, 0x3EEBD35E, 0xBD9647CB]
+    assert patterns == [0x3FAC3068, 0x3F4D9434, 0xBF2A0DF1, 0x3F26717B, 0xBD94D4E1]
 
 
 @settings(max_examples=30)
