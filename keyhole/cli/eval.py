@@ -28,6 +28,6 @@ def eval(
     Example: keyhole eval out --tasks rte.jsonl held-out.jsonl gpu_memory=8GiB
     """
     settings = read_placement(overrides, "max_length")
-    from keyhole.eval import evaluate
+    from keyhole.eval.evaluate import evaluate as run
 
-    typer.echo(evaluate(directory, tasks, limit=limit, json_path=json_path, **settings))
+    typer.echo(run(directory, tasks, limit=limit, json_path=json_path, **settings))

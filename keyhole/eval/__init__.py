@@ -6,12 +6,3 @@
     evaluate.py   `keyhole eval`: a table of tasks and data files
     chat.py       `keyhole chat`
 """
-
-from typing import Any
-
-
-def evaluate(*args: Any, **options: Any) -> str:
-    """keyhole.eval.evaluate.evaluate, imported when it is called: the command line starts without PyTorch."""
-    from keyhole.eval.evaluate import evaluate as run
-
-    return run(*args, **options)

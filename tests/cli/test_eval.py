@@ -18,7 +18,7 @@ def calls(monkeypatch: Any) -> list[Any]:
         seen.append((args, options))
         return "| the table |"
 
-    monkeypatch.setitem(sys.modules, "keyhole.eval", SimpleNamespace(evaluate=record))
+    monkeypatch.setitem(sys.modules, "keyhole.eval.evaluate", SimpleNamespace(evaluate=record))
     monkeypatch.setitem(sys.modules, "keyhole.eval.chat", SimpleNamespace(chat=record))
     return seen
 

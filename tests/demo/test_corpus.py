@@ -10,7 +10,7 @@ from keyhole.demo.corpus import FAR, KINDS, NEAR, about, documents, remark
 from keyhole.demo.task import make_rows
 from keyhole.demo.world import TOPICS
 
-FIRST_2000 = "4370356f14ead011"
+FIRST_2000 = "320786f1b71fd647"
 
 
 def digest(texts: list[str]) -> str:

@@ -11,8 +11,7 @@ import keyhole
 from keyhole.data.loader import collate
 from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
-from keyhole.eval import evaluate
-from keyhole.eval.evaluate import score_data, table
+from keyhole.eval.evaluate import evaluate, score_data, table
 from tests.model.decoders import hf_nll
 
 
