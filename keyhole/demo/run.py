@@ -35,7 +35,7 @@ TABLE_WIDTH = 110  # a narrower terminal wraps it, which beats cutting numbers o
 class Settings:
     """How the demo trains with one method: linear decay to 0, no warm-up."""
 
-    steps: int = 150
+    steps: int = 100
     lr: float = 1e-3
     batch_size: int = 16
     options: dict[str, Any] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class Settings:
 
 USUAL = Settings()
 SETTINGS = {
-    "adamw": Settings(lr=2e-3),
-    "sgd": Settings(lr=0.1, options={"max_grad_norm": 1.0}),
-    "zo": Settings(steps=300, lr=1e-3),
+    "adamw": Settings(),
+    "sgd": Settings(lr=0.05),
+    "zo": Settings(steps=300, lr=1.5e-3, batch_size=32),
 }
 
 
