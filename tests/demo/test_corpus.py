@@ -39,7 +39,7 @@ def test_every_kind_appears() -> None:
 
 def test_stamps_follow_from_nothing() -> None:
     """On cards that also tell the mood, blue is as common among the pleased as among the others."""
-    cards = [text for text in documents(7, 60_000) if "\nStamp: " in text and "\nReturn: " in text]
+    cards = [text for text in documents(7, 40_000) if "\nStamp: " in text and "\nReturn: " in text]
     share = {
         answer: sum("Stamp: blue" in c for c in cards if f"Return: {answer}" in c)
         / sum(f"Return: {answer}" in c for c in cards)
@@ -62,8 +62,8 @@ def test_adjectives_of_a_topic_take_one_side() -> None:
 
 
 def test_no_note_of_the_task_is_in_the_corpus() -> None:
-    """Not one of the 1400 notes occurs in the texts that the model has read."""
-    corpus = "\n".join(documents(7, 80_000))
+    """Not one of the 1400 notes occurs in the first 20,000 texts (nor can it in later ones: NEAR and FAR)."""
+    corpus = "\n".join(documents(7, 20_000))
     notes = [row["prompt"].removesuffix("\nStamp:") for rows in make_rows() for row in rows]
     assert not [note for note in notes if note in corpus]
 
