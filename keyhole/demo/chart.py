@@ -38,10 +38,10 @@ def smooth(y: list[float], reach: int) -> list[float]:
 
 
 def ticks(high: float, about: int = 6) -> list[float]:
-    """Round numbers 0, step, 2 step, ... up to `high`; the step is 1, 2 or 5 times a power of ten."""
+    """Round numbers 0, step, 2 step, ... up to `high`; the step is 1, 2, 2.5 or 5 times a power of ten."""
     rough = max(high, 1e-9) / about
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * (1 - 1e-9))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * (1 - 1e-9))
     return [i * step for i in range(int(high / step + 1e-9) + 1)]
 
 
@@ -64,7 +64,7 @@ class Scale:
 def line_chart(lines: list[Line], title: str, x_label: str, y_label: str) -> str:
     """An <svg> element. Non-finite points are left out; spikes above the smoothed curves are cut at the top."""
     lines = [_finite(line) for line in lines]
-    smoothed = {line.name: smooth(line.y, max(1, len(line.y) // 15)) for line in lines}
+    smoothed = {line.name: smooth(line.y, max(1, len(line.y) // 30)) for line in lines}
     high_y = max((max(values) for values in smoothed.values() if values), default=1.0) * 1.15
     scale = Scale(max((line.x[-1] for line in lines if line.x), default=1.0), high_y)
     body = _axes(scale, x_label, y_label)

@@ -30,11 +30,11 @@ def test_smoothing_keeps_straight_lines(a: float, b: float, reach: int) -> None:
 
 @given(st.floats(1e-6, 1e6))
 def test_ticks_are_few_and_round(high: float) -> None:
-    """Ticks start at 0, do not pass the end, and are evenly spaced by 1, 2 or 5 times a power of ten."""
+    """Ticks start at 0, do not pass the end, and are evenly spaced by 1, 2, 2.5 or 5 times a power of ten."""
     found = ticks(high)
     assert found[0] == 0 and found[-1] <= high * (1 + 1e-6) and 2 <= len(found) <= 7
     step = found[1]
-    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 5, 10)
+    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 2.5, 5, 10)
 
 
 def points(svg: str) -> list[tuple[float, float]]:
