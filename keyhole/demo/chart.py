@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 320
-LEFT, RIGHT, TOP, BOTTOM = 46, 84, 14, 42
+LEFT, RIGHT, TOP, BOTTOM = 58, 84, 14, 42
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def line_chart(lines: list[Line], title: str, x_label: str, y_label: str) -> str
     """An <svg> element. Non-finite points are left out; spikes above the smoothed curves are cut at the top."""
     lines = [_finite(line) for line in lines]
     smoothed = {line.name: smooth(line.y, max(1, len(line.y) // 30)) for line in lines}
-    high_y = max((max(values) for values in smoothed.values() if values), default=1.0) * 1.15
+    high_y = max((max(values) for values in smoothed.values() if values), default=1.0) * 1.05
     scale = Scale(max((line.x[-1] for line in lines if line.x), default=1.0), high_y)
     body = _axes(scale, x_label, y_label)
     for line in lines:

@@ -66,7 +66,7 @@ def make_report(results: list["Result"], seed: int, environment: dict[str, Any])
         f"<figure>{line_chart(seconds, 'loss by time', 'seconds', y_label)}</figure></div>"
         "<p class='note'>Faint: each step as measured. Strong: running mean. A step costs differently by method, "
         "so the left chart compares what a step teaches and the right one what a second does. The training loss is the "
-        "mean over the stamp and the end mark after it, so it starts elsewhere than the held-out loss of the stamp.</p>",
+        "mean over the stamp and the end mark after it, so it starts elsewhere than the held-out loss.</p>",
         _task(),
         _again(results, seed, environment),
     ]
