@@ -3,7 +3,7 @@
     python scripts/make_demo_model.py [--output keyhole/demo/assets] [--steps 1500] [--threads 1]
 
 The corpus (keyhole/demo/corpus.py) is generated, a byte-level BPE tokenizer is trained on its first texts,
-and a Llama of about a quarter of a million weights is trained on all of it with AdamW, about eight minutes
+and a Llama of about a quarter of a million weights is trained on all of it with AdamW, about seven minutes
 on one core. Each row of a batch is whole texts, end to end, each closed by <|end|>; the rest of the row is
 padding.
 
