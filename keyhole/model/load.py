@@ -178,7 +178,7 @@ def _pin(model: Model, touch: bool) -> None:
         whole = arena.whole(model.engine.homes[min(model.engine.streamed)])
         if touch:  # by all cores; pinning would touch page after page on one
             whole.fill_(0)
-        model.pinned = arena.pin(whole)
+        model.pinned = arena.pin(whole, model.device)
 
 
 def _read_generation_config(module: nn.Module, directory: Path | None) -> None:

@@ -234,7 +234,6 @@ class Model:
         """Ends threads and gives page-locked memory back; the model cannot be used afterwards."""
         self._lockstep.close()
         if self.pinned:
-            torch.cuda.synchronize(self.device)
             arena.unpin(arena.whole(self.engine.homes[min(self.engine.streamed)]))
             self.pinned = False
 

@@ -5,25 +5,43 @@ first copied by the driver, several times slower. PyTorch's own pinned allocator
 of two, and a second copy exists while weights move in. Here memory is reserved first (the kernel gives pages only
 when they are touched, so a checkpoint moving in costs no second copy) and pinned in place afterwards, to the byte.
 The kernel is asked for huge pages: touching and pinning 2 MiB at a time instead of 4 KiB is several times faster.
+
+Pages must be unpinned before they are unmapped, or the driver takes the next mapping at the same address for pinned
+already. So the mapping does it itself when its last tensor is gone, whether or not anyone called `unpin`.
 """
 
 import mmap
+import sys
 import warnings
 
 import torch
+
+_pinned: dict[int, torch.device | None] = {}  # address of page-locked memory -> the device that uses it
+
+
+class _Pages(mmap.mmap):
+    """A private mapping that is unpinned before it is unmapped."""
+
+    address = 0
+
+    def __del__(self, at_exit=sys.is_finalizing) -> None:
+        if not at_exit():  # the end of the process frees everything, and CUDA may be gone
+            _unpin(self.address)
 
 
 def host_memory(size_bytes: int) -> torch.Tensor:
     """Unpinned flat bytes of host memory; pages are committed as they are written, and freed with the tensor."""
     if size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
         except OSError:  # a kernel without huge pages: slower to touch, otherwise the same
             pass
-    return torch.frombuffer(pages, dtype=torch.uint8)
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    pages.address = flat.data_ptr()
+    return flat
 
 
 def whole(piece: torch.Tensor) -> torch.Tensor:
@@ -31,16 +49,19 @@ def whole(piece: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(piece.untyped_storage())
 
 
-def pin(flat: torch.Tensor) -> bool:
-    """Page-locks existing host memory in place. False, with a warning, when the system refuses."""
+def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
+    """Page-locks memory of host_memory() in place, for copies to and from `device` (None: the current one). It is
+    undone by unpin(), or when the memory is freed. False, with a warning, when the system refuses."""
     if flat.numel() == 0 or not torch.cuda.is_available():
         return False
     size_bytes = flat.numel() * flat.element_size()
-    error = torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0)
-    if int(error) == 0:
+    error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0))
+    if error == 0:
+        _pinned[flat.data_ptr()] = device
         return True
+    _forget_error(device)
     warnings.warn(
-        f"the system refused to pin {size_bytes / 2**30:.2f} GiB of host memory (CUDA error {int(error)}): "
+        f"the system refused to pin {size_bytes / 2**30:.2f} GiB of host memory (CUDA error {error}): "
         "transfers will run at the pageable rate, several times slower. Raise the locked-memory limit "
         "(`ulimit -l unlimited`) or free host memory.",
         stacklevel=2,
@@ -49,8 +70,24 @@ def pin(flat: torch.Tensor) -> bool:
 
 
 def unpin(flat: torch.Tensor) -> None:
-    """Undoes pin()."""
-    torch.cuda.cudart().cudaHostUnregister(flat.data_ptr())
+    """Undoes pin(), after every copy has arrived; does nothing to memory that is not pinned."""
+    _unpin(flat.data_ptr())
+
+
+def _unpin(address: int) -> None:
+    if address in _pinned:
+        torch.cuda.synchronize(_pinned.pop(address))
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget_error(device: torch.device | None) -> None:
+    """CUDA keeps the code of a refused call, and PyTorch would take it for the failure of its next kernel. It offers
+    no way to ask for the code but a launch: its check fails, and takes the code with it."""
+    something = torch.empty(1, device=device or "cuda")
+    try:
+        something.fill_(1.0)
+    except RuntimeError:
+        pass
 
 
 def split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:

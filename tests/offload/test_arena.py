@@ -1,5 +1,8 @@
 """Flat memory: exact sizes, pieces side by side, and a refusal to pin that is survived."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -24,25 +27,108 @@ def test_without_a_gpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> Non
     assert arena.pin(torch.empty(8)) is False
 
 
-def test_a_refusal_to_pin_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the system refuses, the run goes on at the pageable rate and says what to change."""
+class Cudart:
+    """Registers ranges as CUDA does: an address twice is refused, and the refusal waits for the next launch."""
 
-    class Refusing:
-        def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:
-            return 2
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+        self.calls: list[str] = []
 
+    def cudaHostRegister(self, pointer: int, size_bytes: int, flags: int) -> int:
+        self.calls.append("register")
+        if pointer in self.registered:
+            return 712
+        self.registered.add(pointer)
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.calls.append("unregister")
+        self.registered.remove(pointer)
+        return 0
+
+
+@pytest.fixture
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    """A machine with a GPU, as far as this file can tell."""
+    fake = Cudart()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    with pytest.warns(UserWarning, match="ulimit -l unlimited"):
-        assert arena.pin(torch.empty(8)) is False
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: fake.calls.append("wait"))
+    monkeypatch.setattr(arena, "_forget_error", lambda device: fake.calls.append("forget"))
+    return fake
+
+
+def test_a_refusal_to_pin_is_a_warning(cudart: Cudart) -> None:
+    """When the system refuses, the run goes on at the pageable rate, says what to change, and the next kernel does not
+    inherit the error."""
+    flat = arena.host_memory(8)
+    cudart.registered.add(flat.data_ptr())
+    with pytest.warns(UserWarning, match="712.*ulimit -l unlimited"):
+        assert arena.pin(flat) is False
+    assert cudart.calls == ["register", "forget"]
+    del flat
+    assert cudart.calls == ["register", "forget"]  # what was not pinned is not unpinned
+
+
+def test_memory_is_unpinned_before_it_is_freed(cudart: Cudart) -> None:
+    """The last view decides, after every copy has arrived; the same address can then be pinned again."""
+    flat = arena.host_memory(4096)
+    assert arena.pin(flat)
+    piece = arena.split(flat, [1024, 3072])[1].view(torch.float32)
+    del flat
+    assert cudart.calls == ["register"]
+    del piece
+    assert cudart.calls == ["register", "wait", "unregister"] and not cudart.registered
+
+
+def test_unpinning_twice_is_unpinning_once(cudart: Cudart) -> None:
+    """By hand, by hand again, and when it is freed: one call; and it may be pinned anew in between."""
+    flat = arena.host_memory(4096)
+    assert arena.pin(flat)
+    arena.unpin(flat)
+    arena.unpin(flat)
+    assert cudart.calls.count("unregister") == 1
+    assert arena.pin(flat)
+    del flat
+    assert cudart.calls.count("unregister") == 2 and not cudart.registered
+
+
+def test_pinned_memory_at_the_end_of_the_process() -> None:
+    """An interpreter that ends with pinned memory alive ends quietly."""
+    program = """
+import torch
+from keyhole.offload import arena
+class Cudart:
+    cudaHostRegister = lambda self, *args: 0
+    cudaHostUnregister = lambda self, pointer: print("unregistered", flush=True)
+torch.cuda.is_available, torch.cuda.cudart, torch.cuda.synchronize = lambda: True, Cudart, lambda device: None
+kept, gone = arena.host_memory(64), arena.host_memory(64)
+assert arena.pin(kept) and arena.pin(gone)
+del gone
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("unregistered\n", "")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_is_pinned_in_place() -> None:
-    """Existing memory becomes page-locked where it lies, and ordinary again."""
-    flat = torch.arange(1 << 20, dtype=torch.float32)
+    """Existing memory becomes page-locked where it lies, and ordinary again; pinned twice is refused, and no more."""
+    flat = arena.host_memory(1 << 22).view(torch.float32)
+    flat.copy_(torch.arange(1 << 20))
     pointer = flat.data_ptr()
     assert arena.pin(flat) and flat.data_ptr() == pointer and flat.is_pinned()
     assert torch.equal(flat.to("cuda", non_blocking=True).cpu(), flat)
+    with pytest.warns(UserWarning, match="CUDA error 712"):
+        assert arena.pin(flat) is False
+    assert torch.ones(3, device="cuda").add_(1).tolist() == [2, 2, 2]
     arena.unpin(flat)
+    assert not flat.is_pinned()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_address_can_be_pinned_again() -> None:
+    """Memory that was dropped while pinned leaves nothing behind for the next mapping at its address."""
+    for _ in range(20):
+        assert arena.pin(arena.host_memory(1 << 22))
