@@ -14,7 +14,8 @@ A zeroth-order step that streams units through slots holds on the device, for b 
 Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
 in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product).
 The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION). Blocks small enough
-to be launched as CUDA graphs have a second set.
+to be launched as CUDA graphs have a second set, which the allocator keeps apart, and are recorded on a stream of their
+own, for which cuBLAS reserves once more.
 Activations and logits are never alive together, so the larger counts. These numbers decide what fits; the measured
 peak is printed beside them after a few steps.
 """
@@ -70,11 +71,15 @@ def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
     running = work.tokens * (2 * hidden + 3 * wide)
     waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
-    total = int((running + waiting) * element_bytes * FRAGMENTATION)
-    block = max((u.numel for u in layout.of_kind("block")), default=0)
-    if not cut and 2 * block * work.tokens <= SMALL_FLOP:  # launched as graphs, which have memory of their own
-        total += (running + 2 * work.passes * work.tokens * hidden) * element_bytes
-    return total
+    graphs = running + work.tokens * work.passes * 2 * hidden if launched_as_graphs(layout, work) else 0
+    return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
+
+
+def launched_as_graphs(layout: Layout, work: Workload) -> bool:
+    """Whether blocks are whole and small enough (model/graphs.py)."""
+    blocks = layout.of_kind("block")
+    small = 2 * max((u.numel for u in blocks), default=0) * work.tokens <= SMALL_FLOP
+    return small and len(blocks) == layout.block_count > 0
 
 
 def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
@@ -103,7 +108,7 @@ def zo_device_bytes(
         perturbed=perturbed + 4 * max(packed, default=0),
         activations=activation_bytes(layout, work, element_bytes),
         logits=logits_bytes(layout, work, element_bytes),
-        workspace=workspace_bytes * (work.passes + 1),
+        workspace=workspace_bytes * (work.passes * (2 if launched_as_graphs(layout, work) else 1) + 1),
     )
 
 
