@@ -1,0 +1,162 @@
+"""Host work beside the thread that launches kernels: jobs in, pages ready, errors out.
+
+    pool.submit(job, page=7, after=event, urgency=7)     returns at once
+    pool.ready(7)                                        has every job of page 7 been done? never waits
+    pool.wait(7)                                         returns when it has
+
+One thread works the jobs off, and torch's own threads do the arithmetic inside a job. (A Python thread for every core
+would ask for the GIL thousands of times a second, and the launching thread would queue among them; one worker asks
+some three times a chunk of a million elements.) torch's number of threads belongs to the thread that sets it: the
+worker's does not change the caller's.
+
+Which job is next? Of those whose CUDA event has happened, the one with the lowest `urgency` (give the position at
+which its page is needed next, and the work that holds up the next forward pass first is done first); when none has
+happened, the oldest, and the worker waits for its event; the caller's thread never does.
+
+The first job that fails ends the work: jobs that wait are dropped, the thread ends, and the caller gets WorkerFailed
+with the cause at its next submit, ready, wait or drain. Nobody hangs.
+"""
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole.plan.host import cpu_count
+
+Job = Callable[[], None]
+
+
+class WorkerFailed(RuntimeError):
+    """A job on the host raised; its cause is the job's exception."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """A job that was taken."""
+
+    job: Job
+    page: Any
+    after: Any  # a CUDA event, or None
+    urgency: int
+
+    def may_start(self) -> bool:
+        return self.after is None or self.after.query()
+
+
+def default_threads() -> int:
+    """All cores but one, which is left to the thread that launches kernels."""
+    return max(1, cpu_count() - 1)
+
+
+class Workers:
+    """See the top of this file. threads: torch's threads inside a job; None: default_threads()."""
+
+    def __init__(self, threads: int | None = None, name: str = "keyhole-host") -> None:
+        self.threads = threads or default_threads()
+        self._state = _State()
+        self._thread = threading.Thread(target=_work, args=(self._state, self.threads), name=name, daemon=True)
+        before = torch.get_num_threads()
+        self._thread.start()
+        self._state.started.wait()
+        torch.set_num_threads(before)  # what threads that begin later start with
+        self._end = weakref.finalize(self, _close, self._state, self._thread)
+
+    def submit(self, job: Job, page: Any = None, after: Any = None, urgency: int = 0) -> Ticket:
+        """Takes a job. after: a CUDA event that must have happened before it starts."""
+        ticket = Ticket(job, page, after, urgency)
+        with self._state.changed:
+            self._state.check()
+            self._state.waiting.append(ticket)
+            self._state.pending[page] += 1
+            self._state.changed.notify_all()
+        return ticket
+
+    def ready(self, page: Any) -> bool:
+        """Whether no job of this page is left."""
+        with self._state.changed:
+            self._state.check()
+            return self._state.pending[page] == 0
+
+    def wait(self, page: Any) -> None:
+        """Returns when no job of this page is left."""
+        self._wait_until(lambda: self._state.pending[page] == 0)
+
+    def drain(self) -> None:
+        """Returns when no job at all is left."""
+        self._wait_until(lambda: self._state.pending.total() == 0)
+
+    def close(self) -> None:
+        """Drops the jobs that have not begun and ends the thread. Safe to call again."""
+        self._end()
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        with self._state.changed:
+            self._state.changed.wait_for(lambda: self._state.error is not None or self._state.closed or done())
+            self._state.check()
+
+
+class _State:
+    """What the worker and the callers share, under one lock. (Apart from Workers, which the thread must not hold.)"""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.started = threading.Event()
+        self.waiting: list[Ticket] = []
+        self.pending: Counter = Counter()  # page -> jobs not done
+        self.error: BaseException | None = None
+        self.closed = False
+
+    def check(self) -> None:
+        if self.error is not None:
+            what = f"{type(self.error).__name__}: {self.error}"
+            raise WorkerFailed(f"work on the host failed, the run cannot go on: {what}") from self.error
+        assert not self.closed, "the workers were closed"
+
+    def take(self) -> Ticket | None:
+        """The job to do next, when there is one; None: the end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.closed)
+            if self.closed:
+                return None
+            able = [ticket for ticket in self.waiting if ticket.may_start()]
+            ticket = min(able, key=lambda t: t.urgency) if able else self.waiting[0]
+            self.waiting.remove(ticket)
+            return ticket
+
+    def finish(self, ticket: Ticket) -> None:
+        with self.changed:
+            self.pending[ticket.page] -= 1
+            self.changed.notify_all()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.closed = True
+            self.waiting.clear()
+            self.changed.notify_all()
+
+
+def _work(state: _State, threads: int) -> None:
+    torch.get_num_threads()  # a thread's first question is answered with the process's number, which then stays
+    torch.set_num_threads(threads)
+    state.started.set()
+    try:
+        while (ticket := state.take()) is not None:
+            if ticket.after is not None:
+                ticket.after.synchronize()
+            with torch.no_grad():
+                ticket.job()
+            state.finish(ticket)
+    except BaseException as error:  # whatever it was, the caller must learn of it
+        state.stop(error)
+
+
+def _close(state: _State, thread: threading.Thread) -> None:
+    state.stop()
+    if thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,152 @@
+"""Host workers: order, readiness, errors that reach the caller, and threads that end."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from keyhole.offload.workers import WorkerFailed, Workers
+
+WAIT_S = 20
+
+
+class Event:
+    """Stands in for a CUDA event."""
+
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.waited_by: str | None = None
+
+    def query(self) -> bool:
+        return self.happened.is_set()
+
+    def synchronize(self) -> None:
+        self.waited_by = threading.current_thread().name
+        assert self.happened.wait(WAIT_S)
+
+
+@pytest.fixture
+def pool() -> Workers:
+    workers = Workers(threads=1)
+    yield workers
+    workers.close()
+    assert not workers._thread.is_alive()
+
+
+def test_a_page_is_ready_when_all_its_jobs_are_done(pool: Workers) -> None:
+    """A page nobody works on is ready; one with two jobs, after the second."""
+    gate, done = Event(), []
+    assert pool.ready(3)
+    pool.submit(lambda: done.append("first"), page=3)
+    pool.submit(lambda: done.append("second"), page=3, after=gate)
+    assert not pool.ready(3) and pool.ready(4)
+    pool.wait(4)
+    gate.happened.set()
+    pool.wait(3)
+    assert done == ["first", "second"] and pool.ready(3)
+
+
+def test_submit_never_waits_for_an_event(pool: Workers) -> None:
+    """The worker waits for CUDA, in its own thread."""
+    gate = Event()
+    begin_s = time.perf_counter()
+    pool.submit(lambda: None, page=0, after=gate)
+    assert not pool.ready(0) and time.perf_counter() - begin_s < WAIT_S / 2
+    gate.happened.set()
+    pool.drain()
+    assert gate.waited_by == pool._thread.name
+
+
+def test_the_most_urgent_job_that_may_start_is_next(pool: Workers) -> None:
+    """What is needed first is done first; a job whose event has not happened holds nobody up."""
+    begin, late, order = Event(), Event(), []
+    pool.submit(lambda: None, after=begin)
+    while begin.waited_by is None:
+        time.sleep(0.001)
+    for page in (5, 3, 1, 4):
+        pool.submit(lambda page=page: order.append(page), page=page, after=late if page == 1 else None, urgency=page)
+    begin.happened.set()
+    for page in (3, 4, 5):
+        pool.wait(page)
+    assert order == [3, 4, 5] and not pool.ready(1)
+    late.happened.set()
+    pool.drain()
+    assert order == [3, 4, 5, 1]
+
+
+@pytest.mark.parametrize("call", ["submit", "ready", "wait", "drain"])
+def test_the_first_error_stops_the_caller_with_its_cause(call: str) -> None:
+    """Whatever the caller does next raises the job's error; nothing after it runs; the thread is gone."""
+    pool, ran = Workers(threads=1), []
+    gate = Event()
+    pool.submit(lambda: None, after=gate)
+
+    def fail() -> None:
+        raise MemoryError("no room")
+
+    pool.submit(fail, page=1, urgency=1)
+    pool.submit(lambda: ran.append(1), page=2, urgency=2)
+    gate.happened.set()
+    pool._thread.join(WAIT_S)
+    assert not pool._thread.is_alive() and ran == []
+    arguments = {"submit": (lambda: None,), "drain": ()}.get(call, (2,))
+    with pytest.raises(WorkerFailed, match="MemoryError: no room") as caught:
+        getattr(pool, call)(*arguments)
+    assert isinstance(caught.value.__cause__, MemoryError)
+    pool.close()
+
+
+def test_a_caller_that_waits_already_is_woken_by_the_error(pool: Workers) -> None:
+    """No hang: the wait for a page that will never be done ends."""
+    gate = Event()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    pool.submit(fail, page=0, after=gate)
+    pool.submit(lambda: None, page=1, urgency=1, after=gate)
+    threading.Timer(0.05, gate.happened.set).start()
+    with pytest.raises(WorkerFailed, match="broken"):
+        pool.wait(1)
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    """Nothing is left behind when the pool is dropped without being closed."""
+    pool = Workers(threads=1)
+    thread = pool._thread
+    pool.submit(lambda: None)
+    del pool
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_torch_threads_of_the_caller_stay() -> None:
+    """The worker's number of threads is its own: not the caller's, nor that of threads begun later."""
+    before, seen = torch.get_num_threads(), []
+    try:
+        torch.set_num_threads(1)
+        pool = Workers(threads=2)
+        pool.submit(lambda: seen.append(torch.get_num_threads()))
+        pool.drain()
+        later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        pool.close()
+        assert seen == [2, 1] and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_jobs_leave_the_interpreter_to_the_caller(pool: Workers) -> None:
+    """While a job updates millions of elements, the caller's Python goes on: torch holds no GIL."""
+    from keyhole.ops.host_adam import host_adamw_
+
+    state = list(torch.zeros(3, 2**23).unbind())
+    grad, longest_s = torch.zeros(2**23, dtype=torch.bfloat16), 0.0
+    pool.submit(lambda: host_adamw_(*state, grad, grad, step=1, lr=1e-3, scratch=torch.empty(2**23)), page=0)
+    begin_s = last_s = time.perf_counter()
+    while not pool.ready(0):
+        now_s = time.perf_counter()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    assert longest_s < 0.5 * (time.perf_counter() - begin_s)
