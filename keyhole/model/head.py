@@ -68,6 +68,17 @@ class Head:
         if bias_R is not None:
             self.linear.bias.data = bias_R
 
+    @contextmanager
+    def holding(self, weight_RH: nn.Parameter, bias_R: nn.Parameter | None) -> Iterator[None]:
+        """Lets the head hold other parameters for a while: leaves of a graph of their own."""
+        own = self.linear._parameters
+        before = own["weight"], own.get("bias")
+        own["weight"], own["bias"] = weight_RH, bias_R
+        try:
+            yield
+        finally:
+            own["weight"], own["bias"] = before
+
     def add_nll(self, running: RunningNLL, hidden_NH: torch.Tensor, first_row: int, tokens: int = 4096) -> None:
         """Adds the bound rows' logits to a running loss, a slice of tokens at a time when there are many."""
         if hidden_NH.shape[0] <= tokens:

@@ -65,6 +65,7 @@ class Model:
         self.head = Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Any = None
+        self.addon: Any = None  # what a method adds on top of the weights when they are looked at (LoRA)
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
         self.homes = Homes(layout, engine.homes, dtype)
@@ -95,6 +96,7 @@ class Model:
         finally:
             self.conductor = None
             self.embedding.padding_idx = padding_idx
+            self.embedding._parameters["weight"] = self.layout.table.param
             self.binding.bind_homes()
 
     @contextmanager
@@ -122,7 +124,10 @@ class Model:
 
     def clean(self, unit: Unit) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
-        stored = self.engine.acquire(unit.index)
+        return self.as_compute(unit, self.engine.acquire(unit.index))
+
+    def as_compute(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
+        """The unit in the dtype of compute: itself, or a copy in memory that the next unit will use again."""
         if stored.dtype == self.dtype:
             return stored
         kind = "spine" if unit.kind == "spine" else "unit"
@@ -206,7 +211,11 @@ class Model:
             if self.conductor is None:
                 return None
             ids = args[0]
-            module.weight.data = self.conductor.rows(self.conductor.current.index, ids.flatten())
+            rows_MH = self.conductor.rows(self.conductor.current.index, ids.flatten())
+            if isinstance(rows_MH, nn.Parameter):  # a leaf of its own, for a pass that will be differentiated
+                module._parameters["weight"] = rows_MH
+            else:
+                module.weight.data = rows_MH
             return (torch.arange(ids.numel(), device=ids.device).view(ids.shape),)
 
         for unit in self.layout.of_kind("block"):
@@ -219,10 +228,11 @@ class Model:
     # -- looking at it, and saving ---------------------------------------------------------------------------------
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter at its home, a tied one once."""
+        """Every parameter at its home, a tied one once; with what the method adds on top."""
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
-            yield tensor.name, self.home(tensor)
+            home = self.home(tensor)
+            yield tensor.name, home if self.addon is None else self.addon.seen(tensor, home)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
@@ -239,7 +249,7 @@ class Model:
 
     def describe(self) -> list[str]:
         """What was decided and why, a line each."""
-        return self.placed.reasons
+        return self.placed.reasons + ([] if self.addon is None else self.addon.lines())
 
 
 def _by_row(nll_N: torch.Tensor, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,191 @@
+"""What a forward pass leaves behind so that its blocks can be differentiated one at a time, in any company.
+
+Autograd would walk back through the whole model in one go and keep every activation for it. Here the graph is cut at
+every block. In the forward pass a block runs without a graph; what is kept is what went in (`keep`):
+
+    block    the block's inputs stay on the device; the block is run again when its turn comes in reverse
+    host     the same, with the inputs in host memory meanwhile (kept.py)
+    none     the block's own graph: no second run, all activations in memory
+
+A block's outputs are handed on as fresh leaves, so what lies between two blocks (usually nothing: the next block gets
+that very tensor) is a little graph of its own, as are the embedding before the first block and the norm after the last.
+Reverse is then: gradients of a block's outputs in, gradients of its inputs out, added to the outputs they came from.
+Passes may come in any order: all micro-batches can go through a block before the one below it is looked at.
+
+A block that draws random numbers (dropout) starts its second run from the generator's state of the first.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import TensorWeakRef
+
+from keyhole.model.kept import Keeper, Kept
+
+KEEPS = ("none", "block", "host")
+Origin = tuple["Visit", int] | torch.Tensor
+
+
+class Visit:
+    """One pass through one block."""
+
+    def __init__(self, block: int, module: nn.Module, forward: Callable, keep: str, keeper: Keeper) -> None:
+        self.block, self.module, self.forward, self.keep, self.keeper = block, module, forward, keep, keeper
+        self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
+        self.outputs: list[TensorWeakRef] = []  # as the model got them; those it dropped are gone
+        self.graph: list[torch.Tensor] = []  # keep=none: the same with their graph
+        self.random: Any = None
+
+    def enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs the block for the first time; returns its output, cut off."""
+        values, self.spec = tree_flatten((args, kwargs))
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                self.origins[i] = getattr(value, "keyhole_origin", value)
+        if self.module.training:
+            self.random = _random_state(_device_of(values))
+        if self.keep == "none":
+            self.values = [v.detach().requires_grad_() if i in self.origins else v for i, v in enumerate(values)]
+            args, kwargs = tree_unflatten(self.values, self.spec)
+            return self._leave(self.forward(*args, **kwargs))
+        with torch.no_grad():
+            output = self.forward(*args, **kwargs)
+        self.values = [self.keeper.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
+        return self._leave(output)
+
+    def _leave(self, output: Any) -> Any:
+        values, spec = tree_flatten(output)
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                values[i] = leaf = value.detach().requires_grad_()
+                leaf.keyhole_origin = (self, len(self.outputs))
+                self.outputs.append(TensorWeakRef(leaf))
+                if self.keep == "none":
+                    self.graph.append(value)
+        self.restart()
+        return tree_unflatten(values, spec)
+
+    def restart(self) -> None:
+        """Forgets gradients, before another reverse."""
+        self.given: list[torch.Tensor | None] = [None] * len(self.outputs)
+        for ref in self.outputs:
+            if (leaf := ref()) is not None:
+                leaf.grad = None
+
+    def give(self, output: int, grad: torch.Tensor) -> None:
+        """Adds to the gradient of an output."""
+        self.given[output] = grad if self.given[output] is None else self.given[output] + grad
+
+    def _output_grads(self) -> list[torch.Tensor | None]:
+        for i, ref in enumerate(self.outputs):
+            leaf = ref()
+            if leaf is not None and leaf.grad is not None:
+                self.give(i, leaf.grad)
+        return self.given
+
+    def _call(self, inputs: list[Any]) -> Any:
+        args, kwargs = tree_unflatten(inputs, self.spec)
+        with torch.enable_grad(), _replayed(self.random):
+            return self.forward(*args, **kwargs)
+
+    def prefetch(self) -> None:
+        """Starts to bring back what was put away."""
+        for value in self.values:
+            if isinstance(value, Kept):
+                self.keeper.prefetch(value)
+
+    def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
+        """Differentiates the block, its weights being at hand. run_again(call) runs the forward once more, in whatever
+        dress it should have. last: nobody will reverse this visit again."""
+        if self.keep == "none":
+            inputs, outputs = self.values, self.graph
+        else:
+            inputs = [self.keeper.get(v, last) if isinstance(v, Kept) else v for v in self.values]
+            inputs = [v.detach().requires_grad_() if i in self.origins else v for i, v in enumerate(inputs)]
+            again = tree_flatten(run_again(lambda: self._call(inputs)))[0]
+            outputs = [v for v in again if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        pairs = [(y, g) for y, g in zip(outputs, self._output_grads(), strict=True) if g is not None]
+        pairs = [(y, g) for y, g in pairs if y.requires_grad]
+        self.given = []
+        if pairs:
+            torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=self.keep == "none" and not last)
+        del outputs, pairs
+        for i, origin in self.origins.items():
+            grad, inputs[i].grad = inputs[i].grad, None
+            if grad is not None:
+                pass_on(origin, grad)
+
+
+def pass_on(origin: Origin, grad: torch.Tensor) -> None:
+    """Gives a gradient to where the tensor came from: a block's output, or a graph between blocks."""
+    if isinstance(origin, tuple):
+        visit, output = origin
+        visit.give(output, grad)
+    else:
+        torch.autograd.backward(origin, grad, retain_graph=True)
+
+
+class Tape:
+    """The visits of all passes of one forward, in their order. A stop is a block with the visits of every pass."""
+
+    def __init__(self, keep: str, keeper: Keeper) -> None:
+        self.keep, self.keeper = keep, keeper
+        self.stops: list[dict[int, Visit]] = []
+
+    @contextmanager
+    def recording(self, blocks: list[nn.Module], current_pass: Callable[[], int]) -> Iterator[None]:
+        """Has every call of a block recorded."""
+        before = [block.__dict__.get("forward") for block in blocks]
+        for i, block in enumerate(blocks):
+            block.forward = self._recorded(i, block, block.forward, current_pass)
+        try:
+            yield
+        finally:
+            for block, forward in zip(blocks, before, strict=True):
+                if forward is None:
+                    del block.forward
+                else:
+                    block.forward = forward
+
+    def _recorded(self, i: int, block: nn.Module, forward: Callable, current_pass: Callable[[], int]) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            visit, index = Visit(i, block, forward, self.keep, self.keeper), current_pass()
+            last = self.stops[-1] if self.stops else {}
+            if not last or index in last or next(iter(last.values())).block != i:
+                self.stops.append(last := {})
+            last[index] = visit
+            return visit.enter(args, kwargs)
+
+        return call
+
+    def restart(self) -> None:
+        """Forgets all gradients, before another reverse."""
+        for stop in self.stops:
+            for visit in stop.values():
+                visit.restart()
+
+
+def _device_of(values: list[Any]) -> torch.device:
+    return next(v.device for v in values if isinstance(v, torch.Tensor))
+
+
+def _random_state(device: torch.device) -> tuple[torch.device, torch.Tensor, torch.Tensor | None]:
+    return device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _replayed(state: Any) -> Iterator[None]:
+    """Runs with the generators as they were; they are put back to where they are now afterwards."""
+    if state is None:
+        yield
+        return
+    device, cpu, cuda = state
+    with torch.random.fork_rng(devices=[device] if cuda is not None else []):
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda, device)
+        yield
