@@ -7,11 +7,14 @@
 
 A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a
 larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
-GPU. When even that is too large for the budget, every matrix is a unit of its own.
+GPU. When even that is too large for the budget, a unit is a run of at most the size of the largest matrix: a smaller
+one would need the same slots, and three slots of small units are not far enough ahead.
 
-Resident blocks are spread evenly between streamed ones: while a resident block is computed, the link works ahead.
+Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link works
+ahead, but only as far as there are slots. Whole blocks in turn would need slots for a block; single units do not.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import torch
@@ -79,7 +82,7 @@ def place(
         resident.reasons = _reasons(whole, resident, placement, formats, device, work)
         _enforce(budget, device)
         return whole, resident
-    if whole.block_count == 0:
+    if not whole.of_kind("block"):
         raise UserError(
             f"placement: {type(module).__name__} has no list of repeated blocks, so there is nothing to stream unit by "
             "unit; use placement=resident"
@@ -96,8 +99,9 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
     one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
     found, smallest = [], None
-    for max_bytes in (UNIT_BYTES, 1):  # a cap of one byte makes every matrix a unit of its own
-        layout = find_layout(module, max_unit_numel=max(1, max_bytes // costs.formats.dtype.itemsize))
+    largest_matrix = max(u.numel for u in find_layout(module, max_unit_numel=1).of_kind("block"))
+    for max_unit_numel in (UNIT_BYTES // costs.formats.dtype.itemsize, largest_matrix):
+        layout = find_layout(module, max_unit_numel)
         streamed = {u.index for u in layout.units[1:]}
         if budget is None:
             tables = {u.index for u in layout.units if u.kind in ("table", "head")}
@@ -117,21 +121,38 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
 
 
 def _keep_what_fits(layout: Layout, streamed: set[int], costs: _Costs, budget: int) -> set[int]:
-    """What is left to stream when as many groups as the budget allows are made resident."""
-    for group in _by_preference(layout):
-        fewer = streamed - {u.index for u in group}
+    """What is left to stream when the tables (each whole) and then as many block units as the budget allows stay."""
+    for kind in ("table", "head"):
+        fewer = streamed - {u.index for u in layout.of_kind(kind)}
         if costs.of(layout, fewer).total <= budget:
             streamed = fewer
-    return streamed
+    groups = _inseparable(layout.of_kind("block"))
+
+    def left(count: int) -> set[int]:
+        return streamed - _spread(groups, count / len(groups))
+
+    too_many = bisect_left(range(len(groups) + 1), True, key=lambda n: costs.of(layout, left(n)).total > budget)
+    return left(too_many - 1)
 
 
-def _by_preference(layout: Layout) -> list[list[Unit]]:
-    """Groups in the order in which they are made resident: the tables (each whole), then blocks, evenly spread."""
-    tables = [group for kind in ("table", "head") if (group := layout.of_kind(kind))]
-    blocks = [[u for u in layout.of_kind("block") if u.block == i] for i in range(layout.block_count)]
-    bits = max(1, (len(blocks) - 1).bit_length())
-    spread = sorted(range(len(blocks)), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))  # bit reversal: 0 1/2 1/4 3/4 ...
-    return tables + [blocks[i] for i in spread]
+def _inseparable(units: list[Unit]) -> list[list[Unit]]:
+    """Units in groups that live in one place: those that share a tensor."""
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        groups.setdefault(unit.tensors[0].name, []).append(unit)
+    return list(groups.values())
+
+
+def _spread(groups: list[list[Unit]], share: float) -> set[int]:
+    """Units of this share of all elements, evenly spread: one is taken when at least half of it is due."""
+    taken, due = set(), 0.0
+    for group in groups:
+        numel = sum(u.numel for u in group)
+        due += share * numel
+        if due >= numel / 2:
+            taken |= {u.index for u in group}
+            due -= numel
+    return taken
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -1,0 +1,60 @@
+"""Which units stay on the device, in which cut, and how they are spread."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.bench.shapes import opt_config
+from keyhole.model.layout import Unit
+from keyhole.model.skeleton import build
+from keyhole.offload.wire import Wire
+from keyhole.plan import placement
+from keyhole.plan.memory import GIB, Workload
+from keyhole.plan.placement import _spread, place
+
+
+def units_of(numels: list[int]) -> list[list[Unit]]:
+    return [[Unit(i, f"unit {i}", "block", 0, numel, [])] for i, numel in enumerate(numels)]
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1), st.floats(0, 1))
+def test_resident_units_are_spread_evenly(numels: list[int], share: float) -> None:
+    """Up to any unit, what stays differs from its share by no more than half of the largest unit."""
+    taken = _spread(units_of(numels), share)
+    kept = whole = 0
+    for i, numel in enumerate(numels):
+        kept, whole = kept + (numel if i in taken else 0), whole + numel
+        assert abs(kept - share * whole) <= max(numels) / 2 + 1e-6
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1))
+def test_nothing_and_everything(numels: list[int]) -> None:
+    """A share of 0 keeps no unit, a share of 1 all of them."""
+    assert _spread(units_of(numels), 0.0) == set() and _spread(units_of(numels), 1.0) == set(range(len(numels)))
+
+
+@pytest.fixture
+def much_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes here are never filled."""
+
+    class Plenty:
+        available_bytes = 1 << 50
+
+    monkeypatch.setattr(placement, "host_memory", Plenty)
+
+
+@pytest.mark.usefixtures("much_host_memory")
+def test_a_larger_budget_streams_less_and_spreads_it() -> None:
+    """OPT-13B in 4 to 24 GiB: planned bytes fill the budget, fewer bytes stream, and no long run of units streams where
+    many are resident, so that three slots suffice."""
+    module, away = build(opt_config("13B"), torch.bfloat16, False), []
+    for budget_gib in (4, 8, 16, 24):
+        formats, device = Wire(torch.bfloat16, None), torch.device("cpu")
+        layout, placed = place(module, "stream", f"{budget_gib}GiB", formats, device, Workload())
+        assert budget_gib - 0.3 < placed.device_bytes.total / GIB <= budget_gib
+        away.append(sum(layout.units[i].numel for i in placed.streamed))
+        pattern = "".join("s" if u.index in placed.streamed else "." for u in layout.of_kind("block"))
+        if budget_gib == 16:  # as many bytes on each side: they take turns
+            assert "sss" not in pattern and "...." not in pattern
+    assert away == sorted(away, reverse=True) and len(set(away)) == 4
