@@ -20,7 +20,7 @@ Memory beside the weights: two units and 2q spines in the compute dtype, and the
 Legend: q directions, m micro-batches; pass index = (2 i + sign) m + micro-batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,7 @@ class ZO:
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
         self.pending: Pending | None = None
+        self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self._updated: set[int] = set()  # units that have had the pending update in this sweep
         self.projected: torch.Tensor | None = None
         layout, device, dtype = model.layout, model.device, model.dtype
@@ -125,9 +126,11 @@ class ZO:
         return losses_q2.mean()
 
     def _perturb_spine(self) -> None:
-        spine = self.model.layout.spine
+        spine, engine = self.model.layout.spine, self.model.engine
+        w = engine.acquire(spine.index)
         for i in range(self.directions):
-            self._prepare(spine, self.model.engine.homes[0], self.spines[i, 0], self.spines[i, 1], i)
+            if self._prepare(spine, w, self.spines[i, 0], self.spines[i, 1], i):
+                engine.commit(spine.index)
 
     def _server(self, micro: int) -> Callable[[Unit | None, Callable[[int], None]], None]:
         """What happens at each unit: arrive, update, perturb, and let every pass through."""
@@ -259,7 +262,7 @@ class ZO:
         coef = torch.cat([lr, projected / self.directions])
         finite = torch.isfinite(losses_q2).all()
         self.projected = projected
-        self.pending = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
+        self.latest = self.pending = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
         self.step_count += 1
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -286,6 +289,25 @@ class ZO:
             (self._update_packed if w.dtype == PACKED else self._apply)(unit, w)
             self.model.engine.commit(unit.index)
             self.model.engine.release(unit.index)
+
+    @torch.no_grad()
+    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+        """Applies known updates, each with its weight decay, and yields every unit that has had them all. An update is
+        elementwise: all of them on one unit, then on the next, is the same as in the order they were made."""
+        decay, changed, uncounted = self.decay, self.changed.zero_(), torch.zeros_like(self.changed)
+        try:
+            with self.model.sweep("flush"):
+                for unit in self.model.layout.units:
+                    w = self.model.engine.acquire(unit.index)
+                    for i, (self.pending, weight_decay) in enumerate(updates, start=1):
+                        self.decay, self._updated = decay | {"weight_decay": weight_decay}, set()
+                        self.changed = changed if i == len(updates) else uncounted
+                        (self._update_packed if w.dtype == PACKED else self._apply)(unit, w)
+                    self.model.engine.commit(unit.index)
+                    self.model.engine.release(unit.index)
+                    yield unit
+        finally:
+            self.decay, self.changed, self.pending = decay, changed, None
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""

@@ -303,3 +303,21 @@ def test_the_first_update_on_the_gpu_is_that_of_the_cpu() -> None:
         opt.pending.coef.copy_(torch.tensor([1e-3, 0.7]))
         opt.flush()
     assert equal(weights(models[0]), weights(models[1]))
+
+
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_replayed_updates_are_the_updates(tiny_model: Any, wire: str | None) -> None:
+    """All updates of a unit before the next unit: the weights of the run, bit for bit, and the same count of changes."""
+    how = {"device": "cpu", "dtype": "bfloat16", "placement": "stream", "wire": wire}
+    model, again = keyhole.load(tiny_model, **how), keyhole.load(tiny_model, **how)
+    zo, other = (keyhole.ZO(m, lr=1e-3, directions=2, weight_decay=0.1) for m in (model, again))
+    updates = []
+    for step in range(3):
+        ids = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(step))
+        zo.step({"input_ids": ids, "labels": ids})
+        updates.append((zo.latest, 0.1))
+    zo.flush()
+    assert [unit.index for unit in other.replay(updates)] == list(range(len(model.layout.units)))
+    theirs = dict(again.named_tensors())
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in model.named_tensors())
+    assert int(zo.changed) == int(other.changed) and other.pending is None
