@@ -1,4 +1,5 @@
-"""Numerical kernels: each op is a PyTorch reference and a Triton kernel of one signature, equal bit for bit.
+"""Numerical kernels: each op is a PyTorch reference and a Triton kernel of one signature, equal bit for bit
+(sums over a tensor: equal to rounding, and repeatable bit for bit).
 
     noise                 z of a range of elements
     zo_update_            the update of a zeroth-order step, in place
@@ -8,22 +9,31 @@
     gather_rows           rows of a table on the device or in page-locked host memory
     fp8_decode            an 8-bit page to fp32 or 16 bit
     fp8_encode_           fp32 to an 8-bit page
+    sgd_update_           LOMO: the SGD update of a tensor from its gradient, in place
+    sum_squares_          the sum of squares of a gradient alone
+    adalomo_update_       AdaLomo: the same with a factored second moment (adalomo_state)
     describe              which implementation runs, and why
 """
 
+from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
+from keyhole.ops.lomo import sgd_update_, sum_squares_
 from keyhole.ops.rows import zo_rows
 from keyhole.ops.tiles import noise
 from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
 
 __all__ = [
+    "adalomo_state",
+    "adalomo_update_",
     "describe",
     "fp8_decode",
     "fp8_encode_",
     "gather_rows",
     "noise",
+    "sgd_update_",
+    "sum_squares_",
     "use_kernel",
     "zo_perturb",
     "zo_rows",

@@ -7,12 +7,16 @@ we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l
 
 so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel
 reads the logits once, one program a token; the reference makes two fp32 copies of them. They differ by rounding only.
+
+When all chunks have been added, the gradient of  scale * sum nll  comes from the same state, chunk by chunk, over the
+logits of a second visit:   d l_j = scale exp(l_j - m - log s) - scale [j = y].   One read and one write of the chunk.
 Legend: N tokens, R rows of the vocabulary in this chunk.
 """
 
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
+from keyhole.ops.rounding import round_nearest
 
 BLOCK = 4096
 
@@ -30,6 +34,18 @@ class RunningNLL:
         """Takes the logits of rows first_row, first_row + 1, ... of the vocabulary."""
         if logits_NR.numel():
             (_add_kernel if use_kernel(logits_NR.device) else _add_reference)(self, logits_NR, first_row)
+
+    def grad_(self, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Overwrites these logits with the gradient of scale * sum(nll) by them; call when all chunks were added.
+
+        scale: a number, or a float32 scalar on the device. In float32 on the CPU, with one chunk of all rows, this is
+        torch's gradient of cross_entropy(reduction="sum") * scale bit for bit; several chunks, or the kernel, differ
+        from it by the rounding of the sum of exponentials.
+        """
+        if logits_NR.numel():
+            run = _grad_kernel if use_kernel(logits_NR.device) else _grad_reference
+            run(self, logits_NR, first_row, scale)
+        return logits_NR
 
     def split(self, tokens: int) -> "list[RunningNLL]":
         """The same state seen in slices of tokens: what is added to a slice is added to the whole."""
@@ -55,6 +71,23 @@ def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -
     chunk_N = (logits_NR - max_N[:, None]).exp_().sum(dim=1)
     state.sum_N.copy_(state.sum_N * torch.exp(state.max_N - max_N) + chunk_N)
     state.max_N.copy_(max_N)
+
+
+def _grad_reference(
+    state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor
+) -> None:
+    x_NR = logits_NR.detach().float()
+    log_sum_N = state.sum_N.log()
+    # Where this chunk is all there is, take the log of the sum from torch's own log_softmax: at the largest logit that
+    # is - log s. It adds up in another order, and the last bit of the gradient would show it.
+    alone_N = state.sum_N == (x_NR - state.max_N[:, None]).exp_().sum(dim=1)
+    log_sum_N = torch.where(alone_N, -torch.log_softmax(x_NR, dim=1).amax(dim=1), log_sum_N)
+    grad_NR = (x_NR - state.max_N[:, None]).sub_(log_sum_N[:, None]).exp_().mul_(scale)
+    local_N = state.targets_N - first_row
+    here_N = (local_N >= 0) & (local_N < x_NR.shape[1])
+    hit_N = torch.where(here_N, -scale, torch.zeros_like(log_sum_N))
+    grad_NR.scatter_add_(1, local_N.clamp(0, x_NR.shape[1] - 1)[:, None], hit_N[:, None])
+    logits_NR.copy_(grad_NR)
 
 
 @jit(do_not_specialize=["first_row"])
@@ -89,6 +122,44 @@ def _add_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> N
             state.target_logit_N,
             first_row,
             logits_NR.shape[1],
+            logits_NR.stride(0),
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+
+@jit(do_not_specialize=["first_row", "scale"])
+def _nll_grad_kernel(
+    logits_ptr, target_ptr, max_ptr, sum_ptr, scale_ptr, scale, first_row, row_count, stride, BLOCK: tl.constexpr
+):
+    """One program: BLOCK logits of one token."""
+    n = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    shift = tl.load(max_ptr + n) + tl.log(tl.load(sum_ptr + n))
+    local = tl.load(target_ptr + n) - first_row
+    at = logits_ptr + n * stride + row
+    x = tl.load(at, row < row_count, float("-inf")).to(tl.float32)
+    grad = tl.exp(x - shift) * scale
+    grad = tl.where(row == local, grad - scale, grad)
+    tl.store(at, round_nearest(grad, logits_ptr.dtype.element_ty), row < row_count)
+
+
+def _grad_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor) -> None:
+    assert logits_NR.stride(1) == 1, logits_NR.stride()
+    on_gpu = isinstance(scale, torch.Tensor)
+    N, R = logits_NR.shape
+    with on_device(logits_NR):
+        _nll_grad_kernel[(N, -(-R // BLOCK))](
+            logits_NR,
+            state.targets_N,
+            state.max_N,
+            state.sum_N,
+            scale if on_gpu else None,
+            0.0 if on_gpu else float(scale),
+            first_row,
+            R,
             logits_NR.stride(0),
             BLOCK=BLOCK,
             num_warps=8,

@@ -28,8 +28,60 @@ def test_equals_cross_entropy(choice: str, dtype: torch.dtype, tokens: int, voca
     torch.testing.assert_close(running.nll_N(), expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_gradient_of_one_chunk_is_torchs(scale: float) -> None:
+    """In float32 on the CPU, all rows in one chunk: the bits of torch's gradient (the last may differ at the target,
+    where torch's build decides whether the subtraction is fused)."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, vocabulary in [(40, 99), (7, 1003), (3, 32_000)]:
+        logits = (5 * torch.randn(tokens, vocabulary, generator=generator)).requires_grad_()
+        targets = torch.randint(vocabulary, (tokens,), generator=generator)
+        (F.cross_entropy(logits, targets, reduction="sum") * scale).backward()
+        running, made = RunningNLL(targets), logits.detach().clone()
+        running.add(made, 0)
+        assert running.grad_(made, 0, scale) is made
+        torch.testing.assert_close(made, logits.grad, rtol=3e-7, atol=0)
+        others = torch.ones_like(made, dtype=torch.bool).scatter_(1, targets[:, None], False)
+        assert torch.equal(made[others], logits.grad[others])
+
+
+@pytest.mark.parametrize("choice", ["reference", kernel])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens, vocabulary, chunk", [(5, 99, 99), (7, 1000, 130), (3, 9000, 8999), (1, 10, 1)])
+def test_gradient_in_chunks(choice: str, dtype: torch.dtype, tokens: int, vocabulary: int, chunk: int) -> None:
+    """Any chunking, over the logits themselves, with the scale on the device: torch's gradient of all logits."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (10 * torch.randn(tokens, vocabulary, generator=generator)).to(dtype).to(DEVICE).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator).to(DEVICE)
+    (F.cross_entropy(logits.float(), targets, reduction="sum") * 0.37).backward()
+    made, scale = logits.detach().clone(), torch.tensor(0.37, device=DEVICE)
+    with force(choice):
+        running = RunningNLL(targets)
+        for first in range(0, vocabulary, chunk):
+            running.add(made[:, first : first + chunk], first)
+        for first in range(0, vocabulary, chunk):
+            for part, rows in zip(running.split(2), made[:, first : first + chunk].split(2), strict=True):
+                part.grad_(rows, first, scale)
+    rtol = 1e-4 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(made, logits.grad, rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_gpu_gradient_of_a_real_head(cuda: torch.device) -> None:
+    """2048 tokens, 32,000 rows in bfloat16 and in three chunks: torch's gradient to bfloat16's rounding."""
+    logits = (4 * torch.randn(2048, 32_000, device=cuda)).bfloat16().requires_grad_()
+    targets = torch.randint(32_000, (2048,), device=cuda)
+    F.cross_entropy(logits.float(), targets, reduction="sum").backward()
+    running, made = RunningNLL(targets), logits.detach().clone()
+    for visit in (running.add, running.grad_):
+        for first in range(0, 32_000, 12_000):
+            visit(made[:, first : first + 12_000], first)
+    torch.testing.assert_close(made, logits.grad, rtol=2**-7, atol=1e-7)
+
+
 def test_no_tokens_is_no_loss() -> None:
     """A batch without trained tokens adds nothing and does not fail."""
     running = RunningNLL(torch.empty(0, dtype=torch.long))
     running.add(torch.empty(0, 10), 0)
     assert running.nll_N().sum() == 0
+    assert running.grad_(torch.empty(0, 10), 0).shape == (0, 10)
