@@ -1,8 +1,10 @@
 """One record a step: read late, checked, and appended to run/metrics.jsonl.
 
 A loss is a scalar on the device, and reading it waits for the step. So on a GPU records are read one step
-late: while the host waits for step t, step t + 1 is already queued, and the device never idles. On a CPU
-there is nothing to wait for. `drain` reads what is left, before an evaluation, a save, or the end.
+late: while the host waits for step t, step t + 1 is already queued, and the device never idles. The numbers of
+a step are sent to page-locked memory right behind it, so that reading them waits for that step and not for the
+one queued since. On a CPU there is nothing to wait for. `drain` reads what is left, before an evaluation, a
+save, or the end. What has been read and found good is handed on (`done`): a journal takes its record there.
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
@@ -33,7 +35,8 @@ Entry = dict[str, Any]
 
 @dataclass
 class Record:
-    """What is known of a step when it has been queued. `extra` may hold scalars on the device."""
+    """What is known of a step when it has been queued. `extra` may hold scalars on the device; `update` is the vector
+    that a journal records, and `position` where the data stand after the step."""
 
     step: int
     loss: torch.Tensor
@@ -42,12 +45,19 @@ class Record:
     tokens: int
     batch: str
     extra: dict[str, Any] = field(default_factory=dict)
+    update: torch.Tensor | None = None
+    position: tuple[int, int] = (0, 0)
+
+    def tensors(self) -> list[torch.Tensor]:
+        scalars = [value for value in (self.loss, *self.extra.values()) if isinstance(value, torch.Tensor)]
+        return scalars if self.update is None else [*scalars, self.update]
 
 
 class Recorder:
     """Reads records when their step is done, hands entries to `write`, and stops at numbers that are not finite.
 
-    warn takes lines about single steps that were skipped; last_good names the checkpoint to go back to.
+    warn takes lines about single steps that were skipped; last_good names the checkpoint to go back to; done takes
+    every record that was read and did not stop the run, with its update as numbers.
     """
 
     def __init__(
@@ -56,18 +66,26 @@ class Recorder:
         write: Callable[[Entry], None],
         warn: Callable[[str], None],
         last_good: Callable[[], Path | None],
+        done: Callable[[Record, list[float]], None] = lambda record, update: None,
     ) -> None:
-        self.device, self.write, self.warn, self.last_good = device, write, warn, last_good
+        self.device, self.write, self.warn, self.last_good, self.done = device, write, warn, last_good, done
         self.lag = 1 if device.type == "cuda" else 0
-        self.queue: deque[tuple[Record, Stamp]] = deque()
+        self.queue: deque[tuple[Record, torch.Tensor, Stamp]] = deque()
         self.skips = 0
         self.clock = Stamp(device)
 
     def add(self, record: Record) -> None:
         """Takes the record of the step just queued; reads the one before it (on a GPU)."""
-        self.queue.append((record, Stamp(self.device)))
+        self.queue.append((record, self._send(record), Stamp(self.device)))
         while len(self.queue) > self.lag:
             self._read(*self.queue.popleft())
+
+    def _send(self, record: Record) -> torch.Tensor:
+        """The numbers of a record as one vector on the host, or on their way there."""
+        numbers = torch.cat([t.detach().reshape(-1).float() for t in record.tensors()])
+        if self.device.type != "cuda":
+            return numbers
+        return torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
 
     def drain(self) -> None:
         """Waits for every step so far."""
@@ -78,10 +96,14 @@ class Recorder:
         """Time up to now belongs to no step (it was an evaluation or a save)."""
         self.clock = Stamp(self.device)
 
-    def _read(self, record: Record, done: "Stamp") -> None:
-        loss = float(record.loss)
-        extra = {name: float(value) for name, value in record.extra.items()}
-        seconds, self.clock = done.seconds_since(self.clock), done
+    def _read(self, record: Record, sent: torch.Tensor, done: "Stamp") -> None:
+        seconds, self.clock = done.seconds_since(self.clock), done  # waits: what was sent is there
+        numbers = iter(sent.tolist())
+        loss = next(numbers)
+        extra = {
+            name: next(numbers) if isinstance(value, torch.Tensor) else float(value)
+            for name, value in record.extra.items()
+        }
         entry = {
             "step": record.step,
             "loss": loss,
@@ -95,6 +117,7 @@ class Recorder:
         }
         self.write(entry | memory_gib(self.device) | extra)
         self._check(record, loss, extra)
+        self.done(record, list(numbers))
 
     def _check(self, record: Record, loss: float, extra: dict[str, float]) -> None:
         if not math.isfinite(loss):
