@@ -17,6 +17,8 @@ _WHERE = {
     "load": "keyhole.model.load",
     "Model": "keyhole.model.model",
     "AdamW": "keyhole.methods",
+    "GaLore": "keyhole.methods",
+    "LoRA": "keyhole.methods",
     "SGD": "keyhole.methods",
     "ZO": "keyhole.methods",
 }

@@ -41,6 +41,8 @@ def write_files(model: Any, path: Path) -> None:
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_SIZE)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
+    if model.addon is not None:
+        model.addon.write(path)
 
 
 def make_generation_config_writable(module: nn.Module) -> None:

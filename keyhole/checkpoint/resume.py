@@ -9,31 +9,34 @@ once, by name. Sections of methods that are not in use do not count.
 import json
 from typing import Any
 
-from keyhole.checkpoint.find import Choice
+from keyhole.checkpoint.origin import Origin
 from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig, to_dict
-from keyhole.config.fields import sections, settings
+from keyhole.config.fields import section_of, sections, settings
 from keyhole.errors import UserError
 from keyhole.plan.probe import versions
 
 SAFE = {
     "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
     "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
-    "report_to", "output_dir", "device", "placement", "gpu_memory",
+    "report_to", "output_dir", "device", "placement", "gpu_memory", "background_save", "journal_sync",
 }  # fmt: skip
 
 
 def flat_config(config: TrainConfig) -> dict[str, Any]:
     """Dotted key -> plain value, the top level and the section of the method."""
     values = to_dict(config)
-    own = values[config.method]
+    own = section_of(config.method)
     flat = {key: value for key, value in values.items() if key not in sections()}
-    flat |= {f"{config.method}.{key}": value for key, value in own.items()}
+    flat |= {f"{own}.{key}": value for key, value in values[own].items()}
     return json.loads(json.dumps(flat))
 
 
-def apply_changes(state: State, config: TrainConfig) -> list[str]:
-    """A line for every safe setting that changed since the checkpoint; UserError names those that may not."""
+def apply_changes(state: State, config: TrainConfig, done: int | None = None) -> list[str]:
+    """A line for every safe setting that changed since the checkpoint; UserError names those that may not.
+
+    done: steps done, where a journal leads further than the checkpoint."""
+    next_step = (state.step if done is None else done) + 1
     lines, refused = [], []
     now = flat_config(config)
     for key in sorted(now.keys() | state.config.keys()):
@@ -42,7 +45,7 @@ def apply_changes(state: State, config: TrainConfig) -> list[str]:
         if before == after:
             continue
         if key in SAFE:
-            lines.append(f"{key}: {before} -> {after}, from step {state.step + 1} on")
+            lines.append(f"{key}: {before} -> {after}, from step {next_step} on")
         else:
             refused.append(f"  {key}: the run has {before}, the config now says {after}")
     if refused:
@@ -51,17 +54,18 @@ def apply_changes(state: State, config: TrainConfig) -> list[str]:
     return lines
 
 
-def resume_lines(resume: str | None, choice: Choice, config: TrainConfig) -> list[str]:
+def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> list[str]:
     """What going on means here: from where, what is damaged, what changed."""
     if resume is None:
         return []
-    if choice.state is None:
-        return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run"]
-    lines = [f"resume: from {choice.path}, {choice.state.step} steps done"]
-    lines += [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
-    lines += [f"resume: {change}" for change in apply_changes(choice.state, config)]
-    then, now = choice.state.versions, versions()
-    other = [
-        f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]
-    ]
+    choice, state = origin.choice, origin.state
+    damaged = [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
+    if state is None:
+        return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run", *damaged, *origin.notes]
+    lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *damaged, *origin.notes]
+    if origin.tail:
+        lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
+    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step)]
+    then, now = state.versions, versions()
+    other = [f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

@@ -9,10 +9,18 @@ Nothing here imports torch.
 
 from keyhole.config.dump import to_dict, to_yaml
 from keyhole.config.loader import load_config, resolve
-from keyhole.config.schema import AdamWConfig, OffloadConfig, SGDConfig, TrainConfig, ZOConfig
+from keyhole.config.schema import (
+    AdamWConfig,
+    GaLoreConfig,
+    LoRAConfig,
+    OffloadConfig,
+    SGDConfig,
+    TrainConfig,
+    ZOConfig,
+)
 from keyhole.config.sizes import Bytes
 
 __all__ = [
-    "AdamWConfig", "Bytes", "OffloadConfig", "SGDConfig", "TrainConfig", "ZOConfig",
+    "AdamWConfig", "Bytes", "GaLoreConfig", "LoRAConfig", "OffloadConfig", "SGDConfig", "TrainConfig", "ZOConfig",
     "load_config", "resolve", "to_dict", "to_yaml",
 ]  # fmt: skip

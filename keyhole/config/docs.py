@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from keyhole.config.dump import dump, to_dict
-from keyhole.config.fields import Setting, sections, settings
+from keyhole.config.fields import Setting, section_of, sections, settings
 from keyhole.config.schema import Method, TrainConfig
 from keyhole.config.types import describe
 
-METHODS = typing.get_args(Method)
+METHODS = [section_of(method) for method in typing.get_args(Method)]
 HEAD = """# Settings
 
 A config is a YAML file with the keys below: `keyhole train config.yaml`. Any key can be overridden on the
@@ -76,7 +76,7 @@ def annotated(config: TrainConfig) -> str:
     """The config as YAML with each key's line as a comment above it; of the methods' sections only the chosen one."""
     values, lines = to_dict(config), []
     for name, about, group in by_section():
-        if name in METHODS and name != config.method:
+        if name in METHODS and name != section_of(config.method):
             continue
         indent = "" if name is None else "  "
         lines += [] if name is None else [f"# {about}", f"{name}:"]

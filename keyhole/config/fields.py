@@ -52,6 +52,11 @@ def sections() -> dict[str, type]:
     return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
 
 
+def section_of(method: str) -> str:
+    """The section that a method reads."""
+    return method.replace("-", "_")
+
+
 def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = doc_lines(cls)

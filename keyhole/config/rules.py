@@ -16,12 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.config.faults import Finding
-from keyhole.config.fields import sections
+from keyhole.config.fields import section_of, sections
 from keyhole.config.schema import TrainConfig
 from keyhole.demo import paths
 
-DEFAULT_LR = {"adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6}
-SANE_LR = {"adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5)}
+DEFAULT_LR = {"adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lora": 2e-4, "galore": 1e-4}
+SANE_LR = {
+    "adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2),
+}  # fmt: skip
 STREAMS = ("zo",)
 
 
@@ -58,6 +60,8 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
                 yield Finding(f"{name}.{key}", f"has no effect: {why}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
+    if config.journal_sync != 1 and config.method != "zo":
+        yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal, only zo does")
     if config.dtype == "float16" and config.method != "zo":
         yield Finding("dtype", "float16 gradients underflow without loss scaling; bfloat16 is safer")
     low, high = SANE_LR[config.method]
@@ -71,7 +75,7 @@ def _unused(section: str, config: TrainConfig) -> str:
     """Why nothing reads a section; "" where something does."""
     if section == "offload":
         return "placement is resident" if config.placement == "resident" else ""
-    return f"the method is {config.method}" if section != config.method else ""
+    return f"the method is {config.method}" if section != section_of(config.method) else ""
 
 
 def _fill(config: TrainConfig) -> TrainConfig:

@@ -43,7 +43,7 @@ NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
-Method = Literal["adamw", "sgd", "zo"]
+Method = Literal["adamw", "sgd", "zo", "lora", "galore"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -83,6 +83,34 @@ class SGDConfig:
 
     momentum: BelowOne = 0.0
     """Share of the last update that is kept; 0 needs no state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW."""
+
+    r: Count = 8
+    """Rank of the adapters."""
+    alpha: Positive = 16.0
+    """Adapters are scaled by alpha / r."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: str | list[str] | None = None
+    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
+    merge: bool = True
+    """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaLoreConfig:
+    """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all that is no matrix of a block."""
+
+    rank: Count = 128
+    """Rank of the projection; a matrix whose shorter side is not larger is not projected."""
+    update_proj_gap: Count = 200
+    """Steps between two SVDs."""
+    scale: Positive = 0.25
+    """Factor of the update of projected matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +162,7 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Positive | None = None
-    """Peak learning rate; null = the method's default: adamw 2e-5, sgd 5e-3, zo 1e-6."""
+    """Peak learning rate; null = the method's default: adamw 2e-5, sgd 5e-3, zo 1e-6, lora 2e-4, galore 1e-4."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0
@@ -165,6 +193,10 @@ class TrainConfig:
     """Write a checkpoint every so many steps; null = at the end only."""
     save_total_limit: Count | None = 2
     """Keep only the newest so many checkpoints; null = keep all."""
+    background_save: bool = True
+    """Write checkpoints while training goes on; false = wait for each."""
+    journal_sync: Count = 1
+    """zo: flush the journal of steps to the disk every so many steps (a killed process loses none either way)."""
     report_to: Literal["tensorboard"] | None = None
     """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
 
@@ -172,3 +204,5 @@ class TrainConfig:
     zo: ZOConfig = field(default_factory=ZOConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    galore: GaLoreConfig = field(default_factory=GaLoreConfig)

@@ -21,18 +21,24 @@ class _TorchMethod:
 
     name: str
 
-    def __init__(self, model: Model, max_grad_norm: float | None) -> None:
+    def __init__(
+        self, model: Model, max_grad_norm: float | None, params: dict[str, torch.nn.Parameter] | None = None
+    ) -> None:
+        self._require_plain(model)
+        self.model, self.max_grad_norm = model, max_grad_norm
+        own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
+        self.params = own if params is None else params
+        if not self.params:
+            raise UserError("every parameter is frozen: there is nothing to train")
+        self.optimizer: torch.optim.Optimizer
+        self._grad_norm: torch.Tensor | None = None
+
+    def _require_plain(self, model: Model) -> None:
         if not model.is_plain:
             raise UserError(
                 f"method: {self.name} needs every weight on the device in the dtype it computes in; "
                 "use placement=resident, or method=zo with placement=stream"
             )
-        self.model, self.max_grad_norm = model, max_grad_norm
-        self.params = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
-        if not self.params:
-            raise UserError("every parameter is frozen: there is nothing to train")
-        self.optimizer: torch.optim.Optimizer
-        self._grad_norm: torch.Tensor | None = None
 
     @property
     def lr(self) -> float:

@@ -35,7 +35,8 @@ def load_model(config: TrainConfig, choice: find.Choice) -> Model:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of a run before this one
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
-    source = config.model if choice.path is None else str(choice.path)
+    adds = config.method == "lora"  # to a model that stays as it was: a checkpoint's weights have the adapters added
+    source = config.model if choice.path is None or adds else str(choice.path)
     how = {"dtype": config.dtype, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     return load(source, seed=config.seed, workload=workload(config), **how, **where)
 
