@@ -79,8 +79,8 @@ class Reverse:
         self._sink: Sink | None = None
         self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, of the block at work
         self._tensor = {id(t.param): t for t in self.layout.tensors}
-        for unit in self.layout.of_kind("block"):
-            for tensor in unit.tensors:
+        for tensor in self.layout.tensors:
+            if tensor.param.requires_grad:
                 tensor.param.register_post_accumulate_grad_hook(self._accumulated)
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -153,6 +153,17 @@ class Reverse:
         self._reverse_blocks()
         self._reverse_table()
         self._reverse_spine()
+
+    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True) -> None:
+        """The same for a loss that somebody computed with the module itself, all of whose weights are at home:
+        autograd walks back in one go, and each gradient is given as soon as it is whole."""
+        self._stored = {id(t.param): t.param.data for t in self.layout.tensors}
+        self._sink, self._final = sink, True
+        try:
+            loss.backward(retain_graph=not last)
+        finally:
+            self._stored.clear()
+            self._sink, self._final = None, False
 
     def _reverse_head(self) -> list[torch.Tensor]:
         """Gradients of the hidden states; the rows of an untied head are given to the sink on the way."""
@@ -239,7 +250,7 @@ class Reverse:
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:
         """Autograd has added to param.grad (or nothing, where it was taken); if nothing more can come, it goes."""
-        if self._final and param.grad is not None:
+        if self._final and id(param) in self._stored and param.grad is not None:
             grad, param.grad = param.grad, None
             self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
 
@@ -266,14 +277,17 @@ class Reverse:
                 weight_RH, head = self._rows_of(unit, stored, self._compute(unit, stored)), None
                 for p in range(len(self.hidden)):
                     head = _add(head, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
-                grad = head + grad
+                grad = _add(head, grad)
             self._give_rows(unit, stored, grad)
 
-    def _embedding_grad(self, unit: Unit) -> torch.Tensor:
+    def _embedding_grad(self, unit: Unit) -> torch.Tensor | None:
         """[R, H]: what came back for looked-up rows of this chunk, added up row by row."""
         first, end = unit.rows
-        ids_M = torch.cat([e.ids_M for e in self.embedded.values()]) - first
-        rows_MH = torch.cat([e.rows_MH.grad for e in self.embedded.values()])
+        found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
+        if not found:
+            return None
+        ids_M = torch.cat([e.ids_M for e in found]) - first
+        rows_MH = torch.cat([e.rows_MH.grad for e in found])
         if self.padding_idx is not None:  # as torch's own embedding: this row is not trained by being looked up
             ids_M = torch.where(ids_M == self.padding_idx - first, end - first, ids_M)
         ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # not ours: one row past the end
