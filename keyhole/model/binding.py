@@ -14,6 +14,13 @@ from keyhole.model.homes import Homes, view
 from keyhole.model.layout import FlatTensor, Unit
 
 
+def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
+    """The rows of a matrix that a unit holds, from its flat memory."""
+    first, last = unit.rows
+    width = unit.tensors[0].shape[1]
+    return flat[: (last - first) * width].view(last - first, width)
+
+
 class Binding:
     """Points the parameters of a module into flat memory. keep_views: memory is reused, so views are made once."""
 
@@ -40,7 +47,10 @@ class Binding:
         self.enter_block(None)
         if unit is not None:
             self.enter_block(unit.block)
-            self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
+            if unit.rows is not None:
+                unit.tensors[0].param.data = rows_view(unit, flat)
+            else:
+                self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
 
     def enter_block(self, block: int | None) -> None:
         """Points the spine's parameters inside a block (None: outside of all) to where the running pass has them."""
@@ -49,12 +59,11 @@ class Binding:
 
     def bind_head(self, unit: Unit, flat: torch.Tensor, spine: torch.Tensor) -> None:
         """Lets the head hold the rows of a chunk, and that part of its bias."""
-        first, last = unit.rows
-        width, bias = unit.tensors[0].shape[1], self.head.linear.bias
+        bias = self.head.linear.bias
         if bias is not None:
             tensor = next(t for t in self.spine_of[None] if t.param is bias)
-            bias = view(spine, tensor, self.layout.spine.start)[first:last]
-        self.head.bind(flat[: (last - first) * width].view(last - first, width), bias)
+            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.rows)]
+        self.head.bind(rows_view(unit, flat), bias)
 
     def _point(self, key: tuple, tensors: list[FlatTensor], flat: torch.Tensor, start: int) -> None:
         views = self._views.get(key)

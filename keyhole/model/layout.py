@@ -14,7 +14,9 @@ So the layout may not depend on the device, the budget or the placement, only on
 
 Blocks are found by looking at the model (the list of modules that holds the most parameters), not by its class
 name. A block may be cut further into runs of consecutive leaf modules when a whole block is too large a
-transfer for the budget; that changes where units begin and end, never an element's index.
+transfer for the budget; that changes where units begin and end, never an element's index. The matrix of a linear layer
+of more than TILE_NUMEL elements may be cut by rows (rowtiles.py says how it is then used); such a layer's bias, which
+all of its rows need, belongs to the spine.
 
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding a tensor.
 """
@@ -27,6 +29,8 @@ from torch import nn
 
 ALIGN = 64
 CHUNK_ROWS = 8192
+TILE_NUMEL = 160 * 2**20
+TILE_ROWS = 256  # tiles are a multiple of this
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Unit:
     stop: int
     tensors: list[FlatTensor]
     modules: list[nn.Module] = field(default_factory=list, repr=False)  # entering one of these needs the unit
-    rows: tuple[int, int] | None = None  # row range, for chunks of a table
+    rows: tuple[int, int] | None = None  # row range, for chunks of a table and tiles of a matrix
     block: int | None = None
 
     @property
@@ -73,6 +77,7 @@ class Layout:
     block_count: int
     block_class: str
     tied: bool  # the head is the table
+    tiled_layers: int = 0  # linear layers that are computed in row tiles
 
     def of_kind(self, kind: str) -> list[Unit]:
         return [unit for unit in self.units if unit.kind == kind]
@@ -120,6 +125,18 @@ def _leaves(block: nn.Module) -> list[nn.Module]:
     return [leaf for child in block.children() for leaf in _leaves(child)]
 
 
+def row_tiles(leaf: nn.Module) -> list[tuple[int, int]]:
+    """Row ranges of a linear layer with a large matrix, as even as TILE_ROWS allows; [] for any other module. They
+    depend on the shape alone, so that streamed and resident models compute the same products."""
+    if type(leaf) is not nn.Linear or leaf.weight.numel() <= TILE_NUMEL:
+        return []
+    row_count = leaf.weight.shape[0]
+    even = -(-row_count // -(-leaf.weight.numel() // TILE_NUMEL))
+    step = -(-even // TILE_ROWS) * TILE_ROWS
+    tiles = [(first, min(first + step, row_count)) for first in range(0, row_count, step)]
+    return tiles if len(tiles) > 1 else []
+
+
 def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> list[list[nn.Module]]:
     """Consecutive leaves gathered into runs of at most max_numel elements; one run when max_numel is None."""
     runs, size = [], 0
@@ -135,16 +152,19 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
     return runs
 
 
-def find_layout(module: nn.Module, max_unit_numel: int | None = None) -> Layout:
-    """Lays the parameters of an HF decoder out flat. Works on the meta device: no weights are needed."""
+def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
+    """Lays the parameters of an HF decoder out flat. Works on the meta device: no weights are needed. cut_rows: where
+    blocks are cut, large matrices may be cut too, into units of some rows."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
     head_p = head.weight if isinstance(head, nn.Linear) else None
     blocks = find_blocks(module)
-    special = {id(p) for p in (table_p, head_p) if p is not None}
+    tables = {id(p) for p in (table_p, head_p)}
     uses = Counter(id(p) for block in blocks for leaf in _leaves(block) for p in leaf.parameters())
-    in_blocks = {p for p, count in uses.items() if count == 1 and p not in special}  # a shared one goes to the spine
+    large = [leaf for block in blocks for leaf in _leaves(block) if row_tiles(leaf)]
+    outside = tables | {id(leaf.bias) for leaf in large}
+    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine
     users = Counter(id(p) for block in blocks for p in block.parameters())
     block_of = {
         id(p): i
@@ -154,7 +174,7 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None) -> Layout:
         if users[id(p)] == 1
     }
     builder = _Builder(names, block_of)
-    spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in special]
+    spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
     builder.unit("spine", "spine", spine, [])
     if table_p is not None:
         builder.table("table", table_p)
@@ -163,12 +183,15 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None) -> Layout:
         for j, run in enumerate(runs):
             params = [p for leaf in run for p in leaf.parameters() if id(p) in in_blocks]
             name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
-            builder.unit("block", name, params, [block] if len(runs) == 1 else run)
+            if cut_rows and len(runs) > 1 and len(run) == 1 and (tiles := row_tiles(run[0])):
+                builder.rows("block", name, params[0], tiles)
+            else:
+                builder.unit("block", name, params, [block] if len(runs) == 1 else run)
     tied = head_p is table_p
     if head_p is not None and not tied:
         builder.table("head", head_p)
     kind = type(blocks[0]).__name__ if blocks else "none"
-    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied)
+    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large))
 
 
 class _Builder:
@@ -193,12 +216,16 @@ class _Builder:
         self.units.append(Unit(len(self.units), name, kind, start, self.end, tensors, modules, block=block))
 
     def table(self, kind: str, param: nn.Parameter) -> None:
-        """A matrix cut into row chunks; every chunk but the last ends where the next begins."""
+        chunks = range(0, param.shape[0], CHUNK_ROWS)
+        self.rows(kind, kind, param, [(first, min(first + CHUNK_ROWS, param.shape[0])) for first in chunks])
+
+    def rows(self, kind: str, name: str, param: nn.Parameter, ranges: list[tuple[int, int]]) -> None:
+        """A matrix cut by rows, a unit each; every unit but the last ends where the next begins."""
         tensor = self._place(param)
         row_count, width = param.shape
-        for row in range(0, row_count, CHUNK_ROWS):
-            last = min(row + CHUNK_ROWS, row_count)
+        for first, last in ranges:
+            start = tensor.start + first * width
             stop = tensor.start + last * width if last < row_count else self.end
-            unit = Unit(len(self.units), f"{kind} rows {row}-{last}", kind, tensor.start + row * width, stop, [tensor])
-            unit.rows = (row, last)
+            unit = Unit(len(self.units), f"{name} rows {first}-{last}", kind, start, stop, [tensor])
+            unit.rows, unit.block = (first, last), tensor.block
             self.units.append(unit)

@@ -32,6 +32,7 @@ from keyhole.model.head import Head
 from keyhole.model.homes import Homes
 from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
 from keyhole.model.lockstep import Lockstep
+from keyhole.model.rowtiles import compute_in_tiles
 from keyhole.model.solo import Solo
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
@@ -72,6 +73,7 @@ class Model:
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
         self._install_hooks()
+        compute_in_tiles(self)
         whole = len(layout.of_kind("block")) == layout.block_count > 0
         if graphs and self.device.type == "cuda" and whole:
             self.graphs = BlockGraphs(self, find_blocks(module))
@@ -147,7 +149,7 @@ class Model:
             for unit in self.layout.of_kind("table"):
                 self.engine.home_ready(unit.index)
             return ops.gather_rows(table_VH, ids_M)
-        self.engine.wait_for_homes()
+        self.engine.wait_for_homes([unit.index for unit in self.layout.of_kind("table")])
         return table_VH[ids_M.to(table_VH.device)].to(self.device)
 
     @torch.no_grad()

@@ -8,7 +8,8 @@
 A unit is a whole block when that is a small copy, else a run of its matrices of about UNIT_BYTES: from there on a
 larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
 GPU. When even that is too large for the budget, a unit is a run of at most the size of the largest matrix: a smaller
-one would need the same slots, and three slots of small units are not far enough ahead.
+one would need the same slots, and three slots of small units are not far enough ahead. A matrix that alone exceeds
+layout.TILE_NUMEL elements is cut by rows where the method allows it.
 
 Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link works
 ahead, but only as far as there are slots. Whole blocks in turn would need slots for a block; single units do not.
@@ -22,7 +23,7 @@ from torch import nn
 
 from keyhole.config.sizes import Bytes
 from keyhole.errors import UserError
-from keyhole.model.layout import Layout, Unit, find_layout
+from keyhole.model.layout import TILE_NUMEL, Layout, Unit, find_layout
 from keyhole.offload.wire import Wire
 from keyhole.plan.host import host_memory
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
@@ -30,6 +31,7 @@ from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
 SLOT_COUNT = 3
+ROW_METHODS = ("zo", "eval", "chat")  # forward passes only: they may have a large matrix a few rows at a time
 HOST_SLACK_BYTES = GIB  # Python, PyTorch and the CUDA driver
 
 
@@ -99,9 +101,10 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
     one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
     found, smallest = [], None
-    largest_matrix = max(u.numel for u in find_layout(module, max_unit_numel=1).of_kind("block"))
+    cut_rows = costs.work.method in ROW_METHODS and not costs.formats.packs_blocks
+    largest_matrix = max(u.numel for u in find_layout(module, 1, cut_rows).of_kind("block"))
     for max_unit_numel in (UNIT_BYTES // costs.formats.dtype.itemsize, largest_matrix):
-        layout = find_layout(module, max_unit_numel)
+        layout = find_layout(module, max_unit_numel, cut_rows)
         streamed = {u.index for u in layout.units[1:]}
         if budget is None:
             tables = {u.index for u in layout.units if u.kind in ("table", "head")}
@@ -204,6 +207,11 @@ def _reasons(
         f"placement: {placement}: {(total - away) / GIB:.2f} GiB of weights on the device, {away / GIB:.2f} GiB "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
+    if layout.tiled_layers:
+        lines.append(
+            f"row tiles: {layout.tiled_layers} linear layers of more than {TILE_NUMEL >> 20} Mi weights are computed "
+            "in tiles of output rows, streamed or resident: the same bits in both, within rounding of the untiled product"
+        )
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
     if device.type != "cuda" or work.method != "zo":
