@@ -1,6 +1,6 @@
 """The one loop that every method shares; a method only brings its step.
 
-    output_dir -> checkpoint to go on from -> data -> model -> method -> (step, eval?, save?) x total -> model
+    output_dir -> checkpoint and journal to go on from -> data -> model -> method -> (step, eval?, save?) x total -> model
 
 Everything is checked before anything is written, and the cheap checks come first. What a step is made of
 lives in keyhole/training/ (a file an idea) and what goes to disk in keyhole/checkpoint/. The loop itself
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from keyhole.checkpoint import find, hf
+from keyhole.checkpoint.origin import Origin, find_origin
+from keyhole.checkpoint.replay import apply_records
 from keyhole.checkpoint.resume import resume_lines
 from keyhole.checkpoint.state import method_state
 from keyhole.config import TrainConfig, resolve
@@ -26,7 +28,9 @@ from keyhole.plan.probe import environment, versions
 from keyhole.training import rundir, start
 from keyhole.training.display import Display
 from keyhole.training.evaluate import evaluate
+from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.loading import dry_lines, load_model
+from keyhole.training.lock import Lock, locked
 from keyhole.training.metrics import GIB, Entry, MetricsFile, Record, Recorder, memory_gib, token_count
 from keyhole.training.moved import CHECK_STEPS, Moved
 from keyhole.training.plot import plot_loss
@@ -44,12 +48,17 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     start block, and stops.
     """
     config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
-    job = look(config, resume)
-    if dry_run:
-        groups = [*dry_lines(config), job.data.report, job.plan_lines(), job.notes]
-        job.display.lines(start.block(config, [*groups, ["dry run: nothing was written"]]))
-        return 0
-    return build(job).go()
+    require(config.report_to)
+    directory = rundir.inspect(config.output_dir, resume is not None)
+    with locked(directory.lock) as lock:
+        if not dry_run:
+            lock.take()
+        job = look(config, directory, resume)
+        if dry_run:
+            groups = [*dry_lines(config), job.data.report, job.plan_lines(), job.notes]
+            job.display.lines(start.block(config, [*groups, ["dry run: nothing was written"]]))
+            return 0
+        return build(job, lock).go()
 
 
 @dataclass(frozen=True)
@@ -58,7 +67,7 @@ class Job:
 
     config: TrainConfig
     directory: rundir.RunDir
-    choice: find.Choice
+    origin: Origin
     notes: list[str]
     data: Data
     first: int
@@ -69,18 +78,15 @@ class Job:
         return start.plan_lines(self.config, self.first, self.total, self.data.train.steps_per_epoch)
 
 
-def look(config: TrainConfig, resume: str | None) -> Job:
-    """Checks the output directory, the checkpoint to go on from, and the data. Writes nothing."""
-    require(config.report_to)
-    directory = rundir.inspect(config.output_dir, resume is not None)
-    choice = find.Choice() if resume is None else find.choose(resume, directory.root)
-    notes = resume_lines(resume, choice, config)
-    data, first = from_config(config), 0
-    if choice.state is not None:
-        data.train.load_state_dict(choice.state.loader)
-        first = choice.state.step
+def look(config: TrainConfig, directory: rundir.RunDir, resume: str | None) -> Job:
+    """Checks what to go on from, and the data. Writes nothing."""
+    origin = find_origin(resume, directory.root, directory.journal, config)
+    notes = resume_lines(resume, origin, config)
+    data = from_config(config)
+    if origin.state is not None:
+        data.train.load_state_dict(origin.loader)
     total = total_steps(config, data.train.steps_per_epoch)
-    return Job(config, directory, choice, notes, data, first, total, Display(total, config.logging_steps))
+    return Job(config, directory, origin, notes, data, origin.step, total, Display(total, config.logging_steps))
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
@@ -90,9 +96,9 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     return math.ceil(config.num_train_epochs * steps_per_epoch)
 
 
-def build(job: Job) -> "Run":
-    """Loads model and method, says what was decided, and makes the output directory ours."""
-    config, choice, data = job.config, job.choice, job.data
+def build(job: Job, lock: Lock) -> "Run":
+    """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
+    config, choice, data = job.config, job.origin.choice, job.data
     torch.manual_seed(config.seed)
     model = load_model(config, choice)
     if config.packing:
@@ -106,10 +112,14 @@ def build(job: Job) -> "Run":
     job.display.lines(start.block(config, [*groups, job.plan_lines(), job.notes]))
     saver = Saver(job.directory.root, model, method, config, versions())
     saver.refuse_full_disk()
-    rundir.open_run(job.directory, config, environment())
+    rundir.open_run(job.directory, config, environment(), lock)
     find.set_aside(choice.damaged)
     saver.went_on_from(choice.path, job.first)
-    return Run(job, model, method, saver)
+    if job.origin.tail:
+        seconds = apply_records(method, job.origin.tail, job.display.line)
+        job.display.line(f"resume: {len(job.origin.tail)} steps of the journal replayed in {seconds:.2f} s")
+    journal = open_journal(config, job.directory, job.origin, data, method, versions(), job.display.line)
+    return Run(job, model, method, saver, journal)
 
 
 @dataclass
@@ -120,6 +130,7 @@ class Run:
     model: Model
     method: Any
     saver: Saver
+    journal: Journaling
     interrupts: Interrupts = field(default_factory=Interrupts)
     moved: Moved | None = None
     moving_steps: int = 0  # steps with a rate above 0
@@ -130,7 +141,7 @@ class Run:
         self.metrics = MetricsFile(job.directory.metrics, job.first)
         self.track = tracker(job.config.report_to, job.directory.run, job.first)
         device, say = self.model.device, self.display.line
-        self.recorder = Recorder(device, self.report, say, lambda: saver.last_good)
+        self.recorder = Recorder(device, self.report, say, lambda: saver.last_good, self.journal.note)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""
@@ -148,6 +159,8 @@ class Run:
             self.close()
 
     def loop(self) -> int:
+        if self.job.origin.tail:
+            self.between(self.job.first)  # the process may have died before what was due after this step
         for step in range(self.job.first + 1, self.job.total + 1):
             self.step(step)
             self.between(step)
@@ -166,7 +179,10 @@ class Run:
         loss = self.method.step(batches)
         self.moving_steps += rate > 0
         tokens, extra = token_count(batches), self.method.metrics()
-        self.recorder.add(Record(step, loss, rate, loader.epoch, tokens, loader.where(), extra))
+        latest = getattr(self.method, "latest", None)
+        update = None if latest is None or self.journal.writer is None else latest.coef
+        where = loader.where(), extra, update, loader.position
+        self.recorder.add(Record(step, loss, rate, loader.epoch, tokens, *where))
 
     def report(self, entry: Entry) -> None:
         """Takes the entry of a finished step, or of an evaluation."""
@@ -180,6 +196,7 @@ class Run:
         last = step == self.job.total
         checks = self.moved is not None and (self.moving_steps == CHECK_STEPS or last)
         evaluates = bool(self.data.eval) and (last or step % (self.config.eval_steps or self.job.total) == 0)
+        evaluates = evaluates and step not in self.metrics.evaluated
         saves = self.saver.is_due(step) and not last and not self.interrupts.requested
         if not (checks or evaluates or saves):
             return
@@ -231,6 +248,7 @@ class Run:
     def close(self) -> None:
         """Whatever happened: files closed, the curve drawn."""
         self.display.close()
+        self.journal.close()
         self.metrics.close()
         self.track.close()
         self.model.close()

@@ -298,9 +298,9 @@ def test_output_directory(make: Make, tiny_data: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_training_learns(make: Make, method: str) -> None:
     """Every method lowers the loss on a set it sees again and again."""
-    rates = {"adamw": 3e-3, "sgd": 0.1, "zo": 2e-3}
+    rates = {"sgd": 0.1, "zo": 2e-3}
     steps = 60 if method == "zo" else 20
-    config = make(method=method, learning_rate=rates[method], max_steps=steps, batch_size=8)
+    config = make(method=method, learning_rate=rates.get(method, 3e-3), max_steps=steps, batch_size=8)
     assert train(config) == 0
     curve = losses(config)
     assert sum(curve[-5:]) < 0.95 * sum(curve[:5])

@@ -92,6 +92,11 @@ class Loader:
         """Passes over the data so far: 1.5 is half way through the second."""
         return self._epoch + self._offset / len(self.dataset)
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epoch, offset in rows) of the next step."""
+        return self._epoch, self._offset
+
     def next_step(self) -> list[Batch]:
         """The micro-batches of the next step."""
         if self._order is None or self._order[0] != self._epoch:

@@ -62,7 +62,7 @@ def load(
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     device = choose_device(device)
     config = read_config(model, trust_remote_code)
-    directory = None if model is config else _directory(model)
+    directory = None if model is config else find_directory(model)
     dtype = choose_dtype(dtype, config)
     with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
         torch.default_generator.manual_seed(seed)
@@ -122,7 +122,8 @@ def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
     return dtype
 
 
-def _directory(model: str | Path) -> Path:
+def find_directory(model: str | Path) -> Path:
+    """The directory itself, or where the files of a hub id lie."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download

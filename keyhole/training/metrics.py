@@ -153,6 +153,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int) -> None:
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
+        self.evaluated = {entry["step"] for entry in kept if "eval_loss" in entry}
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(_line(entry) for entry in kept), encoding="utf-8")
         os.replace(temporary, path)

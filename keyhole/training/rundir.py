@@ -5,6 +5,8 @@
       run/keyhole.json     the marker: this directory is ours (and the format's version)
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
       run/metrics.jsonl    one line a step               run/loss.png   the curve
+      run/journal          zeroth-order: one record a step (checkpoint/journal.py)
+      run/lock             held by the process that writes here (lock.py)
 
 Nothing that is not ours is written over, and nothing of ours without --resume. The look at the directory
 (`inspect`) changes nothing; it is made (`open_run`) only when data and model have turned out to be good.
@@ -18,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
+from keyhole.checkpoint import journal
 from keyhole.checkpoint.files import flush, write_text
 from keyhole.checkpoint.find import checkpoints
 from keyhole.config import TrainConfig, to_yaml
 from keyhole.errors import UserError
+from keyhole.training.lock import Lock
 
 FORMAT = 1
 LEFTOVERS = (".*.saving-*", ".*.old-*")  # what a killed process left half-written or half-deleted
@@ -50,6 +54,14 @@ class RunDir:
         return self.run / "loss.png"
 
     @property
+    def journal(self) -> Path:
+        return self.run / "journal"
+
+    @property
+    def lock(self) -> Path:
+        return self.run / "lock"
+
+    @property
     def is_ours(self) -> bool:
         return self.marker.is_file()
 
@@ -71,8 +83,9 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
             f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}); "
             "choose a new or empty directory"
         )
-    if not resume and (checkpoints(found.root) or found.has_model):
-        last = checkpoints(found.root)[-1].name if checkpoints(found.root) else "a finished model"
+    if not resume and (checkpoints(found.root) or found.has_model or _has_steps(found.journal)):
+        last = "a finished model" if found.has_model else "a journal of steps"
+        last = checkpoints(found.root)[-1].name if checkpoints(found.root) else last
         raise UserError(
             f"output_dir: {found.root} holds a run already ({last}); go on from there with --resume, "
             "or choose another output_dir"
@@ -80,18 +93,28 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
     return found
 
 
-def _first_file(root: Path) -> Path | None:
-    """Any file below `root`, other than a marker that a killed process was about to write."""
+def _has_steps(path: Path) -> bool:
+    """Whether a journal holds a record; one that cannot be read counts as if it did."""
     try:
-        return next((p for p in root.rglob("*") if not p.is_dir() and p.name != ".keyhole.json.tmp"), None)
+        return path.exists() and bool(journal.read(path).records)
+    except (OSError, journal.BadJournal):
+        return True
+
+
+def _first_file(root: Path) -> Path | None:
+    """Any file below `root`, other than what a process leaves that is killed before its marker is there."""
+    early = {root / "run" / "lock", root / "run" / ".keyhole.json.tmp"}
+    try:
+        return next((p for p in root.rglob("*") if not p.is_dir() and p not in early), None)
     except OSError as error:
         raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
 
 
-def open_run(found: RunDir, config: TrainConfig, environment: dict[str, Any]) -> None:
+def open_run(found: RunDir, config: TrainConfig, environment: dict[str, Any], lock: Lock) -> None:
     """Makes the directory ours, and writes down settings and environment."""
     try:
         found.run.mkdir(parents=True, exist_ok=True)
+        lock.take()
         if not found.is_ours:
             write_text(found.marker, json.dumps({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
         for pattern in LEFTOVERS:

@@ -1,0 +1,90 @@
+"""Keeps the journal of a zeroth-order run (checkpoint/journal.py) while it trains.
+
+A record needs the projected gradients, which are on the device until the step is done. The recorder reads them
+anyway, one step late (metrics.py), and hands them on: no wait is added. So when a process is killed, at most
+the step that the device was working on is lost, and the one queued behind it. A record that cannot be written
+(a full disk) is kept in memory and written with the next; training goes on, loudly.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from keyhole.checkpoint import journal
+from keyhole.checkpoint.origin import JOURNALED, Origin, continued
+from keyhole.checkpoint.resume import flat_config
+from keyhole.config import TrainConfig
+from keyhole.data import Data
+from keyhole.training.metrics import Record
+from keyhole.training.rundir import RunDir
+
+
+class Journaling:
+    """The journal of one run. `writer` is None for methods that have none."""
+
+    def __init__(self, writer: journal.Writer | None, method: Any, say: Callable[[str], None]) -> None:
+        self.writer, self.method, self.say = writer, method, say
+        self.failing = False
+
+    def note(self, record: Record, update: list[float]) -> None:
+        """Takes a step that was read and found good; `update` is [lr, g_1/q .. g_q/q]."""
+        if self.writer is None:
+            return
+        epoch, row = record.position
+        decay, device = self.method.weight_decay, self.method.model.device.type
+        seed = self.method.noise["seed"]
+        try:
+            self.writer.append(journal.Record(record.step, seed, epoch, row, decay, device, tuple(update)))
+        except OSError as error:
+            if not self.failing:
+                self.say(
+                    f"warning: the journal cannot be written: {error}; records are kept in memory and tried "
+                    "again every step"
+                )
+            self.failing = True
+            return
+        if self.failing:
+            self.say(f"the journal is whole again, up to step {record.step}")
+        self.failing = False
+
+    def settle(self, step: int) -> None:
+        """Before a checkpoint of this step appears: its record, and all before it, are on the disk."""
+        if self.writer is not None and self.writer.wait_for(step, timeout_s=60.0):
+            self.writer.sync()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def open_journal(
+    config: TrainConfig,
+    directory: RunDir,
+    origin: Origin,
+    data: Data,
+    method: Any,
+    versions: dict[str, Any],
+    say: Callable[[str], None],
+) -> Journaling:
+    """The journal of this run, new or continued; the weights are loaded, and the directory is ours."""
+    if config.method not in JOURNALED:
+        return Journaling(None, method, say)
+    source = config.model if origin.choice.path is None else str(origin.choice.path)
+    model = method.model
+    header = journal.Header(
+        base="",
+        first=0,
+        source=source,
+        seed=config.seed,
+        directions=method.directions,
+        distribution=method.noise["distribution"],
+        rounding=method.decay["rounding"],
+        eps=method.eps,
+        dtype=str(model.dtype).removeprefix("torch."),
+        wire=config.wire,
+        frozen=[t.name for t in model.layout.tensors if not t.param.requires_grad],
+        end_token_ids=list(data.end_token_ids),
+        loader=data.train.state_dict(),
+        config=flat_config(config),
+        versions=versions,
+    )
+    return Journaling(continued(origin, source, directory.journal, header, config.journal_sync), method, say)
