@@ -210,7 +210,8 @@ def _reasons(
     if layout.tiled_layers:
         lines.append(
             f"row tiles: {layout.tiled_layers} linear layers of more than {TILE_NUMEL >> 20} Mi weights are computed "
-            "in tiles of output rows, streamed or resident: the same bits in both, within rounding of the untiled product"
+            "in tiles of output rows, streamed or resident: the same bits in both, those of the untiled product within "
+            "rounding"
         )
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
