@@ -16,7 +16,9 @@ __version__ = "0.1.0"
 _WHERE = {
     "load": "keyhole.model.load",
     "Model": "keyhole.model.model",
+    "AdaLOMO": "keyhole.methods",
     "AdamW": "keyhole.methods",
+    "LOMO": "keyhole.methods",
     "GaLore": "keyhole.methods",
     "LoRA": "keyhole.methods",
     "SGD": "keyhole.methods",

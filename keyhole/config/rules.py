@@ -20,11 +20,14 @@ from keyhole.config.fields import section_of, sections
 from keyhole.config.schema import TrainConfig
 from keyhole.demo import paths
 
-DEFAULT_LR = {"adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lora": 2e-4, "galore": 1e-4}
-SANE_LR = {
-    "adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2),
+DEFAULT_LR = {
+    "adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lomo": 5e-3, "adalomo": 5e-4, "lora": 2e-4, "galore": 1e-4,
 }  # fmt: skip
-STREAMS = ("zo",)
+SANE_LR = {
+    "adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5), "lomo": (1e-5, 1e-1),
+    "adalomo": (1e-5, 5e-3), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2),
+}  # fmt: skip
+STREAMS = ("zo", "lomo", "adalomo")
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -47,10 +50,27 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
     if config.method == "zo" and config.max_grad_norm is not None:
         yield Finding("max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip")
+    if config.method in ("lomo", "adalomo"):
+        yield from _lomo_faults(config)
     if config.method not in STREAMS and config.wire is not None:
         yield Finding("wire", f"{config.method} cannot use a format of its own; set wire=null and choose dtype")
     if config.method not in STREAMS and config.placement == "stream":
         yield Finding("placement", f"{config.method} cannot stream yet; set placement=resident, or method=zo")
+
+
+def _lomo_faults(config: TrainConfig) -> Iterator[Finding]:
+    own, name = getattr(config, config.method), config.method
+    clips = {"max_grad_norm": config.max_grad_norm, f"{name}.clip_value": own.clip_value}
+    clips[f"{name}.clip_group_norm"] = own.clip_group_norm
+    given = [key for key, value in clips.items() if value is not None]
+    if len(given) > 1:
+        yield Finding(given[1], f"contradicts {given[0]}: gradients are clipped in one way; set one of them to null")
+    if config.wire == "fp8":
+        yield Finding("wire", f"{name} cannot add updates up in 8 bits; use fp32, bf16 or fp16, or method=zo")
+    if config.placement == "stream" and own.activations == "none":
+        yield Finding(f"{name}.activations", "none needs all weights on the device; use block or host, or resident")
+    if config.placement == "stream" and own.rounding == "kahan":
+        yield Finding(f"{name}.rounding", "kahan is for weights on the device; use stochastic, or wire=fp32")
 
 
 def _warnings(config: TrainConfig) -> Iterator[Finding]:
@@ -62,7 +82,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
     if config.journal_sync != 1 and config.method != "zo":
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal, only zo does")
-    if config.dtype == "float16" and config.method != "zo":
+    if config.dtype == "float16" and config.method not in STREAMS:
         yield Finding("dtype", "float16 gradients underflow without loss scaling; bfloat16 is safer")
     low, high = SANE_LR[config.method]
     rate = config.learning_rate

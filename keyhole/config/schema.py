@@ -43,7 +43,7 @@ NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
-Method = Literal["adamw", "sgd", "zo", "lora", "galore"]
+Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lora", "galore"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -114,6 +114,29 @@ class GaLoreConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LOMOConfig:
+    """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
+
+    rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
+    """How updated weights go back to 16 bits; kahan keeps what was lost, 2 bytes a parameter (resident only)."""
+    activations: Literal["none", "block", "host"] = "block"
+    """What is kept for backward: everything, the inputs of blocks (which then run twice), or these in host memory."""
+    clip_value: Positive | None = None
+    """Bound on the absolute value of each element of the gradient; null = no bound."""
+    clip_group_norm: Positive | None = None
+    """Bound on the norm of each tensor's gradient; null = no bound. For the whole gradient: max_grad_norm."""
+    grad_norm: bool = True
+    """Measure the norm of the gradient; false lets float32 or nearest updates be added by the product itself."""
+    fused: bool = True
+    """Make the gradients of linear layers in one buffer, or right in the weight; false = torch's own backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaLOMOConfig(LOMOConfig):
+    """AdaLOMO: LOMO with a step size for every weight, from a second moment kept by rows and columns. Streams."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """The streaming engine. Switched off, a part costs time and changes no number: for ablations."""
 
@@ -162,7 +185,8 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Positive | None = None
-    """Peak learning rate; null = the method's default: adamw 2e-5, sgd 5e-3, zo 1e-6, lora 2e-4, galore 1e-4."""
+    """Peak learning rate; null = the method's default: adamw 2e-5, sgd and lomo 5e-3, zo 1e-6, adalomo 5e-4, lora 2e-4,
+    galore 1e-4."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0
@@ -204,5 +228,7 @@ class TrainConfig:
     zo: ZOConfig = field(default_factory=ZOConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     sgd: SGDConfig = field(default_factory=SGDConfig)
+    lomo: LOMOConfig = field(default_factory=LOMOConfig)
+    adalomo: AdaLOMOConfig = field(default_factory=AdaLOMOConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     galore: GaLoreConfig = field(default_factory=GaLoreConfig)

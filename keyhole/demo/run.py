@@ -45,6 +45,8 @@ USUAL = Settings()
 SETTINGS = {
     "adamw": Settings(),
     "sgd": Settings(lr=0.05),
+    "lomo": Settings(lr=0.05),
+    "adalomo": Settings(lr=1e-2),
     "lora": Settings(lr=1e-2),
     "galore": Settings(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
     "zo": Settings(steps=300, lr=1.5e-3, batch_size=32),

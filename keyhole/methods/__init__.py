@@ -1,10 +1,20 @@
 """How weights are updated: one idea a file, and this table of names."""
 
+from keyhole.methods.adalomo import AdaLOMO
 from keyhole.methods.first_order import SGD, AdamW
 from keyhole.methods.galore import GaLore
+from keyhole.methods.lomo import LOMO
 from keyhole.methods.lora import LoRA
 from keyhole.methods.zo import ZO
 
-METHODS = {"adamw": AdamW, "sgd": SGD, "zo": ZO, "lora": LoRA, "galore": GaLore}
+METHODS = {
+    "adamw": AdamW,
+    "sgd": SGD,
+    "zo": ZO,
+    "lomo": LOMO,
+    "adalomo": AdaLOMO,
+    "lora": LoRA,
+    "galore": GaLore,
+}
 
-__all__ = ["METHODS", "SGD", "ZO", "AdamW", "GaLore", "LoRA"]
+__all__ = ["LOMO", "METHODS", "SGD", "ZO", "AdaLOMO", "AdamW", "GaLore", "LoRA"]
