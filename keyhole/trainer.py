@@ -1,6 +1,6 @@
 """The one loop that every method shares; a method only brings its step.
 
-    output_dir -> checkpoint and journal to go on from -> data -> model -> method -> (step, eval?, save?) x total -> model
+    output_dir -> checkpoint and journal -> data -> model -> method -> (step, eval?, save?) x total -> model
 
 Everything is checked before anything is written, and the cheap checks come first. What a step is made of
 lives in keyhole/training/ (a file an idea) and what goes to disk in keyhole/checkpoint/. The loop itself

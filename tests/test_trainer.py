@@ -47,9 +47,7 @@ def make(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Make:
     def build(name: str = "out", **changes: Any) -> TrainConfig:
         base = {"model": str(tiny_model), "train_data": str(tiny_data), "output_dir": str(tmp_path / name)}
         base |= {"method": "adamw", "learning_rate": 1e-3, "max_steps": 6, "batch_size": 4, "device": "cpu"}
-        return resolve(TrainConfig(**base | {"lr_scheduler_type": "cosine", "warmup_ratio": 0.2} | changes))[
-            0
-        ]
+        return resolve(TrainConfig(**base | {"lr_scheduler_type": "cosine", "warmup_ratio": 0.2} | changes))[0]
 
     return build
 
@@ -94,9 +92,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_n_plus_m_equals_n_stop_resume_m(
-    make: Make, tiny_data: Path, variant: str, stop_after: Callable
-) -> None:
+def test_n_plus_m_equals_n_stop_resume_m(make: Make, tiny_data: Path, variant: str, stop_after: Callable) -> None:
     """A run that is interrupted and resumed has the weights and metrics of one that was not, bit for bit."""
     settings = VARIANTS[variant] | {"eval_data": str(tiny_data), "eval_steps": 2}
     settings |= {"batch_size": 2, "gradient_accumulation_steps": 2}
@@ -176,9 +172,7 @@ def test_resume_without_a_checkpoint_starts(make: Make, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("harm", ["truncated weights", "missing config", "bad state"])
-def test_a_damaged_checkpoint_is_named_and_passed_over(
-    make: Make, harm: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_passed_over(make: Make, harm: str, capsys: pytest.CaptureFixture) -> None:
     """The run goes on from the one before, and ends where the undamaged run ended."""
     config = make(save_steps=2)
     train(config)
@@ -200,9 +194,7 @@ def test_settings_that_may_not_change(make: Make) -> None:
     config = make(max_steps=2)
     train(config)
     before = sorted(Path(config.output_dir).rglob("*"))
-    with pytest.raises(
-        UserError, match="  batch_size: the run has 4, the config now says 2\n  seed: the run"
-    ):
+    with pytest.raises(UserError, match="  batch_size: the run has 4, the config now says 2\n  seed: the run"):
         train(replace(config, seed=5, batch_size=2), resume="")
     with pytest.raises(UserError, match="adamw.beta1"):
         train(replace(config, adamw=AdamWConfig(beta1=0.5)), resume="")
@@ -367,9 +359,7 @@ def test_bad_input_leaves_no_directory(make: Make, tmp_path: Path) -> None:
 
 def test_non_finite_loss_stops_the_run(make: Make) -> None:
     """A rate that blows the weights up: the step, the samples and the last good checkpoint are named."""
-    config = make(
-        method="sgd", learning_rate=1e12, save_steps=1, lr_scheduler_type="constant", warmup_ratio=0.0
-    )
+    config = make(method="sgd", learning_rate=1e12, save_steps=1, lr_scheduler_type="constant", warmup_ratio=0.0)
     with pytest.raises(NonFinite) as error:
         train(config)
     root, message = Path(config.output_dir), str(error.value)
@@ -407,9 +397,7 @@ def test_steps_lost_to_rounding_are_pointed_out(make: Make, capsys: pytest.Captu
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step, with both numbers."""
     monkeypatch.setattr(saving, "free_bytes", lambda path: 2**20)
-    with pytest.raises(
-        UserError, match=r"output_dir: saving the model takes 0\.06 GiB, and .* has 0\.00 GiB free"
-    ):
+    with pytest.raises(UserError, match=r"output_dir: saving the model takes 0\.06 GiB, and .* has 0\.00 GiB free"):
         train(make())
     assert not Path(make().output_dir).exists()
 
@@ -423,11 +411,7 @@ def test_a_disk_that_fills_up_does_not_stop_training(
     real = saving.free_bytes
 
     def free(path: Path) -> int:
-        return (
-            0
-            if (Path(config.output_dir) / "checkpoint-2").exists() and len(losses(config)) < 7
-            else real(path)
-        )
+        return 0 if (Path(config.output_dir) / "checkpoint-2").exists() and len(losses(config)) < 7 else real(path)
 
     monkeypatch.setattr(saving, "free_bytes", free)
     assert train(config) == 0
@@ -441,9 +425,7 @@ def test_room_is_made_by_deleting_the_oldest_first(make: Make, monkeypatch: pyte
     """With room for two checkpoints only, the oldest goes before the third is written, never the newest."""
     config = make(save_steps=2)
     root = Path(config.output_dir)
-    monkeypatch.setattr(
-        saving, "free_bytes", lambda path: 0 if len(list(root.glob("checkpoint-*"))) > 1 else 2**40
-    )
+    monkeypatch.setattr(saving, "free_bytes", lambda path: 0 if len(list(root.glob("checkpoint-*"))) > 1 else 2**40)
     assert train(config) == 0
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
 

@@ -69,9 +69,7 @@ class Replayed:
     total_seconds: float
 
 
-def replay(
-    base: str, path: Path, out: Path, *, steps: int | None = None, say: Say = print, **where: Any
-) -> Replayed:
+def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: Say = print, **where: Any) -> Replayed:
     """Writes the model that a journal leads to from `base` to the directory `out`.
 
     steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (model/load.py).

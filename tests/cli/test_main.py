@@ -18,6 +18,7 @@ SURFACE = {
     "data": {"CONFIG", "KEY=VALUE", "-n", "--count"},
     "eval": {"DIR", "KEY=VALUE", "--tasks", "--limit", "--json"},
     "chat": {"DIR", "KEY=VALUE", "--system", "--max-new-tokens"},
+    "replay": {"BASE", "JOURNAL", "OUT", "KEY=VALUE", "--steps"},
     "env": {"--json"},
     "demo": {"--output-dir"},
     "bench": set(),

@@ -1,0 +1,31 @@
+"""keyhole replay BASE JOURNAL OUT [--steps N] [key=value ...]"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from keyhole.config.loader import read_words
+
+
+def replay(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model that the run started from.")],
+    journal: Annotated[str, typer.Argument(metavar="JOURNAL", help="The run's output_dir, or its run/journal.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A new directory for the rebuilt model.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Settings: device, placement, gpu_memory."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Rebuild the weights after N steps; default: all.")
+    ] = None,
+) -> None:
+    """Rebuild a zeroth-order run's weights from its journal.
+
+    Example: keyhole replay facebook/opt-1.3b out/run/journal rebuilt device=cpu
+    """
+    where = read_words(overrides or (), ("device", "placement", "gpu_memory"))
+    from keyhole.checkpoint.replay import replay as run
+
+    done = run(base, Path(journal), Path(out), steps=steps, say=typer.echo, **where)
+    typer.echo(f"{done.steps} steps replayed in {done.seconds:.1f} s ({done.total_seconds:.1f} s in all): {out}")
