@@ -16,6 +16,9 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
 The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
+A page whose home is rewritten on the host (offload/exchange.py) has a gate: prefetch stops at a page that is not
+ready, without waiting, and acquire waits for it.
+
 Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
 and, if committed, once down a sweep.
 On a CPU device the same logic runs with plain copies.
@@ -23,8 +26,9 @@ On a CPU device the same logic runs with plain copies.
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -35,6 +39,19 @@ POISON = 0xFF  # this byte over and over is NaN in fp32, bf16, fp16 and fp8
 
 def _bytes(flat: torch.Tensor) -> int:
     return flat.numel() * flat.element_size()
+
+
+class Gate(Protocol):
+    """Who rewrites homes on the host."""
+
+    def ready(self, page: int) -> bool:
+        """Whether the home holds the page's weights; never waits."""
+
+    def wait(self, page: int) -> None:
+        """Returns when it does. Kernels that are launched afterwards on the compute stream may read the home."""
+
+    def drain(self) -> None:
+        """The same for all pages, and for the host."""
 
 
 class _Slot:
@@ -86,6 +103,7 @@ class Engine:
         self.visited: list[int] = []
         self.bytes_up = self.bytes_down = 0
         self.timeline: Timeline | None = None
+        self.gate: Gate | None = None
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -113,6 +131,8 @@ class Engine:
             self.orders[name] = self.visited
 
     def acquire(self, page: int) -> torch.Tensor:
+        if self.gate is not None:
+            self.gate.wait(page)
         if page not in self.streamed:
             return self.homes[page]
         assert page not in self.held, f"page {page} is acquired already"
@@ -166,13 +186,20 @@ class Engine:
         """Homes were written by somebody else: forget what was uploaded ahead."""
         self._drop_ahead()
 
-    def wait_for_homes(self) -> None:
-        """Blocks the host until every write-back has arrived: before anyone reads the homes."""
+    def wait_for_homes(self, pages: Iterable[int] | None = None) -> None:
+        """Blocks the host until every write-back has arrived: before anyone reads the homes (or these)."""
+        if self.gate is not None:
+            for page in pages or ():
+                self.gate.wait(page)
+            if pages is None:
+                self.gate.drain()
         if self.cuda:
             self.down.synchronize()
 
     def home_ready(self, page: int) -> None:
         """Makes the caller's stream wait for the page's last write-back: before a kernel reads the home in place."""
+        if self.gate is not None:
+            self.gate.wait(page)
         if self.cuda and page in self.streamed:
             self.compute.wait_event(self.home_written[page])
 
@@ -212,6 +239,8 @@ class Engine:
         while self.free and self.order and (self.overlap or not self.held):
             page = self.order[(self.cursor + len(self.ahead)) % len(self.order)]
             if page in self.held or any(slot.page == page for slot in self.ahead):
+                return
+            if self.gate is not None and not self.gate.ready(page):
                 return
             self._upload(page)
             if not self.overlap:
