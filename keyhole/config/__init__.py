@@ -10,6 +10,7 @@ Nothing here imports torch.
 from keyhole.config.dump import to_dict, to_yaml
 from keyhole.config.loader import load_config, resolve
 from keyhole.config.schema import (
+    AdamOffloadConfig,
     AdamWConfig,
     GaLoreConfig,
     LoRAConfig,

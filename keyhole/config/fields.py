@@ -37,9 +37,10 @@ class Setting:
 
 
 def doc_lines(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name."""
+    """The string under each field of a dataclass, by field name; those of its base classes too."""
+    bases = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
+    docs = {name: doc for base in bases for name, doc in doc_lines(base).items()}
     body = ast.parse(inspect.getsource(cls)).body[0].body
-    docs = {}
     for statement, after in zip(body, body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
             docs[statement.target.id] = inspect.cleandoc(after.value.value)

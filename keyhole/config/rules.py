@@ -22,12 +22,14 @@ from keyhole.demo import paths
 
 DEFAULT_LR = {
     "adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lomo": 5e-3, "adalomo": 5e-4, "lora": 2e-4, "galore": 1e-4,
+    "adam-offload": 2e-5,
 }  # fmt: skip
 SANE_LR = {
     "adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5), "lomo": (1e-5, 1e-1),
-    "adalomo": (1e-5, 5e-3), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2),
+    "adalomo": (1e-5, 5e-3), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2), "adam-offload": (1e-7, 5e-4),
 }  # fmt: skip
-STREAMS = ("zo", "lomo", "adalomo")
+STREAMS = ("zo", "lomo", "adalomo", "adam-offload")
+WIRES = ("zo", "lomo", "adalomo")
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -52,7 +54,7 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip")
     if config.method in ("lomo", "adalomo"):
         yield from _lomo_faults(config)
-    if config.method not in STREAMS and config.wire is not None:
+    if config.method not in WIRES and config.wire is not None:
         yield Finding("wire", f"{config.method} cannot use a format of its own; set wire=null and choose dtype")
     if config.method not in STREAMS and config.placement == "stream":
         yield Finding("placement", f"{config.method} cannot stream yet; set placement=resident, or method=zo")

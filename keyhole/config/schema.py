@@ -43,7 +43,7 @@ NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
-Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lora", "galore"]
+Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lora", "galore", "adam-offload"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -137,6 +137,24 @@ class AdaLOMOConfig(LOMOConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class AdamOffloadConfig:
+    """AdamW, exact, with fp32 weights and moments in host memory (14 bytes a parameter), updated there by the CPU."""
+
+    beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
+    schedule: Literal["layerwise", "monolithic"] = "layerwise"
+    """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
+    threads: Count | None = None
+    """CPU threads of the updates; null = all cores but one."""
+    activations: Literal["block", "host", "none"] = "block"
+    """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """The streaming engine. Switched off, a part costs time and changes no number: for ablations."""
 
@@ -166,7 +184,7 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and of the arithmetic on them; null = as stored in the model's files."""
     wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
-    """Format of the weights at rest and on the link, if not dtype (zo only); null = dtype."""
+    """Format of the weights at rest and on the link, if not dtype (methods that stream); null = dtype."""
     tf32: bool = False
     """Products of float32 in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
     device: str | None = None
@@ -185,8 +203,7 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Positive | None = None
-    """Peak learning rate; null = the method's default: adamw 2e-5, sgd and lomo 5e-3, zo 1e-6, adalomo 5e-4, lora 2e-4,
-    galore 1e-4."""
+    """Peak rate; null: adamw 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lora 2e-4, galore 1e-4."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0
@@ -232,3 +249,4 @@ class TrainConfig:
     adalomo: AdaLOMOConfig = field(default_factory=AdaLOMOConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     galore: GaLoreConfig = field(default_factory=GaLoreConfig)
+    adam_offload: AdamOffloadConfig = field(default_factory=AdamOffloadConfig)
