@@ -126,7 +126,7 @@ class Model:
 
     def clean(self, unit: Unit) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
-        return self.as_compute(unit, self.engine.acquire(unit.index))
+        return self.as_compute(unit, self.engine.acquire(unit.index, changes=False))
 
     def as_compute(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
         """The unit in the dtype of compute: itself, or a copy in memory that the next unit will use again."""

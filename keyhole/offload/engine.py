@@ -19,6 +19,9 @@ next page is on its way, past the end of a sweep into the next one. A wrong gues
 A page whose home is rewritten on the host (offload/exchange.py) has a gate: prefetch stops at a page that is not
 ready, without waiting, and acquire waits for it.
 
+Whoever must see homes as they are now while work goes on (checkpoint/snapshot.py) is a *watch*: it is told before a
+home is changed, and may hold the host up until it has what it needs, and after.
+
 Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
 and, if committed, once down a sweep.
 On a CPU device the same logic runs with plain copies.
@@ -52,6 +55,16 @@ class Gate(Protocol):
 
     def drain(self) -> None:
         """The same for all pages, and for the host."""
+
+
+class Watch(Protocol):
+    """Who wants to know when homes change."""
+
+    def before_change(self, page: int) -> None:
+        """Work that will change the home is about to be queued. May wait."""
+
+    def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+        """That work has been queued on this stream (None: it is done)."""
 
 
 class _Slot:
@@ -104,6 +117,7 @@ class Engine:
         self.bytes_up = self.bytes_down = 0
         self.timeline: Timeline | None = None
         self.gate: Gate | None = None
+        self.watch: Watch | None = None
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -130,10 +144,13 @@ class Engine:
         if self.visited and learn:
             self.orders[name] = self.visited
 
-    def acquire(self, page: int) -> torch.Tensor:
+    def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
+        """The page on the device. changes=False: it will only be read."""
         if self.gate is not None:
             self.gate.wait(page)
         if page not in self.streamed:
+            if changes and self.watch is not None:
+                self.watch.before_change(page)
             return self.homes[page]
         assert page not in self.held, f"page {page} is acquired already"
         while self.ahead and self.ahead[0].page != page and any(slot.page == page for slot in self.ahead):
@@ -155,11 +172,15 @@ class Engine:
 
     def commit(self, page: int) -> None:
         if page not in self.streamed:
+            self._tell(page, self.compute if self.cuda else None)
             return
         slot, home = self.held[page], self.homes[page]
         self.bytes_down += _bytes(home)
+        if self.watch is not None:
+            self.watch.before_change(page)
         if not self.cuda:
             home.copy_(slot.like(home))
+            self._tell(page, None)
             return
         slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
@@ -168,8 +189,13 @@ class Engine:
             with self._span("write-back", page):
                 home.copy_(slot.like(home), non_blocking=True)
             self.home_written[page].record(self.down)
+        self._tell(page, self.down)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
+
+    def _tell(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+        if self.watch is not None:
+            self.watch.changed(page, stream)
 
     def release(self, page: int) -> None:
         if page not in self.streamed:

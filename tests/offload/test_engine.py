@@ -196,3 +196,30 @@ def test_homes_written_by_others_are_seen_after_invalidate() -> None:
     with engine.sweep("train", [1, 2, 3]):
         assert torch.equal(engine.acquire(1), torch.full((64,), 7.0))
         engine.release(1)
+
+
+def test_a_watch_is_told_around_every_change_of_a_home() -> None:
+    """Before a resident page is handed out to be changed, or a streamed one comes home, and after; not for reading."""
+    homes = [torch.zeros(4), torch.zeros(4)]
+    engine = Engine(homes, {1}, torch.device("cpu"))
+    told: list = []
+
+    class Log:
+        def before_change(self, page: int) -> None:
+            told.append(("before", page, float(homes[page][0])))
+
+        def changed(self, page: int, stream: object) -> None:
+            told.append(("after", page, float(homes[page][0])))
+
+    engine.watch = Log()
+    with engine.sweep("read", [1]):
+        for page in (0, 1):
+            engine.acquire(page, changes=False)
+            engine.release(page)
+    assert told == []
+    with engine.sweep("write", [1]):
+        for page in (0, 1):
+            engine.acquire(page).fill_(5.0)
+            engine.commit(page)
+            engine.release(page)
+    assert told == [("before", 0, 0.0), ("after", 0, 5.0), ("before", 1, 0.0), ("after", 1, 5.0)]
