@@ -26,15 +26,24 @@ Legend: E matrices, R rows, C columns.
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.lomo import ROUNDINGS, check_scalars, check_tensors, scaled_reference, settle, settle_reference
-from keyhole.ops.rounding import FLOAT32_MAX, TILE, bits_at, chunk_bits_reference, tile_bits
-from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, chunks, int32, key, lanes
-from keyhole.ops.zo import float32
+from keyhole.ops.lomo import (
+    ROUNDINGS,
+    bits_reference,
+    check_scalars,
+    check_tensors,
+    scaled_reference,
+    settle,
+    settle_reference,
+)
+from keyhole.ops.rounding import FLOAT32_MAX, TILE, bits_at, tile_bits
+from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, int32, key, lanes
+from keyhole.ops.zo import VECTOR, float32
 
 ROWS, COLUMNS = 64, 128  # of a tile of the statistics
 SPAN = 1024  # elements of a row or column state, or of a vector, a program holds at a time
 
-_WIDTH, _TILE, _FLOAT32_MAX = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(FLOAT32_MAX)
+_WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
+_FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
 
 State = dict[str, torch.Tensor]
 
@@ -68,7 +77,7 @@ def adalomo_update_reference_(w: torch.Tensor, grad: torch.Tensor, state: State,
     u = u / (u.square().mean().sqrt() / clip_threshold).clamp(min=1.0)
     a = lr * w_fp32.square().mean().sqrt().clamp(min=eps2)
     x = w_fp32 * (1 - a * weight_decay) - a * u if c is None else (c - a * u) - (a * weight_decay) * w_fp32
-    bits = _bits_reference(w, offset, seed, step) if stochastic else None
+    bits = bits_reference(w, offset, seed, step) if stochastic else None
     new, c_new = settle_reference(w, x, c, bits)
     new = torch.where(fine, new, w)
     if c is not None:
@@ -79,12 +88,6 @@ def adalomo_update_reference_(w: torch.Tensor, grad: torch.Tensor, state: State,
     if bad is not None:
         bad |= ~fine
     w.copy_(new)
-
-
-def _bits_reference(w: torch.Tensor, offset: int, seed: int, step: int) -> torch.Tensor:
-    parts = [chunk_bits_reference(offset + part.start, part.stop - part.start, seed=seed, step=step, device=w.device)
-             for part in chunks(offset, w.numel())]
-    return torch.cat(parts).view(w.shape)
 
 
 @jit()
@@ -181,7 +184,7 @@ def _step_size(w_squares, u_squares, n, lr, eps2, clip_threshold):
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1", "lr", "wd", "eps2", "clip_threshold"])
 def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, total_ptr, u_ptr, bad_ptr,
                    changed_ptr, R, C, tile_0, lead, n, step, k0, k1, lr, wd, eps2, clip_threshold,
-                   STACKED: tl.constexpr, STOCHASTIC: tl.constexpr):
+                   STACKED: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr):
     """Pass 3, one program a tile of the index space: 8192 elements in a row, so that 8 share a Philox call."""
     pid = tl.program_id(0).to(tl.int64)
     step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
@@ -189,8 +192,12 @@ def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr
     lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n - start, _TILE).to(tl.int32)
     first = tl.maximum(start, 0)
     row_0, column_0 = (first // C).to(tl.int32), (first % C + start - first).to(tl.int32)  # of lane 0, if it exists
+    stop = _if_finite(tl.load(total_ptr), hi)
+    if ALIGNED:
+        start, column_0 = tl.multiple_of(start, _VECTOR), tl.multiple_of(column_0, _VECTOR)
+        lo, hi, stop = tl.multiple_of(lo, _VECTOR), tl.multiple_of(hi, _VECTOR), tl.multiple_of(stop, _VECTOR)
     a, divisor = _step_size(tl.load(total_ptr + 1), tl.load(u_ptr), n.to(tl.float32), lr, eps2, clip_threshold)
-    scale, stop = _scale(scale_ptr), _if_finite(tl.load(total_ptr), hi)
+    scale = _scale(scale_ptr)
     r0, r1, r2, r3 = k0, k0, k0, k0
     if STOCHASTIC:
         r0, r1, r2, r3 = tile_bits(tile_0 + pid, step, k0, k1)
@@ -199,8 +206,7 @@ def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr
         word = r0 if v < 2 else (r1 if v < 4 else (r2 if v < 6 else r3))
         i = v * _WIDTH + lanes()
         mask = (i >= lo) & (i < hi)
-        ahead = tl.maximum(column_0 + i, 0)
-        row, column, e = row_0 + ahead // C, ahead % C, ahead * 0
+        row, column, e = row_0 + (column_0 + i) // C, (column_0 + i) % C, i * 0
         if STACKED:
             e = row // R
         row_moment = tl.load(row_ptr + row, mask, 1.0)
@@ -213,7 +219,7 @@ def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr
             at_c = c_ptr + start + i
         x = _moved(w.to(tl.float32), at_c, mask, g * r * c / divisor, a, wd)
         bits = word & 0xFFFF if v % 2 == 0 else word >> 16
-        changed += settle(w_ptr + start + i, at_c, mask & (i < stop), w, x, bits, STOCHASTIC)
+        changed += settle(w_ptr + start + i, at_c, mask & (i < stop), mask, w, x, bits, STOCHASTIC)
     if bad_ptr is not None:
         tl.store(bad_ptr, 1, mask=stop == 0)
     if changed_ptr is not None:
@@ -262,7 +268,7 @@ def _vector_kernel(w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, c
         bits = lane
         if STOCHASTIC:
             bits = bits_at(offset.to(tl.int64) + i, step, k0, k1)
-        changed += settle(w_ptr + i, at_c, i < stop, w, x, bits, STOCHASTIC)
+        changed += settle(w_ptr + i, at_c, i < stop, mask, w, x, bits, STOCHASTIC)
     if sum_ptr is not None:
         tl.store(sum_ptr, tl.load(sum_ptr) + total)
     if bad_ptr is not None:
@@ -304,7 +310,7 @@ def _launch_matrix(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.T
         _update_kernel[(-(-(lead + n) // TILE),)](
             w, c, grad, scale, row, mean_E, col, total_2, u_sums.sum(), bad, changed, R, C, tile_0, lead, n,
             int32(step), *key(seed), lr, weight_decay, eps2, clip_threshold, STACKED=E > 1,
-            STOCHASTIC=stochastic, **flags)
+            STOCHASTIC=stochastic, ALIGNED=lead % VECTOR == 0 and C % VECTOR == 0, **flags)
     if sum_squares is not None:
         sum_squares += total_2[0]
 

@@ -51,6 +51,13 @@ def sum_squares_reference_(grad: torch.Tensor, out: torch.Tensor, scale: torch.T
             bad |= ~torch.isfinite(g).all()
 
 
+def bits_reference(w: torch.Tensor, offset: int, seed: int, step: int) -> torch.Tensor:
+    """The 16 bits of every element of a contiguous tensor, in its shape."""
+    parts = [chunk_bits_reference(offset + part.start, part.stop - part.start, seed=seed, step=step, device=w.device)
+             for part in chunks(offset, w.numel())]
+    return torch.cat(parts).view(w.shape)
+
+
 def settle_reference(w: torch.Tensor, x: torch.Tensor, c: torch.Tensor | None,
                      bits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The new weight and compensation. x (float32): the new weight, or Kahan's step y. bits: None for nearest."""
@@ -101,16 +108,21 @@ def fma(a, b, c):
 
 
 @jit()
-def settle(w_ptr, c_ptr, mask, w, x, bits, STOCHASTIC: tl.constexpr):
-    """Store one vector of new weights (and compensations); returns, per element, whether it changed (0 or 1)."""
+def settle(w_ptr, c_ptr, mask, fine, w, x, bits, STOCHASTIC: tl.constexpr):
+    """Store one vector of new weights (and compensations); returns, per element, whether it changed (0 or 1).
+
+    mask: where the tensor is. fine: where it may move; elsewhere the old value is stored, since a mask that differs
+    from element to element would make memory move one element at a time.
+    """
     w_fp32 = w.to(tl.float32)
     if c_ptr is not None:
-        new = round_nearest(w_fp32 + x, w.dtype)
-        tl.store(c_ptr, round_nearest(x - (new.to(tl.float32) - w_fp32), w.dtype), mask)
+        new = tl.where(fine, round_nearest(w_fp32 + x, w.dtype), w)
+        c = round_nearest(x - (new.to(tl.float32) - w_fp32), w.dtype)
+        tl.store(c_ptr, tl.where(fine, c, tl.load(c_ptr, mask, 0.0)), mask)
     elif STOCHASTIC:
-        new = round_stochastic(x, bits, w.dtype)
+        new = tl.where(fine, round_stochastic(x, bits, w.dtype), w)
     else:
-        new = round_nearest(x, w.dtype)
+        new = tl.where(fine, round_nearest(x, w.dtype), w)
     tl.store(w_ptr, new, mask)
     return ((new.to(tl.float32) != w_fp32) & mask).to(tl.int32)
 
@@ -125,7 +137,6 @@ def _vector(w_ptr, c_ptr, grad_ptr, lo, hi, bits, scale, lr, wd, clip, V: tl.con
     square, finite = g * g, tl.abs(g) <= _FLOAT32_MAX
     changed = i * 0
     if UPDATE:
-        move = mask & finite
         w = tl.load(w_ptr + i, mask, 0.0)
         x = w.to(tl.float32)
         if CLIP:
@@ -136,7 +147,7 @@ def _vector(w_ptr, c_ptr, grad_ptr, lo, hi, bits, scale, lr, wd, clip, V: tl.con
         if c_ptr is not None:
             at_c = c_ptr + i
             x = tl.load(at_c, mask, 0.0).to(tl.float32)
-        changed = settle(w_ptr + i, at_c, move, w, fma(g, -lr, x), bits, STOCHASTIC)
+        changed = settle(w_ptr + i, at_c, mask, finite, w, fma(g, -lr, x), bits, STOCHASTIC)
     return square, (mask & ~finite).to(tl.int32), changed
 
 
