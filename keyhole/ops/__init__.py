@@ -12,26 +12,36 @@
     sgd_update_           LOMO: the SGD update of a tensor from its gradient, in place
     sum_squares_          the sum of squares of a gradient alone
     adalomo_update_       AdaLomo: the same with a factored second moment (adalomo_state)
+    compress              X P for a sparse projector (random_projector, identity_projector: projector.py)
+    decompress_add_       W + alpha P delta Q^T, in place
     describe              which implementation runs, and why
 """
 
 from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
+from keyhole.ops.compress import compress
+from keyhole.ops.decompress import decompress_add_
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
 from keyhole.ops.lomo import sgd_update_, sum_squares_
+from keyhole.ops.projector import Projector, identity_projector, random_projector
 from keyhole.ops.rows import zo_rows
 from keyhole.ops.tiles import noise
 from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
 
 __all__ = [
+    "Projector",
     "adalomo_state",
     "adalomo_update_",
+    "compress",
+    "decompress_add_",
     "describe",
     "fp8_decode",
     "fp8_encode_",
     "gather_rows",
+    "identity_projector",
     "noise",
+    "random_projector",
     "sgd_update_",
     "sum_squares_",
     "use_kernel",
