@@ -5,12 +5,17 @@ and are moved into place. Where the target exists already and holds other things
 are moved one by one: first the old index is taken away, last the new one comes, so that a crash in between
 leaves a directory that does not load rather than one that mixes two models.
 
+Weights are written here, tensor by tensor from their homes, under the names that the module gives them. Where
+Transformers stores a model under other names than it computes with (it merges the experts of some mixtures when
+loading), or a method adds something of its own (LoRA), Transformers' writer does it, and needs a shard of memory.
+
 `publish` gives a finished run's last checkpoint to the user as the model of the output directory. Weight
 files are linked, not copied: no time, and no space on disk.
 """
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,9 +24,10 @@ import torch
 from torch import nn
 
 from keyhole.checkpoint.files import flush, flush_all, replace_directory, staged
+from keyhole.checkpoint.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
 from keyhole.model.skeleton import saved_buffers
+from keyhole.offload.wire import PACKED
 
-SHARD_SIZE = "2GB"  # also the extra host memory a save needs when weights are on a GPU
 INDEX = "model.safetensors.index.json"
 
 
@@ -35,14 +41,86 @@ def save_model(model: Any, path: Path) -> None:
 
 def write_files(model: Any, path: Path) -> None:
     """The files themselves: weights, config, generation config, tokenizer."""
+    if not is_plain_on_disk(model):
+        _write_by_transformers(model, path)
+        return
+    for name, content in small_files(model).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+    files = plan_files(model)
+    create_files(files, path)
+    left_out = set(model.module._keys_to_ignore_on_save or ())
+    for name, tensor in [*model.named_tensors(), *saved_buffers(model.module).items()]:
+        if name not in left_out:
+            with (path / files.places[name].file).open("r+b") as file:
+                file.seek(files.places[name].offset)
+                for piece in pieces(tensor.detach()):
+                    file.write(piece)
+
+
+def _write_by_transformers(model: Any, path: Path) -> None:
     tensors = dict(model.named_tensors()) | saved_buffers(model.module)
     make_generation_config_writable(model.module)
     with torch.no_grad():
-        model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_SIZE)
+        model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
     if model.addon is not None:
         model.addon.write(path)
+
+
+def is_plain_on_disk(model: Any) -> bool:
+    """Whether the files hold the module's tensors under the module's names, and nothing else."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if model.addon is not None:
+        return False
+    tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
+    try:
+        stored = revert_weight_conversion(model.module, dict(tensors))
+    except Exception:  # a conversion that needs more than names: not plain, whatever it is
+        return False
+    return stored.keys() == tensors.keys() and all(stored[name] is tensors[name] for name in tensors)
+
+
+def weight_specs(model: Any) -> list[Spec]:
+    """The tensors that a model directory holds: parameters (a tied one once), and buffers that belong to it."""
+    left_out = set(model.module._keys_to_ignore_on_save or ())
+
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        return model.dtype if dtype == PACKED else dtype
+
+    homes = model.engine.homes
+    units = {t.name: unit for unit in reversed(model.layout.units) for t in unit.tensors}
+    specs = [Spec(t.name, stored(homes[units[t.name].index].dtype), tuple(t.shape)) for t in model.layout.tensors]
+    specs += [Spec(name, b.dtype, tuple(b.shape)) for name, b in saved_buffers(model.module).items()]
+    return [spec for spec in specs if spec.name not in left_out]
+
+
+def plan_files(model: Any) -> Files:
+    """How the weights are cut into files."""
+    return lay_out(weight_specs(model), limit_bytes=SHARD_BYTES)
+
+
+def create_files(files: Files, path: Path) -> None:
+    """Empty weight files of their final size, and their index."""
+    for name, header in files.headers.items():
+        (path / name).write_bytes(header)
+        os.truncate(path / name, files.size_bytes[name])
+    if files.index is not None:
+        (path / INDEX).write_bytes(files.index)
+
+
+def small_files(model: Any) -> dict[str, bytes]:
+    """Everything but the weights, as Transformers writes it: relative name -> content."""
+    make_generation_config_writable(model.module)
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place)
+        model.module.save_pretrained(path, state_dict={"nothing": torch.zeros(1)})
+        (path / "model.safetensors").unlink()
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(path)
+        return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def make_generation_config_writable(module: nn.Module) -> None:

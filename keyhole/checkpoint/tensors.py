@@ -1,4 +1,4 @@
-"""Safetensors one tensor at a time, so that optimizer state larger than free memory can be written and read.
+"""Safetensors one tensor at a time, so that state larger than free memory can be written and read.
 
 The library's writer wants all tensors of a file on the host at once, and Adam's state is twice the model. The
 format is simple enough to write directly:
@@ -7,18 +7,23 @@ format is simple enough to write directly:
     header    JSON, padded with spaces to a multiple of 8:  {name: {"dtype", "shape", "data_offsets"}}
     data      the tensors, one after the other; wider elements first, so that every tensor is aligned
 
+`lay_out` cuts a model into files of at most SHARD_BYTES as Hugging Face does, and says where in which file every
+tensor lies before a byte of it is known: so pages of weights can be written in any order, from several threads.
 Peak host memory: PIECE_BYTES for tensors on a GPU. Reading goes through the library, tensor by tensor
 (`MethodState`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 PIECE_BYTES = 64 * 2**20
+SHARD_BYTES = 2 * 10**9
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -26,28 +31,89 @@ DTYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that is going to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's first byte lies."""
+
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Files:
+    """Safetensors files before they are filled: their headers and sizes, and the place of every tensor."""
+
+    headers: dict[str, bytes]
+    size_bytes: dict[str, int]
+    places: dict[str, Place]
+    index: bytes | None = None  # of several files: what model.safetensors.index.json holds
+
+
+def header_of(specs: Sequence[Spec]) -> tuple[bytes, list[int], int]:
+    """(header, where each tensor begins in the file, size of the file)."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, begins = 0, []
+    for spec in specs:
+        begin, end = end, end + spec.size_bytes
+        begins.append(begin)
+        table[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    front = len(text).to_bytes(8, "little") + text
+    return front, [len(front) + begin for begin in begins], len(front) + end
+
+
+def lay_out(specs: Sequence[Spec], name: str = "model", limit_bytes: int | None = None) -> Files:
+    """Cuts tensors, in order, into files of at most limit_bytes (a larger tensor has a file of its own)."""
+    groups: list[list[Spec]] = [[]]
+    for spec in specs:
+        size = sum(s.size_bytes for s in groups[-1])
+        if limit_bytes is not None and groups[-1] and size + spec.size_bytes > limit_bytes:
+            groups.append([])
+        groups[-1].append(spec)
+    count = len(groups)
+    names = [f"{name}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    names = names if count > 1 else [f"{name}.safetensors"]
+    headers, sizes, places = {}, {}, {}
+    for file, group in zip(names, groups, strict=True):
+        group = sorted(group, key=lambda spec: -spec.dtype.itemsize)
+        headers[file], begins, sizes[file] = header_of(group)
+        places |= {spec.name: Place(file, begin) for spec, begin in zip(group, begins, strict=True)}
+    index = None
+    if count > 1:
+        total = {"total_size": sum(s.size_bytes for s in specs)}
+        total["total_parameters"] = sum(math.prod(s.shape) for s in specs)
+        weight_map = {spec.name: places[spec.name].file for spec in specs}
+        index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
+    return Files(headers, sizes, places, index)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Writes a safetensors file; tensors may be on any device."""
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header, end = {}, 0
-    for name in order:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    specs = [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in order]
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(header_of(specs)[0])
         for name in order:
-            for piece in _pieces(tensors[name].detach()):
+            for piece in pieces(tensors[name].detach()):
                 file.write(piece)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, in order, a part at a time."""
     flat = tensor.reshape(-1)
     for piece in flat.split(PIECE_BYTES // flat.element_size()):
         yield memoryview(piece.cpu().view(torch.uint8).numpy())

@@ -36,13 +36,11 @@ def test_saving_beside_other_files_replaces_only_the_model(
     """Shards of an older save go, files of other kinds stay, and nothing temporary is left."""
     (tmp_path / "run").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(hf, "SHARD_SIZE", "50KB")
+        patch.setattr(hf, "SHARD_BYTES", 50_000)
         model.save_pretrained(tmp_path)
     assert hf.INDEX in names(tmp_path) and len(list(tmp_path.glob("model-*.safetensors"))) > 1
     model.save_pretrained(tmp_path)
-    assert hf.INDEX not in names(tmp_path) and list(tmp_path.glob("model*")) == [
-        tmp_path / "model.safetensors"
-    ]
+    assert hf.INDEX not in names(tmp_path) and list(tmp_path.glob("model*")) == [tmp_path / "model.safetensors"]
     assert "run" in names(tmp_path) and not [name for name in names(tmp_path) if name.startswith(".")]
 
 
@@ -50,7 +48,7 @@ def test_a_crash_between_files_leaves_no_mixture(
     model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the process dies while shards are moved, the directory does not load, rather than mix two models."""
-    monkeypatch.setattr(hf, "SHARD_SIZE", "50KB")
+    monkeypatch.setattr(hf, "SHARD_BYTES", 50_000)
     model.save_pretrained(tmp_path)
     real, moved = os.replace, []
 
@@ -67,6 +65,29 @@ def test_a_crash_between_files_leaves_no_mixture(
         AutoModelForCausalLM.from_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("limit_bytes", [10**9, 50_000])
+def test_the_files_that_transformers_would_write(
+    model: keyhole.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
+) -> None:
+    """The same names, the same small files, the same tensors; weights in one file or in several with an index."""
+    from safetensors.torch import load_file
+
+    monkeypatch.setattr(hf, "SHARD_BYTES", limit_bytes)
+    assert hf.is_plain_on_disk(model)
+    for name in ("ours", "theirs"):
+        (tmp_path / name).mkdir()
+    hf.write_files(model, tmp_path / "ours")
+    hf._write_by_transformers(model, tmp_path / "theirs")
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    small = {name for name in names(theirs) if not name.startswith("model")}
+    assert small == {name for name in names(ours) if not name.startswith("model")}
+    assert all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in small)
+    mine, yours = ({k: v for f in p.glob("*.safetensors") for k, v in load_file(f).items()} for p in (ours, theirs))
+    assert mine.keys() == yours.keys() and all(torch.equal(mine[name], yours[name]) for name in mine)
+    assert ((ours / hf.INDEX).exists()) == (limit_bytes < 10**6)
+    AutoModelForCausalLM.from_pretrained(ours)
 
 
 def test_publish_links_weights_and_copies_the_rest(model: keyhole.Model, tmp_path: Path) -> None:
@@ -93,9 +114,7 @@ def test_publish_copies_where_links_are_impossible(
     monkeypatch.setattr(os, "link", link)
     model.save_pretrained(tmp_path / "c")
     hf.publish(tmp_path / "c", tmp_path / "out", set())
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
-        tmp_path / "c" / "model.safetensors"
-    ).read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "c" / "model.safetensors").read_bytes()
 
 
 def test_end_tokens_join_the_generation_config(model: keyhole.Model, tmp_path: Path) -> None:
@@ -107,9 +126,7 @@ def test_end_tokens_join_the_generation_config(model: keyhole.Model, tmp_path: P
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [end, 3]
 
 
-def test_a_generation_config_that_transformers_refuses_is_mended(
-    model: keyhole.Model, tmp_path: Path
-) -> None:
+def test_a_generation_config_that_transformers_refuses_is_mended(model: keyhole.Model, tmp_path: Path) -> None:
     """Training is not lost to a temperature without do_sample, which transformers does not write."""
     model.module.generation_config.temperature = 0.5
     model.save_pretrained(tmp_path / "out")
