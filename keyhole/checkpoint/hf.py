@@ -5,9 +5,9 @@ and are moved into place. Where the target exists already and holds other things
 are moved one by one: first the old index is taken away, last the new one comes, so that a crash in between
 leaves a directory that does not load rather than one that mixes two models.
 
-Weights are written here, tensor by tensor from their homes, under the names that the module gives them. Where
-Transformers stores a model under other names than it computes with (it merges the experts of some mixtures when
-loading), or a method adds something of its own (LoRA), Transformers' writer does it, and needs a shard of memory.
+Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it
+computes with (it merges the experts of some mixtures when loading), or a method adds something of its own (LoRA),
+Transformers' writer does it, and needs a shard of memory.
 
 `publish` gives a finished run's last checkpoint to the user as the model of the output directory. Weight
 files are linked, not copied: no time, and no space on disk.
@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,20 @@ def save_model(model: Any, path: Path) -> None:
 
 def write_files(model: Any, path: Path) -> None:
     """The files themselves: weights, config, generation config, tokenizer."""
-    if not is_plain_on_disk(model):
+    names = names_on_disk(model)
+    if names is None:
         _write_by_transformers(model, path)
         return
     for name, content in small_files(model).items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_bytes(content)
-    files = plan_files(model)
+    files = plan_files(model, names)
     create_files(files, path)
-    left_out = set(model.module._keys_to_ignore_on_save or ())
     for name, tensor in [*model.named_tensors(), *saved_buffers(model.module).items()]:
-        if name not in left_out:
-            with (path / files.places[name].file).open("r+b") as file:
-                file.seek(files.places[name].offset)
+        if name in names:
+            place = files.places[names[name]]
+            with (path / place.file).open("r+b") as file:
+                file.seek(place.offset)
                 for piece in pieces(tensor.detach()):
                     file.write(piece)
 
@@ -69,18 +71,20 @@ def _write_by_transformers(model: Any, path: Path) -> None:
         model.addon.write(path)
 
 
-def is_plain_on_disk(model: Any) -> bool:
-    """Whether the files hold the module's tensors under the module's names, and nothing else."""
+def names_on_disk(model: Any) -> dict[str, str] | None:
+    """Name in the module -> name in the files; None where more than names differ between the two."""
     from transformers.core_model_loading import revert_weight_conversion
 
     if model.addon is not None:
-        return False
+        return None
     tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
+    owners = {id(tensor): name for name, tensor in tensors.items()}
     try:
         stored = revert_weight_conversion(model.module, dict(tensors))
-    except Exception:  # a conversion that needs more than names: not plain, whatever it is
-        return False
-    return stored.keys() == tensors.keys() and all(stored[name] is tensors[name] for name in tensors)
+    except Exception:  # a conversion that needs more than shapes: not plain, whatever it is
+        return None
+    names = {owners.get(id(tensor)): name for name, tensor in stored.items()}
+    return names if names.keys() == tensors.keys() else None
 
 
 def weight_specs(model: Any) -> list[Spec]:
@@ -97,9 +101,10 @@ def weight_specs(model: Any) -> list[Spec]:
     return [spec for spec in specs if spec.name not in left_out]
 
 
-def plan_files(model: Any) -> Files:
-    """How the weights are cut into files."""
-    return lay_out(weight_specs(model), limit_bytes=SHARD_BYTES)
+def plan_files(model: Any, names: dict[str, str]) -> Files:
+    """How the weights are cut into files; names: as they are called there."""
+    specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
+    return lay_out(specs, limit_bytes=SHARD_BYTES)
 
 
 def create_files(files: Files, path: Path) -> None:
