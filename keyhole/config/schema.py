@@ -129,6 +129,8 @@ class LOMOConfig:
     """Measure the norm of the gradient; false lets float32 or nearest updates be added by the product itself."""
     fused: bool = True
     """Make the gradients of linear layers in one buffer, or right in the weight; false = torch's own backward."""
+    compile: bool = False
+    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +205,7 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Positive | None = None
-    """Peak rate; null: adamw 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lora 2e-4, galore 1e-4."""
+    """Peak; null: adamw 2e-5, adam-offload 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lora 2e-4, galore 1e-4."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0

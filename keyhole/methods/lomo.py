@@ -59,6 +59,7 @@ class LOMO:
         rounding: str = "stochastic",
         activations: str = "block",
         fused: bool = True,
+        compile: bool | str = False,
         grad_norm: bool = True,
         groups: list[dict[str, Any]] | None = None,
         seed: int = 0,
@@ -67,7 +68,7 @@ class LOMO:
         self.model, self.lr, self.weight_decay, self.seed = model, lr, weight_decay, seed
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
-        self.reverse = Reverse(model, keep=activations, fused=fused)
+        self.reverse = Reverse(model, keep=activations, fused=fused, compiled=compile)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         self.step_count = 0
         self.trained = [t for t in model.layout.tensors if t.param.requires_grad]
@@ -79,7 +80,8 @@ class LOMO:
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
         self.norm: torch.Tensor | None = None
-        largest = max((t.shape.numel() for t in self.trained if len(t.shape) == 2), default=0) if fused else 0
+        largest = max((t.shape.numel() for t in self.trained if len(t.shape) == 2), default=0)
+        largest = largest if self.reverse.again is not None else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.lost: dict[str, torch.Tensor] = {}  # Kahan's compensation
         self.given: set[str] = set()  # names of tensors that have had a gradient
@@ -255,8 +257,9 @@ class LOMO:
         clip = "the global norm, by a second reverse" if self.max_grad_norm is not None else "none"
         clip = f"each element at {self.clip_value:g}" if self.clip_value is not None else clip
         clip = f"each tensor's norm at {self.clip_group_norm:g}" if self.clip_group_norm is not None else clip
+        compiled = "; blocks compiled" if self.reverse.compiled is not None else ""
         return [
-            f"rounding: {rounded}; activations: {kept[self.reverse.keep]}; clipping: {clip}; gradients: none kept",
+            f"rounding: {rounded}; activations: {kept[self.reverse.keep]}; clipping: {clip}; gradients: none kept{compiled}",
             *([] if self.loss_scale is None else ["loss scale: dynamic; every step looks for overflow first"]),
         ]
 

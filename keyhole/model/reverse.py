@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from keyhole.errors import UserError
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.compiled import Compiled
 from keyhole.model.homes import view
 from keyhole.model.kept import Keeper
 from keyhole.model.layout import FlatTensor, Unit, find_blocks
@@ -64,14 +65,15 @@ class _Embedded:
 class Reverse:
     """Forward and reverse of the micro-batches of one step; see the top of this file."""
 
-    def __init__(self, model: Model, *, keep: str = "block", fused: bool = True) -> None:
+    def __init__(self, model: Model, *, keep: str = "block", fused: bool = True, compiled: bool | str = False) -> None:
         if any(home.dtype == PACKED for home in model.engine.homes):
             raise UserError("wire: fp8 weights have no gradient to add up in; use bf16, fp16 or fp32")
         if keep == "none" and model.engine.streamed:
             raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
         self.model, self.layout, self.keep = model, model.layout, keep
         self.blocks = find_blocks(model.module)
-        self.again = [Again(block) for block in self.blocks] if fused and keep != "none" else None
+        self.compiled = Compiled(compiled if isinstance(compiled, str) else "inductor") if compiled else None
+        self.again = [Again(block) for block in self.blocks] if fused and keep != "none" and not compiled else None
         self.keeper = Keeper(model.device, to_host=keep == "host")
         self.units_of = {i: [u for u in self.layout.of_kind("block") if u.block == i] for i in range(len(self.blocks))}
         self.padding_idx = model.embedding.padding_idx
@@ -102,7 +104,7 @@ class Reverse:
     def forward(self, batches: list[DeviceBatch]) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, unread."""
         model, self.batches = self.model, batches
-        self.tape, self.embedded = Tape(self.keep, self.keeper), {}
+        self.tape, self.embedded = Tape(self.keep, self.keeper, self.compiled), {}
         self.spine = self._compute(self.layout.spine, model.engine.homes[0])
 
         def serve(unit: Unit | None, resume: Any) -> None:

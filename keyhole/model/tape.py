@@ -7,6 +7,8 @@ every block. In the forward pass a block runs without a graph; what is kept is w
     host     the same, with the inputs in host memory meanwhile (kept.py)
     none     the block's own graph: no second run, all activations in memory
 
+or, where blocks are compiled (compiled.py), a graph of the block that holds no more than its inputs.
+
 A block's outputs are handed on as fresh leaves, so what lies between two blocks (usually nothing: the next block gets
 that very tensor) is a little graph of its own, as are the embedding before the first block and the norm after the last.
 Reverse is then: gradients of a block's outputs in, gradients of its inputs out, added to the outputs they came from.
@@ -24,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
+from keyhole.model.compiled import Compiled, Saved
 from keyhole.model.kept import Keeper, Kept
 
 KEEPS = ("none", "block", "host")
@@ -33,11 +36,14 @@ Origin = tuple["Visit", int] | torch.Tensor
 class Visit:
     """One pass through one block."""
 
-    def __init__(self, block: int, module: nn.Module, forward: Callable, keep: str, keeper: Keeper) -> None:
-        self.block, self.module, self.forward, self.keep, self.keeper = block, module, forward, keep, keeper
+    def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable) -> None:
+        self.block, self.module, self.forward = block, module, forward
+        self.keeper, self.compiled = tape.keeper, tape.compiled
+        self.has_graph = tape.keep == "none" or tape.compiled is not None
+        self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
         self.outputs: list[TensorWeakRef] = []  # as the model got them; those it dropped are gone
-        self.graph: list[torch.Tensor] = []  # keep=none: the same with their graph
+        self.graph: list[torch.Tensor] = []  # the same with their graph, if it is kept
         self.random: Any = None
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -48,14 +54,23 @@ class Visit:
                 self.origins[i] = getattr(value, "keyhole_origin", value)
         if self.module.training:
             self.random = _random_state(_device_of(values))
-        if self.keep == "none":
-            self.values = [v.detach().requires_grad_() if i in self.origins else v for i, v in enumerate(values)]
-            args, kwargs = tree_unflatten(self.values, self.spec)
-            return self._leave(self.forward(*args, **kwargs))
+        if self.has_graph:
+            return self._leave(self._with_graph(values))
         with torch.no_grad():
             output = self.forward(*args, **kwargs)
         self.values = [self.keeper.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
         return self._leave(output)
+
+    def _with_graph(self, values: list[Any]) -> Any:
+        anchor = torch.zeros((), requires_grad=True)
+        values = [
+            _Entrance.apply(anchor, v.detach(), self, i) if i in self.origins else v for i, v in enumerate(values)
+        ]
+        args, kwargs = tree_unflatten(values, self.spec)
+        if self.compiled is None:
+            return self.forward(*args, **kwargs)
+        self.saved = Saved(self.module, [values[i] for i in self.origins], self.keeper)
+        return self.compiled(self.module, args, kwargs, self.saved)
 
     def _leave(self, output: Any) -> Any:
         values, spec = tree_flatten(output)
@@ -64,7 +79,7 @@ class Visit:
                 values[i] = leaf = value.detach().requires_grad_()
                 leaf.keyhole_origin = (self, len(self.outputs))
                 self.outputs.append(TensorWeakRef(leaf))
-                if self.keep == "none":
+                if self.has_graph:
                     self.graph.append(value)
         self.restart()
         return tree_unflatten(values, spec)
@@ -94,30 +109,47 @@ class Visit:
 
     def prefetch(self) -> None:
         """Starts to bring back what was put away."""
-        for value in self.values:
+        values = self.saved.kept if self.saved is not None else [] if self.has_graph else self.values
+        for value in values:
             if isinstance(value, Kept):
                 self.keeper.prefetch(value)
 
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
         """Differentiates the block, its weights being at hand. run_again(call) runs the forward once more, in whatever
         dress it should have. last: nobody will reverse this visit again."""
-        if self.keep == "none":
-            inputs, outputs = self.values, self.graph
-        else:
-            inputs = [self.keeper.get(v, last) if isinstance(v, Kept) else v for v in self.values]
-            inputs = [v.detach().requires_grad_() if i in self.origins else v for i, v in enumerate(inputs)]
-            again = tree_flatten(run_again(lambda: self._call(inputs)))[0]
-            outputs = [v for v in again if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        inputs, outputs = {}, self.graph
+        if not self.has_graph:
+            values = [self.keeper.get(v, last) if isinstance(v, Kept) else v for v in self.values]
+            inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
+            again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
+            outputs = [v for v in tree_flatten(again)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
+            del again, values
+        if self.saved is not None:
+            self.saved.last = last
         pairs = [(y, g) for y, g in zip(outputs, self._output_grads(), strict=True) if g is not None]
         pairs = [(y, g) for y, g in pairs if y.requires_grad]
-        self.given = []
+        self.given, self.arrived = [], {}
         if pairs:
-            torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=self.keep == "none" and not last)
+            torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=self.has_graph and not last)
         del outputs, pairs
         for i, origin in self.origins.items():
-            grad, inputs[i].grad = inputs[i].grad, None
+            grad = self.arrived.pop(i, None) if self.has_graph else inputs[i].grad
             if grad is not None:
                 pass_on(origin, grad)
+
+
+class _Entrance(torch.autograd.Function):
+    """Lets a tensor into a graph that does not keep it, and takes its gradient at the end of the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, visit: Visit, place: int) -> torch.Tensor:
+        ctx.visit, ctx.place = visit, place
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.visit.arrived[ctx.place] = grad
+        return None, None, None, None
 
 
 def pass_on(origin: Origin, grad: torch.Tensor) -> None:
@@ -132,8 +164,8 @@ def pass_on(origin: Origin, grad: torch.Tensor) -> None:
 class Tape:
     """The visits of all passes of one forward, in their order. A stop is a block with the visits of every pass."""
 
-    def __init__(self, keep: str, keeper: Keeper) -> None:
-        self.keep, self.keeper = keep, keeper
+    def __init__(self, keep: str, keeper: Keeper, compiled: Compiled | None = None) -> None:
+        self.keep, self.keeper, self.compiled = keep, keeper, compiled
         self.stops: list[dict[int, Visit]] = []
 
     @contextmanager
@@ -153,7 +185,7 @@ class Tape:
 
     def _recorded(self, i: int, block: nn.Module, forward: Callable, current_pass: Callable[[], int]) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            visit, index = Visit(i, block, forward, self.keep, self.keeper), current_pass()
+            visit, index = Visit(self, i, block, forward), current_pass()
             last = self.stops[-1] if self.stops else {}
             if not last or index in last or next(iter(last.values())).block != i:
                 self.stops.append(last := {})
