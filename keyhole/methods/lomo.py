@@ -251,7 +251,7 @@ class LOMO:
         rounded = self.rounding if any(h.dtype != torch.float32 for h in self.model.engine.homes) else "none (float32)"
         kept = {
             "none": "all kept",
-            "block": "block inputs kept, blocks run twice",
+            "block": "block inputs, blocks run twice",
             "host": "block inputs in host memory",
         }
         clip = "the global norm, by a second reverse" if self.max_grad_norm is not None else "none"
@@ -259,7 +259,7 @@ class LOMO:
         clip = f"each tensor's norm at {self.clip_group_norm:g}" if self.clip_group_norm is not None else clip
         compiled = "; blocks compiled" if self.reverse.compiled is not None else ""
         return [
-            f"rounding: {rounded}; activations: {kept[self.reverse.keep]}; clipping: {clip}; gradients: none kept{compiled}",
+            f"rounding: {rounded}; activations: {kept[self.reverse.keep]}; clipping: {clip}{compiled}",
             *([] if self.loss_scale is None else ["loss scale: dynamic; every step looks for overflow first"]),
         ]
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,7 @@ class Compiled:
     """Runs blocks compiled. One for all blocks of a model."""
 
     def __init__(self, backend: str = "inductor") -> None:
+        torch._functorch.config.donated_buffer = False  # or no graph could be reversed twice (exact clipping)
         self.run = torch.compile(_forward, backend=backend)
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:
