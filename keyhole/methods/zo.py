@@ -319,13 +319,17 @@ class ZO:
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""
         self.flush()
-        return {"step_count": self.step_count, "seed": self.noise["seed"], "changed": int(self.changed)}
+        return self.deferred_state() | {"changed": int(self.changed)}
+
+    def deferred_state(self) -> dict[str, Any]:
+        """The same without a flush, for who will see the weights after the last step when the next one visits them."""
+        return {"step_count": self.step_count, "seed": self.noise["seed"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         self.step_count = int(state["step_count"])
-        self.changed.fill_(state["changed"])
+        self.changed.fill_(state.get("changed", 0))
 
 
 def _trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
