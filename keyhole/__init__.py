@@ -17,6 +17,7 @@ _WHERE = {
     "load": "keyhole.model.load",
     "Model": "keyhole.model.model",
     "AdaLOMO": "keyhole.methods",
+    "AdamOffload": "keyhole.methods",
     "AdamW": "keyhole.methods",
     "LOMO": "keyhole.methods",
     "GaLore": "keyhole.methods",

@@ -22,6 +22,6 @@ from keyhole.config.schema import (
 from keyhole.config.sizes import Bytes
 
 __all__ = [
-    "AdamWConfig", "Bytes", "GaLoreConfig", "LoRAConfig", "OffloadConfig", "SGDConfig", "TrainConfig", "ZOConfig",
-    "load_config", "resolve", "to_dict", "to_yaml",
+    "AdamOffloadConfig", "AdamWConfig", "Bytes", "GaLoreConfig", "LoRAConfig", "OffloadConfig", "SGDConfig",
+    "TrainConfig", "ZOConfig", "load_config", "resolve", "to_dict", "to_yaml",
 ]  # fmt: skip

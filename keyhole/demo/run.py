@@ -45,6 +45,7 @@ USUAL = Settings()
 SETTINGS = {
     "adamw": Settings(),
     "sgd": Settings(lr=0.05),
+    "adam-offload": Settings(),
     "lomo": Settings(lr=0.05),
     "adalomo": Settings(lr=1e-2),
     "lora": Settings(lr=1e-2),

@@ -1,6 +1,7 @@
 """How weights are updated: one idea a file, and this table of names."""
 
 from keyhole.methods.adalomo import AdaLOMO
+from keyhole.methods.adam_offload import AdamOffload
 from keyhole.methods.first_order import SGD, AdamW
 from keyhole.methods.galore import GaLore
 from keyhole.methods.lomo import LOMO
@@ -15,6 +16,7 @@ METHODS = {
     "adalomo": AdaLOMO,
     "lora": LoRA,
     "galore": GaLore,
+    "adam-offload": AdamOffload,
 }
 
-__all__ = ["LOMO", "METHODS", "SGD", "ZO", "AdaLOMO", "AdamW", "GaLore", "LoRA"]
+__all__ = ["LOMO", "METHODS", "SGD", "ZO", "AdaLOMO", "AdamOffload", "AdamW", "GaLore", "LoRA"]

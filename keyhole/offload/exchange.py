@@ -1,0 +1,149 @@
+"""Gradients leave, new weights return: pages whose home is rewritten by the host, and a gate that says when.
+
+Each page has a staging buffer in host memory, as long as the page and in its dtype: the gradient arrives there, a job
+on the host turns it into the new weights in place, and these go back.
+
+    streamed page    its home is the staging buffer. (Between the last use of a page in a step and its first use in the
+                     next nobody reads its home; the weights are made anew from the optimizer's own copy.) The engine
+                     uploads it as always, once the gate says that it is ready.
+    resident page    page-locked memory of the page's size; the worker sends the weights to the device itself.
+
+So a gradient that waits costs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes a
+parameter for pages that live on the device. Order on a GPU:
+
+    down (its own stream)   waits for: the kernels so far;           then gradient -> staging, and an event
+    worker                  waits for: that event, on the host;      then the job
+    up (its own stream)                                              then staging -> device, and an event
+    compute                 `wait` on the host for the job, then on the device for that event
+
+Nothing else is needed: a page's weights are overwritten after its event, which came after the last kernel that read
+them; its staging buffer is written again after the next use of the page, which waited for the upload.
+On a CPU device the same jobs run in the same worker, with plain copies.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keyhole.offload import arena
+from keyhole.offload.engine import Engine
+from keyhole.offload.workers import Workers
+
+Span = tuple[int, int]  # [begin, end) of a page
+
+
+class Exchange:
+    """See the top of this file. pages: those that will be rewritten. Becomes the engine's gate."""
+
+    def __init__(self, engine: Engine, pages: list[int], pool: Workers) -> None:
+        self.engine, self.pool, self.cuda = engine, pool, engine.cuda
+        self.staging = _staging(engine, pages)
+        self.leaving: set[int] = set()  # gradients are on their way out, no job yet
+        self.wait_s = 0.0  # how long the launching thread has waited for jobs
+        if self.cuda:
+            self.down, self.up = torch.cuda.Stream(engine.device), torch.cuda.Stream(engine.device)
+            self.uploaded = {page: torch.cuda.Event() for page in pages}
+        engine.gate = self
+
+    # -- out -------------------------------------------------------------------------------------------------------
+
+    def put(self, page: int, begin: int, grad: torch.Tensor) -> None:
+        """Sends a gradient to its place in the page's staging buffer. From here on the page is not ready."""
+        self.leaving.add(page)
+        buffer = self.staging[page][begin : begin + grad.numel()]
+        grad = grad.to(buffer.dtype).reshape(-1)
+        self.engine.bytes_down += _bytes(grad)
+        self.send(grad, buffer)
+
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies to the host on the way down, after the kernels so far."""
+        if not self.cuda:
+            target.copy_(source)
+            return
+        self.down.wait_stream(self.engine.compute)
+        with torch.cuda.stream(self.down):
+            target.copy_(source, non_blocking=True)
+        source.record_stream(self.down)
+
+    def small(self, count: int) -> torch.Tensor:
+        """A few numbers on the host that can be sent to."""
+        return torch.empty(count, pin_memory=self.cuda)
+
+    def sent(self) -> Any:
+        """An event: everything sent so far has arrived. None on a CPU."""
+        if not self.cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)
+        event.record(self.down)
+        return event
+
+    # -- the job, and back -----------------------------------------------------------------------------------------
+
+    def submit(self, page: int, job: Callable[[], None], after: Any, back: list[Span], at_once: bool = True) -> None:
+        """Has the worker do the job and send these spans of the page back (at_once=False: `send_back` will be called).
+        Pages that are needed first in the next pass are worked on first: the engine numbers them in that order."""
+
+        def work() -> None:
+            job()
+            if at_once:
+                self.send_back(page, back)
+
+        self.pool.submit(work, page=page, after=after, urgency=page)
+        self.leaving.discard(page)
+        if page not in self.engine.streamed:
+            self.engine.bytes_up += sum(_bytes(self.staging[page][begin:end]) for begin, end in back)
+
+    def send_back(self, page: int, spans: list[Span]) -> None:
+        """From staging to the device; nothing to do for a streamed page."""
+        home, staging = self.engine.homes[page], self.staging[page]
+        if page in self.engine.streamed:
+            return
+        if not self.cuda:
+            for begin, end in spans:
+                home[begin:end].copy_(staging[begin:end])
+            return
+        with torch.cuda.device(self.engine.device), torch.cuda.stream(self.up):
+            for begin, end in spans:
+                home[begin:end].copy_(staging[begin:end], non_blocking=True)
+            self.uploaded[page].record(self.up)
+
+    # -- the engine's gate -----------------------------------------------------------------------------------------
+
+    def ready(self, page: int) -> bool:
+        """Whether the page's home holds its weights. Never waits."""
+        return page not in self.leaving and self.pool.ready(page)
+
+    def wait(self, page: int) -> None:
+        """Returns when it does; kernels launched afterwards see the weights."""
+        assert page not in self.leaving, f"page {page} is asked for while its gradient leaves"
+        if not self.pool.ready(page):
+            begin_s = time.perf_counter()
+            self.pool.wait(page)
+            self.wait_s += time.perf_counter() - begin_s
+        if self.cuda and page in self.uploaded and page not in self.engine.streamed:
+            self.engine.compute.wait_event(self.uploaded[page])
+
+    def drain(self) -> None:
+        """Returns when every job is done and everything sent back has arrived."""
+        self.pool.drain()
+        if self.cuda:
+            self.up.synchronize()
+
+
+def _bytes(flat: torch.Tensor) -> int:
+    return flat.numel() * flat.element_size()
+
+
+def _staging(engine: Engine, pages: list[int]) -> dict[int, torch.Tensor]:
+    """Homes of streamed pages, and one piece of page-locked memory for all others."""
+    own = [page for page in pages if page not in engine.streamed]
+    sizes = [-(-_bytes(engine.homes[page]) // 256) * 256 for page in own]
+    flat = arena.host_memory(sum(sizes)).fill_(0)
+    if engine.cuda:
+        arena.pin(flat, engine.device)
+    staging = {page: engine.homes[page] for page in pages if page in engine.streamed}
+    for page, piece in zip(own, arena.split(flat, sizes), strict=True):
+        staging[page] = piece[: _bytes(engine.homes[page])].view(engine.homes[page].dtype)
+    return staging
