@@ -18,6 +18,26 @@ def _bench() -> None:
 
 
 @app.command()
+def lomo(
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes on a CPU: shows that it runs.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps a trial.")] = 5,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 2,
+    time_limit: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")
+    ] = None,
+) -> None:
+    """LOMO and AdaLOMO on Llama shapes: native SGD and AdamW, resident and streamed."""
+    from keyhole.bench.gradient import bench_gradient
+
+    command = f"keyhole bench lomo --steps {steps} --warm-up {warm_up}"
+    command += f" --only '{only}'" if only else ""
+    options = {"only": only, "quick": quick, "steps": steps, "warm_up": warm_up, "time_limit_s": time_limit}
+    typer.echo("\n" + bench_gradient("lomo", out=Path(out), command=command, say=typer.echo, **options))
+
+
+@app.command()
 def zo(
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")

@@ -128,11 +128,11 @@ class Model:
         """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
         return self.as_compute(unit, self.engine.acquire(unit.index, changes=False))
 
-    def as_compute(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
-        """The unit in the dtype of compute: itself, or a copy in memory that the next unit will use again."""
+    def as_compute(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
+        """The unit in the dtype of compute: itself, or a copy in memory that the next unit of this place uses again."""
         if stored.dtype == self.dtype:
             return stored
-        kind = "spine" if unit.kind == "spine" else "unit"
+        kind = "spine" if unit.kind == "spine" else f"unit {place}"
         if kind not in self._scratch:  # kept: parameters point into it
             numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)

@@ -235,9 +235,9 @@ class Reverse:
 
     def _arrive(self, block: int) -> None:
         """Brings the block's units in and points its parameters there."""
-        for unit in self.units_of[block]:
+        for place, unit in enumerate(self.units_of[block]):
             stored = self.model.engine.acquire(unit.index)
-            self.model.binding.bind(unit, self._compute(unit, stored), self.spine)
+            self.model.binding.bind(unit, self.model.as_compute(unit, stored, place), self.spine)
             for tensor in unit.tensors:
                 self._stored[id(tensor.param)] = view(stored, tensor, unit.start)
 

@@ -40,6 +40,7 @@ class Workload:
     tokens: int = 2048  # in one forward pass: batch_size x length
     passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
     directions: int = 1
+    kept: str = "block"  # where block inputs are between forward and backward: block (device) or host
 
 
 @dataclass(frozen=True)

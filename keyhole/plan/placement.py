@@ -25,8 +25,10 @@ from keyhole.config.sizes import Bytes
 from keyhole.errors import UserError
 from keyhole.model.layout import TILE_NUMEL, Layout, Unit, find_layout
 from keyhole.offload.wire import Wire
+from keyhole.plan import gradient
 from keyhole.plan.host import host_memory
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
+from keyhole.plan.states import check_host_state
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
@@ -41,7 +43,7 @@ class Placement:
 
     streamed: set[int]
     slot_count: int
-    device_bytes: DeviceBytes
+    device_bytes: DeviceBytes | gradient.GradientBytes
     budget_bytes: int | None = None
     reasons: list[str] = field(default_factory=list)
 
@@ -54,15 +56,14 @@ class _Costs:
     formats: Wire
     workspace_bytes: int
 
-    def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
-        return zo_device_bytes(
-            layout,
-            streamed,
-            SLOT_COUNT,
-            self.work,
-            formats=self.formats,
-            workspace_bytes=self.workspace_bytes,
-        )
+    def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes | gradient.GradientBytes:
+        how = {"formats": self.formats, "workspace_bytes": self.workspace_bytes}
+        if self.work.method in gradient.METHODS:
+            return gradient.gradient_device_bytes(layout, streamed, self.work, **how)
+        return zo_device_bytes(layout, streamed, SLOT_COUNT, self.work, **how)
+
+    def slot_count(self, layout: Layout) -> int:
+        return gradient.slot_count(layout) if self.work.method in gradient.METHODS else SLOT_COUNT
 
 
 def place(
@@ -81,6 +82,7 @@ def place(
     budget = _budget(gpu_memory, placement, device)
     resident = Placement(set(), 0, costs.of(whole, set()), budget)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
+        _check_state(whole, resident, formats, work)
         resident.reasons = _reasons(whole, resident, placement, formats, device, work)
         _enforce(budget, device)
         return whole, resident
@@ -91,7 +93,8 @@ def place(
         )
     layout, streamed = _fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
-    placed = Placement(streamed, SLOT_COUNT, costs.of(layout, streamed), budget)
+    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), budget)
+    _check_state(layout, placed, formats, work)
     placed.reasons = _reasons(layout, placed, placement, formats, device, work)
     _enforce(budget, device)
     return layout, placed
@@ -119,7 +122,7 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
     raise UserError(
         f"gpu_memory: {Bytes(budget)} is below the minimum of {smallest.total / GIB:.2f} GiB for this model at "
         f"{costs.work.tokens} tokens a pass and {costs.work.passes} passes ({parts}). Raise gpu_memory, or lower "
-        "batch_size, max_length, gradient_accumulation_steps or zo.directions."
+        "batch_size, max_length, gradient_accumulation_steps or zo.directions (lomo: activations=host)."
     )
 
 
@@ -193,6 +196,12 @@ def _check_host(needed: int, placement: str) -> None:
         )
 
 
+def _check_state(layout: Layout, placed: Placement, formats: Wire, work: Workload) -> None:
+    """Of a method that keeps its state in host memory: refused before a weight is read."""
+    if work.method == "adam-offload":
+        check_host_state(layout, placed.streamed, formats.dtype.itemsize)
+
+
 def _reasons(
     layout: Layout, placed: Placement, placement: str, formats: Wire, device: torch.device, work: Workload
 ) -> list[str]:
@@ -215,7 +224,7 @@ def _reasons(
         )
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
-    if device.type != "cuda" or work.method != "zo":
+    if device.type != "cuda" or work.method not in ("zo", *gradient.METHODS):
         return lines
     lines.append(
         f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})"

@@ -11,6 +11,7 @@ import torch
 
 from keyhole.checkpoint import find
 from keyhole.config import TrainConfig
+from keyhole.config.fields import section_of
 from keyhole.model.load import choose_device, choose_dtype, load
 from keyhole.model.model import Model
 from keyhole.model.skeleton import build, read_config
@@ -25,9 +26,10 @@ UNKNOWN_LENGTH = 2048  # tokens, where max_length is null
 def workload(config: TrainConfig) -> Workload:
     """What will run, for the memory plan."""
     directions = config.zo.directions if config.method == "zo" else 1
-    passes = 2 * directions * config.gradient_accumulation_steps if config.method == "zo" else 1
+    passes = config.gradient_accumulation_steps * (2 * directions if config.method == "zo" else 1)
     tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
-    return Workload(config.method, tokens, passes, directions)
+    kept = getattr(getattr(config, section_of(config.method), None), "activations", "block")
+    return Workload(config.method, tokens, passes, directions, kept)
 
 
 def load_model(config: TrainConfig, choice: find.Choice) -> Model:

@@ -11,6 +11,8 @@ from keyhole.errors import UserError
 from keyhole.methods.adalomo import AdaLOMO
 from keyhole.methods.lomo import LOMO
 from keyhole.methods.loss_scale import FIRST, INTERVAL, LossScale
+from keyhole.plan import placement
+from keyhole.plan.memory import Workload
 from tests.methods.test_first_order import plain_loss
 from tests.model.decoders import NAMES, batch, config
 from tests.model.streaming import streamed
@@ -94,6 +96,19 @@ def test_streamed_equals_resident(name: str, method: type) -> None:
         runs.append((train(opt, 3, 2), weights(model), float(opt.norm)))
     assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "wire": "fp32"}])
+def test_blocks_cut_into_several_units(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units smaller than a block, also with homes in another dtype: the same bits."""
+    monkeypatch.setattr(placement, "UNIT_BYTES", 16384)
+    found = []
+    for where in ({}, {"placement": "stream"}):
+        model = load("llama", workload=Workload(method="lomo", tokens=20, passes=1), **options, **where)
+        train(LOMO(model), 3)
+        found.append(weights(model))
+    assert len(model.layout.of_kind("block")) > model.layout.block_count and model.engine.slot_count > 3
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 @pytest.mark.parametrize("activations", ["none", "host"])

@@ -1,0 +1,250 @@
+"""Times first-order methods (`keyhole bench lomo`). Trials of a shape share a process; weights are drawn anew for each.
+
+    native     torch's optimizer on the plain HF module, its own gradient checkpointing: the baseline
+    the rest   methods of keyhole, resident or streamed in a budget
+
+Floors:
+    compute    operations of the matrix products (forward 2 P, second forward 2 P, backward 4 P a token, minus the one
+               product of a block that is left out) at the rate of a large product of the same run
+    link       the bytes that crossed, the larger way, at the duplex rate of the same run
+    a streamed step is compared with max(resident step of the same method, link)
+
+Random weights of the true shapes; median of the timed steps. GPU GiB: peak handed out, and reserved, by the allocator.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import UserError
+
+GIB = 2**30
+SHAPES = {  # width, blocks, heads, MLP
+    "3.5B": (4096, 16, 32, 11008),
+    "7B": (4096, 32, 32, 11008),
+    "30B": (6656, 60, 52, 17920),
+    "quick": (64, 3, 4, 160),
+}
+VOCABULARY = 32000
+PREFIX = "@record "
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One line: a shape, a system, and how it is set up."""
+
+    name: str
+    shape: str
+    system: str  # native, or a method of keyhole
+    batch: int = 4
+    length: int = 1024
+    gpu_memory: str | None = None  # streamed in this budget; None: resident
+    streamed: bool = False
+    compare: str | None = None  # a streamed trial: the resident one whose step is its compute floor
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+HOST = {"activations": "host"}
+FAST = {"activations": "host", "compile": True}
+LOMO = [
+    Trial("7B native sgd", "7B", "native", options={"optimizer": "sgd"}),
+    Trial("7B native adamw", "7B", "native", options={"optimizer": "adamw"}),
+    Trial("7B lomo", "7B", "lomo", options=HOST),
+    Trial("7B lomo streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True, compare="7B lomo", options=HOST),
+    Trial("7B lomo 8x512", "7B", "lomo", batch=8, length=512, options=HOST),
+    Trial("7B lomo compiled", "7B", "lomo", options=FAST),
+    Trial("7B adalomo compiled", "7B", "adalomo", options=FAST),
+    Trial("7B lomo compiled 8x512", "7B", "lomo", batch=8, length=512, options=FAST),
+    Trial("7B lomo compiled streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True,
+          compare="7B lomo compiled", options=FAST),
+    Trial("7B lomo clipped", "7B", "lomo", options=FAST | {"max_grad_norm": 1.0}),
+    Trial("30B lomo streamed 16GiB", "30B", "lomo", gpu_memory="16GiB", streamed=True, options=HOST),
+]  # fmt: skip
+TABLES = {"lomo": LOMO}
+
+
+def config_of(shape: str) -> Any:
+    """A Llama config of true shape; no download."""
+    from transformers import LlamaConfig
+
+    width, blocks, heads, mlp = SHAPES[shape]
+    return LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        intermediate_size=mlp,
+        vocab_size=VOCABULARY if shape != "quick" else 128,
+        max_position_embeddings=2048,
+    )
+
+
+def product_flop(shape: str, tokens: int) -> float:
+    """Of a step with second forwards, as at the top; the head's logits are made twice as well."""
+    width, blocks, _, mlp = SHAPES[shape]
+    block = 4 * width**2 + 3 * width * mlp
+    return tokens * (blocks * (8 * block - 2 * width * mlp) + 8 * VOCABULARY * width)
+
+
+class Native:
+    """The loop anyone would write, with Hugging Face's checkpointing."""
+
+    def __init__(self, model: Any, optimizer: str) -> None:
+        import torch
+
+        self.module, self.device = model.module, model.device
+        self.module.train()
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        make = {"sgd": torch.optim.SGD, "adamw": lambda p, lr: torch.optim.AdamW(p, lr=lr, fused=True)}[optimizer]
+        self.optimizer = make(list(self.module.parameters()), lr=1e-5)
+
+    def step(self, batch: dict[str, Any]) -> Any:
+        loss = self.module(**{k: v.to(self.device) for k, v in batch.items()}, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def run_trial(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> dict[str, Any]:
+    """Loads, times, and says what was seen; nothing stays on the device."""
+    import torch
+
+    from keyhole.bench import measure
+    from keyhole.bench.link import measure_link
+
+    found = _timed(trial, device, quick, timed, warm_up)
+    measure.clean_up(device)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        if trial.streamed:
+            found["link"] = measure_link(192 * 2**20, rounds=3)
+    return found
+
+
+def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> dict[str, Any]:
+    import torch
+
+    from keyhole.bench import measure
+
+    length = 16 if quick else trial.length
+    begin_s = time.perf_counter()
+    model = _load(trial, device, quick, trial.batch * length)
+    found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.batch * length}
+    measure.clean_up(device)
+    method = _method(trial, model, quick)
+    ids = torch.randint(4, model.config.vocab_size, (trial.batch, length), generator=torch.Generator().manual_seed(1))
+    engine, before = model.engine, {}
+
+    def mark() -> None:
+        before.update(up=engine.bytes_up, down=engine.bytes_down)
+
+    step = lambda: method.step({"input_ids": ids, "labels": ids})  # noqa: E731
+    found |= measure.time_steps(step, device, warm_up, timed, mark)
+    found["bytes_up"] = (engine.bytes_up - before["up"]) // timed
+    found["bytes_down"] = (engine.bytes_down - before["down"]) // timed
+    found |= {"device": measure.device_memory(device), "host_bytes": measure.host_memory()}
+    found |= {"weights_bytes": model.layout.numel * model.dtype.itemsize, "decided": model.describe()}
+    found["planned_bytes"] = model.placed.device_bytes.total
+    model.close()
+    return found
+
+
+def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
+    import keyhole
+    from keyhole.plan.memory import Workload
+
+    work = Workload(trial.system, tokens, 1, 1, trial.options.get("activations", "block"))
+    where = {"placement": "stream", "gpu_memory": None if quick else trial.gpu_memory} if trial.streamed else {}
+    where |= {"dtype": "float32" if quick else "bfloat16", "device": device, "workload": work}
+    return keyhole.load(config_of("quick" if quick else trial.shape), init="random", **where)
+
+
+def _method(trial: Trial, model: Any, quick: bool) -> Any:
+    from keyhole.methods import METHODS
+
+    options = {k: ("aot_eager" if quick and k == "compile" else v) for k, v in trial.options.items()}
+    return Native(model, **options) if trial.system == "native" else METHODS[trial.system](model, 1e-5, **options)
+
+
+def product_rate(device: Any) -> float:
+    """FLOP/s of a large bf16 product of random matrices, the best of a few."""
+    import torch
+
+    if device.type != "cuda":
+        return float("nan")
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    best_s = float("inf")
+    for _ in range(6):
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        for _ in range(10):
+            a @ b
+        torch.cuda.synchronize()
+        best_s = min(best_s, (time.perf_counter() - begin_s) / 10)
+    return 2 * 8192**3 / best_s
+
+
+def worker() -> None:
+    """Reads a job from stdin, writes a record a line."""
+    import torch
+
+    from keyhole.plan.probe import environment
+
+    job = json.loads(sys.stdin.read())
+    device = torch.device("cpu") if job["quick"] else torch.device("cuda", 0)
+
+    def emit(**record: Any) -> None:
+        print("\n" + PREFIX + json.dumps(record), flush=True)
+
+    emit(kind="machine", product_rate=product_rate(device), **environment())
+    for given in job["trials"]:
+        trial = Trial(**given)
+        if time.time() > job["deadline_s"]:
+            emit(kind="trial", trial=given, error="the time limit has passed")
+            continue
+        try:
+            emit(kind="trial", trial=given, **run_trial(trial, device, job["quick"], job["timed"], job["warm_up"]))
+        except Exception as error:
+            emit(kind="trial", trial=given, error=f"{type(error).__name__}: {error}"[:1500])
+
+
+def bench_gradient(
+    table: str,
+    *,
+    out: Path,
+    command: str,
+    only: str = "",
+    quick: bool = False,
+    steps: int = 5,
+    warm_up: int = 2,
+    time_limit_s: float | None = None,
+    say: Any = print,
+) -> str:
+    """Runs the trials of a table, a process a shape, and writes JSON and Markdown after every one."""
+    from keyhole.bench.gradient_report import Report
+
+    trials = [t for t in TABLES[table] if only in t.name]
+    if not trials:
+        raise UserError(f"--only: no trial of {table} has {only!r} in its name")
+    report = Report(table, out, command, quick)
+    deadline_s = time.time() + (time_limit_s or 1e9)
+    for shape in dict.fromkeys(t.shape for t in trials):
+        job = {"quick": quick, "timed": steps, "warm_up": warm_up, "deadline_s": deadline_s}
+        job["trials"] = [asdict(t) for t in trials if t.shape == shape]
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from keyhole.bench.gradient import worker; worker()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        process.stdin.write(json.dumps(job))
+        process.stdin.close()
+        for line in process.stdout:
+            if line.startswith(PREFIX):
+                report.add(json.loads(line.removeprefix(PREFIX)), say)
+        process.wait()
+    return report.markdown()
