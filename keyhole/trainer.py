@@ -10,6 +10,7 @@ steps are the same, bit for bit, as N steps, a stop, and M more.
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -109,8 +110,8 @@ def build(job: Job, lock: Lock) -> "Run":
         method.load_state_dict(method_state(choice.path, choice.state))
     machine = start.machine_lines(config, model.dtype, model.device, model.describe())
     groups = [start.model_lines(model.module, model.layout, model.dtype), machine, data.report]
-    job.display.lines(start.block(config, [*groups, job.plan_lines(), job.notes]))
     saver = Saver(job.directory.root, model, method, config, versions())
+    job.display.lines(start.block(config, [*groups, job.plan_lines(), saver.describe(), job.notes]))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, config, environment(), lock)
     find.set_aside(choice.damaged)
@@ -119,6 +120,7 @@ def build(job: Job, lock: Lock) -> "Run":
         seconds = apply_records(method, job.origin.tail, job.display.line)
         job.display.line(f"resume: {len(job.origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     journal = open_journal(config, job.directory, job.origin, data, method, versions(), job.display.line)
+    saver.settle_journal = journal.settle
     return Run(job, model, method, saver, journal)
 
 
@@ -136,12 +138,12 @@ class Run:
     moving_steps: int = 0  # steps with a rate above 0
 
     def __post_init__(self) -> None:
-        job, saver = self.job, self.saver
+        job = self.job
         self.config, self.data, self.display = job.config, job.data, job.display
         self.metrics = MetricsFile(job.directory.metrics, job.first)
         self.track = tracker(job.config.report_to, job.directory.run, job.first)
         device, say = self.model.device, self.display.line
-        self.recorder = Recorder(device, self.report, say, lambda: saver.last_good, self.journal.note)
+        self.recorder = Recorder(device, self.report, say, self.last_good, self.journal.note)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""
@@ -184,6 +186,11 @@ class Run:
         where = loader.where(), extra, update, loader.position
         self.recorder.add(Record(step, loss, rate, loader.epoch, tokens, *where))
 
+    def last_good(self) -> Path | None:
+        """The newest good checkpoint, for a message that ends the run: one that is still being written counts."""
+        self.journal.end()
+        return self.saver.settled()
+
     def report(self, entry: Entry) -> None:
         """Takes the entry of a finished step, or of an evaluation."""
         self.metrics.write(entry)
@@ -198,17 +205,20 @@ class Run:
         evaluates = bool(self.data.eval) and (last or step % (self.config.eval_steps or self.job.total) == 0)
         evaluates = evaluates and step not in self.metrics.evaluated
         saves = self.saver.is_due(step) and not last and not self.interrupts.requested
-        if not (checks or evaluates or saves):
-            return
-        self.recorder.drain()
-        self.method.flush()
+        self.display.lines(self.saver.poll(step))
+        waits = checks or evaluates or (saves and (self.saver.background is None or self.journal.writer is None))
+        if waits:
+            self.recorder.drain()
+        if waits or (saves and self.saver.background is None):
+            self.method.flush()
         if checks:
             self.check()
         if evaluates:
             self.evaluate(step)
         if saves:
-            self.display.line(self.saver.try_save(step, self.data.train.state_dict()))
-        self.recorder.restart_clock()
+            self.display.lines(self.saver.try_save(step, self.data.train.state_dict()))
+        if waits:
+            self.recorder.restart_clock()
 
     def check(self) -> None:
         """Once: whether every trained tensor has changed, and whether memory is what was planned."""
@@ -231,6 +241,7 @@ class Run:
     def leave(self, step: int) -> int:
         """After a signal: the step is done, the checkpoint is written, the run can go on later."""
         self.recorder.drain()
+        self.display.lines(self.saver.wait(step))
         path = self.saver.save_once(step, self.data.train.state_dict())
         told = f"stopped by {self.interrupts.requested} after step {step}"
         self.display.line(f"{told}; saved {path}; go on with --resume")
@@ -240,6 +251,7 @@ class Run:
         """The last checkpoint, and its model at the top of the output directory."""
         self.recorder.drain()
         step = max(self.job.first, self.job.total)
+        self.display.lines(self.saver.wait(step))
         self.saver.save_once(step, self.data.train.state_dict())
         self.saver.publish()
         self.display.line(f"done: {step} steps; the model is in {self.job.directory.root}")
@@ -248,6 +260,8 @@ class Run:
     def close(self) -> None:
         """Whatever happened: files closed, the curve drawn."""
         self.display.close()
+        self.journal.end()
+        self.saver.close()
         self.journal.close()
         self.metrics.close()
         self.track.close()

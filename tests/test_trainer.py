@@ -242,15 +242,16 @@ def test_sigterm_from_outside(make: Make, tmp_path: Path) -> None:
 def test_a_second_signal_during_the_save_harms_nothing(make: Make, tmp_path: Path) -> None:
     """The process dies at once; the checkpoint before is whole, and the half-written one is swept away."""
     arrange = """
-import os, signal
-from keyhole.checkpoint import state
-real = state.write_tensors
-def write(path, tensors):
-    real(path, tensors)
-    if "checkpoint-4" in str(path):
+import os, signal, time
+from keyhole.checkpoint import background
+real = background.write_state
+def write(path, about, scalars):
+    real(path, about, scalars)
+    if about.step == 4:
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGINT)
-state.write_tensors = write
+background.write_state = write
 """
     config = make(save_steps=2)
     child = start_child(config, tmp_path, arrange)

@@ -64,9 +64,7 @@ def choose(resume: str, root: Path) -> Choice:
         return choice
     asked = Path(resume)
     if not asked.is_dir():
-        raise UserError(
-            f"--resume: {asked} is not a directory; give a checkpoint-N, or --resume alone for the last"
-        )
+        raise UserError(f"--resume: {asked} is not a directory; give a checkpoint-N, or --resume alone for the last")
     if not (asked / STATE).exists() and checkpoints(asked):
         return choose("last", asked)
     try:

@@ -250,11 +250,15 @@ class Writer:
         with self.changed:
             return self.changed.wait_for(lambda: self.last >= step or self.closing, timeout_s) and self.last >= step
 
-    def close(self) -> None:
-        """Syncs, and ends the thread."""
+    def end(self) -> None:
+        """No record will come any more: nobody needs to wait for one."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
+
+    def close(self) -> None:
+        """Syncs, and ends the thread."""
+        self.end()
         self.syncer.join()
         try:
             os.fsync(self.file)

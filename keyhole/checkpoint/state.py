@@ -44,27 +44,38 @@ class State:
     format: int = FORMAT
 
 
-def save_checkpoint(
-    path: Path,
-    model: Any,
-    method_state: dict[str, Any],
-    *,
-    step: int,
-    loader: dict,
-    config: dict,
-    versions: dict,
-) -> None:
-    """Writes a checkpoint. The method has been flushed; method_state is what its state_dict returned."""
-    tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor)}
-    scalars = {name: value for name, value in method_state.items() if name not in tensors}
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint says of its run, beside the weights."""
+
+    step: int
+    loader: dict[str, Any]
+    config: dict[str, Any]
+    versions: dict[str, Any]
+
+
+def save_checkpoint(path: Path, model: Any, method_state: dict[str, Any], about: About) -> None:
+    """Writes a checkpoint, and waits. The method has been flushed; method_state is what its state_dict returned."""
+    tensors, scalars = split_state(method_state)
     with staged(path) as temporary:
         write_files(model, temporary)
         if tensors:
             write_tensors(temporary / TENSORS, tensors)
-        state = State(step, loader, scalars, config, versions, _inventory(temporary))
-        (temporary / STATE).write_text(_dump(asdict(state)), encoding="utf-8")
-        flush_all(temporary)
+        write_state(temporary, about, scalars)
         replace_directory(temporary, path)
+
+
+def split_state(method_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(tensors, the rest) of a method's state."""
+    tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in method_state.items() if name not in tensors}
+
+
+def write_state(directory: Path, about: About, scalars: dict[str, Any]) -> None:
+    """The last file of a checkpoint, with the checksums of all others; then everything is flushed to the disk."""
+    state = State(about.step, about.loader, scalars, about.config, about.versions, _inventory(directory))
+    (directory / STATE).write_text(_dump(asdict(state)), encoding="utf-8")
+    flush_all(directory)
 
 
 def _inventory(directory: Path) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,8 @@ from keyhole.data import Data
 from keyhole.training.metrics import Record
 from keyhole.training.rundir import RunDir
 
+PATIENCE_S = 60.0
+
 
 class Journaling:
     """The journal of one run. `writer` is None for methods that have none."""
@@ -46,10 +48,20 @@ class Journaling:
             self.say(f"the journal is whole again, up to step {record.step}")
         self.failing = False
 
-    def settle(self, step: int) -> None:
-        """Before a checkpoint of this step appears: its record, and all before it, are on the disk."""
-        if self.writer is not None and self.writer.wait_for(step, timeout_s=60.0):
-            self.writer.sync()
+    def settle(self, step: int) -> bool:
+        """Before a checkpoint of this step appears: its record, and all before it, are on the disk. False: the step
+        was not good, or the journal cannot be written."""
+        if self.writer is None:
+            return True
+        if not self.writer.wait_for(step, timeout_s=PATIENCE_S):
+            return False
+        self.writer.sync()
+        return True
+
+    def end(self) -> None:
+        """No step will come any more."""
+        if self.writer is not None:
+            self.writer.end()
 
     def close(self) -> None:
         if self.writer is not None:

@@ -1,5 +1,8 @@
 """When a checkpoint is written, whether the disk has room for it, and what happens when it fails.
 
+During training checkpoints are written in the background (checkpoint/background.py); the next one waits for the
+one before. Where that is not possible, is switched off, or a run ends, training waits for the write.
+
 A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on disk before the oldest one goes. Where
 that is not there, the oldest goes first, as long as one good checkpoint stays; where it still is not there,
 or the write fails, a save during training is skipped with a loud line and tried again after RETRY_STEPS steps
@@ -8,6 +11,8 @@ finite before they are written.
 """
 
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +20,10 @@ import torch
 from safetensors import SafetensorError
 
 from keyhole.checkpoint import find, hf
+from keyhole.checkpoint.background import SLACK_BYTES, Background, Writing
 from keyhole.checkpoint.resume import flat_config
-from keyhole.checkpoint.state import OWN_FILES, save_checkpoint
+from keyhole.checkpoint.snapshot import Cancelled
+from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.model.model import Model
@@ -42,13 +49,36 @@ def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
 
 
 class Saver:
-    """Writes checkpoints of one run into its directory and keeps the newest few."""
+    """Writes checkpoints of one run into its directory and keeps the newest few.
+
+    settle_journal(step) returns when the journal is on disk up to a step; False: it never will be.
+    """
 
     def __init__(self, root: Path, model: Model, method: Any, config: TrainConfig, versions: dict[str, Any]) -> None:
         self.root, self.model, self.method, self.config, self.versions = root, model, method, config, versions
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
+        self.settle_journal: Callable[[int], bool] = lambda step: True
+        self.background: Background | None = None
+        if config.background_save and config.save_steps is not None:
+            background = Background(model, method)
+            self.background = background if background.possible else None
+
+    def describe(self) -> list[str]:
+        """For the start block: how checkpoints are written, and the host memory that takes."""
+        if self.config.save_steps is None:
+            return []
+        if self.background is None:
+            why = "its tensors are stored in another form" if self.config.background_save else "background_save=false"
+            return [f"checkpoints: training waits for each ({why})"]
+        pool = self.background.pool_bytes
+        weights = sum(home.numel() * home.element_size() for home in self.model.engine.homes)
+        short = "" if pool >= weights // 2 else f"; half of the weights would be better: free {SLACK_BYTES / GIB:g} GiB"
+        return [
+            f"checkpoints: written while training goes on; host memory meanwhile: at most {pool / GIB:.2f} GiB more, "
+            f"{pool / max(1, weights):.0%} of the weights{short}"
+        ]
 
     def refuse_full_disk(self) -> None:
         """Before training starts: there must be room for the weights at least."""
@@ -70,41 +100,86 @@ class Saver:
         every = self.config.save_steps
         return (every is not None and step % every == 0) or step == self.retry_at
 
-    def try_save(self, step: int, loader: dict[str, Any]) -> str:
-        """Saves during training; returns the line for the user, also when it did not work."""
-        self.retry_at = None
+    def try_save(self, step: int, loader: dict[str, Any]) -> list[str]:
+        """Saves during training, or starts to; returns lines for the user, also when it did not work."""
+        lines, self.retry_at = self.wait(step), None
         try:
-            return f"saved {self.save(step, loader)}"
+            if self.background is None:
+                return [*lines, f"saved {self.save(step, loader)}"]
+            self._make_room(step, self.method.deferred_state() if self._deferred else self.method.state_dict())
+            about = About(step, loader, flat_config(self.config), self.versions)
+            self.background.begin(self.root / f"checkpoint-{step}", about, self.settle_journal)
+            return lines
         except NonFinite:
             raise
         except UserError as error:
-            self.retry_at = step + RETRY_STEPS
-            kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
-            again = f"trying again at step {self.retry_at}"
-            return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; {again}"
+            return [*lines, self._failed(step, step, error)]
+
+    @property
+    def _deferred(self) -> bool:
+        return getattr(self.method, "pending", None) is not None
+
+    def poll(self, step: int) -> list[str]:
+        """Lines about a checkpoint that was finished in the background, after this step at the latest."""
+        done = None if self.background is None else self.background.poll()
+        return [] if done is None else [self._finished(done, step)]
+
+    def wait(self, step: int) -> list[str]:
+        """The same for one that is not finished yet: waits for it."""
+        done = None if self.background is None else self.background.wait()
+        return [] if done is None else [self._finished(done, step)]
+
+    def settled(self) -> Path | None:
+        """The last good checkpoint when nothing is being written any more."""
+        with suppress(NonFinite):
+            self.wait(0)
+        return self.last_good
+
+    def close(self) -> None:
+        """Lets go of what is being written, when training has ended with an error."""
+        if self.background is not None:
+            self.background.abandon()
+
+    def _finished(self, done: Writing, now: int) -> str:
+        step, error = done.about.step, done.error
+        if isinstance(error, NonFinite):
+            raise self._broken(step, str(error)) from error
+        if isinstance(error, OSError | Cancelled):
+            return self._failed(step, now, UserError(f"output_dir: {done.path} could not be written: {error}"))
+        if error is not None:
+            raise error
+        self._took(done.path, step)
+        snapshot = done.snapshot
+        cost = f"copies took {snapshot.peak_bytes / GIB:.2f} GiB, training waited {snapshot.waited_s:.2f} s"
+        return f"saved {done.path} in {done.seconds:.1f} s behind training ({cost})"
+
+    def _failed(self, step: int, now: int, error: UserError) -> str:
+        self.retry_at = now + RETRY_STEPS
+        kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
+        return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {self.retry_at}"
+
+    def _broken(self, step: int, what: str) -> NonFinite:
+        good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
+        return NonFinite(f"step {step}: {what}, so it is not saved; {good}")
+
+    def _took(self, path: Path, step: int) -> None:
+        self.last_good, self.last_step = path, step
+        find.prune(self.root, self.config.save_total_limit, step)
 
     def save(self, step: int, loader: dict[str, Any]) -> Path:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old."""
         self.method.flush()
         bad = first_bad_tensor(self.model.named_tensors())
         if bad is not None:
-            good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
-            raise NonFinite(f"step {step}: {bad} holds NaN or infinity, so it is not saved; {good}")
+            raise self._broken(step, f"{bad} holds NaN or infinity")
         state = self.method.state_dict()
         self._make_room(step, state)
         path = self.root / f"checkpoint-{step}"
-        named = {
-            "step": step,
-            "loader": loader,
-            "config": flat_config(self.config),
-            "versions": self.versions,
-        }
         try:
-            save_checkpoint(path, self.model, state, **named)
+            save_checkpoint(path, self.model, state, About(step, loader, flat_config(self.config), self.versions))
         except (OSError, SafetensorError) as error:
             raise UserError(f"output_dir: {path} could not be written: {error}") from error
-        self.last_good, self.last_step = path, step
-        find.prune(self.root, self.config.save_total_limit, step)
+        self._took(path, step)
         return path
 
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:

@@ -6,7 +6,7 @@ import pytest
 
 import keyhole
 from keyhole.checkpoint import find
-from keyhole.checkpoint.state import save_checkpoint
+from keyhole.checkpoint.state import About, save_checkpoint
 from keyhole.errors import UserError
 
 
@@ -15,9 +15,7 @@ def root(tiny_model: Path, tmp_path: Path) -> Path:
     """Three whole checkpoints, 4, 8 and 12."""
     model = keyhole.load(tiny_model, device="cpu")
     for step in (4, 8, 12):
-        save_checkpoint(
-            tmp_path / f"checkpoint-{step}", model, {}, step=step, loader={}, config={}, versions={}
-        )
+        save_checkpoint(tmp_path / f"checkpoint-{step}", model, {}, About(step, {}, {}, {}))
     return tmp_path
 
 

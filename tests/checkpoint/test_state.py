@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.checkpoint import state
-from keyhole.checkpoint.state import STATE, TENSORS, Damaged, method_state, save_checkpoint, verify
+from keyhole.checkpoint.state import STATE, TENSORS, About, Damaged, method_state, save_checkpoint, verify
 
 SCALARS = {"step_count": 7, "scale": 0.1, "list": [1, 2]}
 OTHER = {"loader": {"epoch": 1, "position": 5}, "config": {"seed": 3}, "versions": {"torch": "2"}}
@@ -19,7 +19,7 @@ OTHER = {"loader": {"epoch": 1, "position": 5}, "config": {"seed": 3}, "versions
 
 def write(path: Path, model: Any) -> dict[str, Any]:
     saved = SCALARS | {"w/exp_avg": torch.randn(4, 5), "w/step": torch.tensor(3.0)}
-    save_checkpoint(path, model, saved, step=12, **OTHER)
+    save_checkpoint(path, model, saved, About(12, **OTHER))
     return saved
 
 
