@@ -108,7 +108,8 @@ def build(job: Job, lock: Lock) -> "Run":
     method = METHODS[config.method].from_config(model, config)
     if choice.state is not None:
         method.load_state_dict(method_state(choice.path, choice.state))
-    machine = start.machine_lines(config, model.dtype, model.device, model.describe())
+    decided = [*model.describe(), *getattr(method, "describe", list)()]
+    machine = start.machine_lines(config, model.dtype, model.device, decided)
     groups = [start.model_lines(model.module, model.layout, model.dtype), machine, data.report]
     saver = Saver(job.directory.root, model, method, config, versions())
     job.display.lines(start.block(config, [*groups, job.plan_lines(), saver.describe(), job.notes]))

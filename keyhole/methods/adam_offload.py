@@ -239,11 +239,10 @@ class AdamOffload:
         self._raise_if_broken()
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: whole and unclipped, unread. host_s: updates in the worker meanwhile;
-        host_wait_s: how long launches waited for them."""
+        """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates."""
         if self.now is None:
             return {}
-        return {"grad_norm": self.norm, "host_s": self.host_s, "host_wait_s": self.exchange.wait_s}
+        return {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
 
     def describe(self) -> list[str]:
         """For the start block."""

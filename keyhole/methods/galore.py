@@ -102,12 +102,12 @@ class GaLore(_TorchMethod):
         groups += [{"params": [p for name, p in self.params.items() if name not in names]}]
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         self.optimizer = GaLoreAdamW([group for group in groups if group["params"]], lr, **rule)
-        if model.placed is not None:
-            model.placed.reasons.append(self._line(rank))
+        self.rank = rank
 
-    def _line(self, rank: int) -> str:
-        rest = len(self.params) - len(self.projected)
-        return f"galore: {len(self.projected)} matrices projected to rank {rank}; {rest} other tensors by plain AdamW"
+    def describe(self) -> list[str]:
+        """For the start block."""
+        low, rest = len(self.projected), len(self.params) - len(self.projected)
+        return [f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"]
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "GaLore":

@@ -121,7 +121,7 @@ class LoRA(_TorchMethod):
         save_file(named, path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
         self.config.save_pretrained(str(path / "adapter"))
 
-    def lines(self) -> list[str]:
+    def describe(self) -> list[str]:
         """For the start block."""
         count = sum(p.numel() for p in self.params.values())
         rank = f"rank {self.config.r}, alpha {self.config.lora_alpha:g}"

@@ -251,7 +251,7 @@ class Model:
 
     def describe(self) -> list[str]:
         """What was decided and why, a line each."""
-        return self.placed.reasons + ([] if self.addon is None else self.addon.lines())
+        return self.placed.reasons
 
 
 def _by_row(nll_N: torch.Tensor, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:

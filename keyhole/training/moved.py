@@ -35,6 +35,8 @@ class Moved:
             if tensor.param.requires_grad:
                 home = self.model.home(tensor)
                 yield tensor.name, sample(home, self.rows_R if tensor is table else None)
+        for name, param in ({} if self.model.addon is None else self.model.addon.params).items():
+            yield name, sample(param.data)
 
     def still(self) -> tuple[list[str], float]:
         """(tensors whose sample has not changed, share of all sampled elements that has)."""

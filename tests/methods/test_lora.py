@@ -110,9 +110,8 @@ def test_target_modules_are_checked_and_counted() -> None:
     """A name that no layer has is refused with those there are; the start block says what is trained."""
     with pytest.raises(UserError, match="q_porj.*known: .*q_proj"):
         LoRA(load(), target_modules=["q_porj"])
-    model = load()
-    LoRA(model, r=4, target_modules=["q_proj", "v_proj"])
-    assert "6 adapters of rank 4" in model.describe()[-1]
+    method = LoRA(load(), r=4, target_modules=["q_proj", "v_proj"])
+    assert "6 adapters of rank 4" in method.describe()[0]
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
