@@ -32,9 +32,9 @@ Legend: m, n sides of the weight; T tokens; d columns and r numbers a row of a p
 import torch
 from torch.nn.functional import pad
 
-from keyhole.ops.compress import compress
-from keyhole.ops.decompress import decompress_add_
+from keyhole.ops.project import compress
 from keyhole.ops.projector import Projector
+from keyhole.ops.unproject import decompress_add_
 
 Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A weight gradient: [m, n], or its factors dY [T, m] and X [T, n]."""

@@ -19,14 +19,14 @@
 
 from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
-from keyhole.ops.compress import compress
-from keyhole.ops.decompress import decompress_add_
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
 from keyhole.ops.lomo import sgd_update_, sum_squares_
+from keyhole.ops.project import compress
 from keyhole.ops.projector import Projector, identity_projector, random_projector
 from keyhole.ops.rows import zo_rows
 from keyhole.ops.tiles import noise
+from keyhole.ops.unproject import decompress_add_
 from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
 
 __all__ = [

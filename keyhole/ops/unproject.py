@@ -17,8 +17,8 @@ Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r numbers
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.compress import power_of_two
 from keyhole.ops.lomo import ROUNDINGS, bits_reference, check_scalars, check_tensors, settle, settle_reference
+from keyhole.ops.project import power_of_two
 from keyhole.ops.projector import Projector
 from keyhole.ops.rounding import bits_at
 from keyhole.ops.tiles import check, int32, key

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from keyhole.ops import backend
 from keyhole.ops.backend import force
-from keyhole.ops.compress import compress
-from keyhole.ops.decompress import decompress_add_
+from keyhole.ops.project import compress
 from keyhole.ops.projector import KINDS, Projector, identity_projector, random_projector
 from keyhole.ops.rounding import bits_at_reference, stochastic_round_reference
+from keyhole.ops.unproject import decompress_add_
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from keyhole.ops import backend
 from keyhole.ops.backend import force
-from keyhole.ops.compress import compress
+from keyhole.ops.project import compress
 from keyhole.ops.projector import KINDS, identity_projector, random_projector
 
 
