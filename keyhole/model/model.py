@@ -245,6 +245,8 @@ class Model:
     def close(self) -> None:
         """Ends threads and gives page-locked memory back; the model cannot be used afterwards."""
         self._lockstep.close()
+        if self.engine.gate is not None:
+            self.engine.gate.close()
         if self.pinned:
             arena.unpin(arena.whole(self.engine.homes[min(self.engine.streamed)]))
             self.pinned = False

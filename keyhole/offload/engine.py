@@ -56,6 +56,9 @@ class Gate(Protocol):
     def drain(self) -> None:
         """The same for all pages, and for the host."""
 
+    def close(self) -> None:
+        """Ends the work; nobody will ask for a page again."""
+
 
 class Watch(Protocol):
     """Who wants to know when homes change."""

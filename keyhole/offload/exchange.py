@@ -72,9 +72,10 @@ class Exchange:
         return torch.empty(count, pin_memory=self.cuda)
 
     def sent(self) -> Any:
-        """An event: everything sent so far has arrived. None on a CPU."""
+        """An event: everything sent so far has arrived, and the kernels so far are done. None on a CPU."""
         if not self.cuda:
             return None
+        self.down.wait_stream(self.engine.compute)  # kernels behind the last `put` may read the weights still
         event = torch.cuda.Event(blocking=True)
         event.record(self.down)
         return event
@@ -130,6 +131,10 @@ class Exchange:
         self.pool.drain()
         if self.cuda:
             self.up.synchronize()
+
+    def close(self) -> None:
+        """Ends the worker; jobs that have not begun are dropped."""
+        self.pool.close()
 
 
 def _bytes(flat: torch.Tensor) -> int:

@@ -241,6 +241,16 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatc
     method.close()
 
 
+def test_the_worker_ends_with_the_model() -> None:
+    """close() of the model, as the trainer calls it, leaves no thread."""
+    model = load()
+    method = AdamOffload(model, **HOW)
+    method.step(batch())
+    method.flush()
+    model.close()
+    assert method.pool._thread not in threading.enumerate()
+
+
 def test_updates_run_beside_the_next_forward() -> None:
     """With clipping, step returns before its updates are done, and the forward waits unit by unit, in its order."""
     model = load()
