@@ -97,6 +97,8 @@ class LoRAConfig:
     """Share of an adapter's inputs that is dropped in training."""
     target_modules: str | list[str] | None = None
     """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
+    activations: Literal["none", "block"] = "none"
+    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
     merge: bool = True
     """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
 
@@ -111,6 +113,8 @@ class GaLoreConfig:
     """Steps between two SVDs."""
     scale: Positive = 0.25
     """Factor of the update of projected matrices."""
+    activations: Literal["none", "block"] = "none"
+    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +158,8 @@ class AdamOffloadConfig:
     """CPU threads of the updates; null = all cores but one."""
     activations: Literal["block", "host", "none"] = "block"
     """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
+    compile: bool = False
+    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 
 
 @dataclass(frozen=True, kw_only=True)

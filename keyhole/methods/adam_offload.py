@@ -80,6 +80,7 @@ class AdamOffload:
         schedule: str = "layerwise",
         threads: int | None = None,
         activations: str = "block",
+        compile: bool | str = False,
         seed: int = 0,
     ) -> None:
         if schedule not in SCHEDULES:
@@ -92,7 +93,7 @@ class AdamOffload:
         if not self.units:
             raise UserError("every parameter is frozen: there is nothing to train")
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
-        self.reverse = Reverse(model, keep=activations)
+        self.reverse = Reverse(model, keep=activations, compiled=compile)
         self.pool = Workers(threads)
         self.exchange = Exchange(model.engine, [u.index for u in self.units], self.pool)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)

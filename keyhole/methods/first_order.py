@@ -5,12 +5,17 @@ gradients added up by autograd, clipped by their global norm, then torch's updat
 weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from keyhole.errors import UserError
 from keyhole.model.batch import Batch, as_list, to_device
+from keyhole.model.layout import find_blocks
 from keyhole.model.model import Model
 
 State = dict[str, Any]
@@ -22,10 +27,14 @@ class _TorchMethod:
     name: str
 
     def __init__(
-        self, model: Model, max_grad_norm: float | None, params: dict[str, torch.nn.Parameter] | None = None
+        self,
+        model: Model,
+        max_grad_norm: float | None,
+        params: dict[str, torch.nn.Parameter] | None = None,
+        activations: str = "none",
     ) -> None:
         self._require_plain(model)
-        self.model, self.max_grad_norm = model, max_grad_norm
+        self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
         own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
         self.params = own if params is None else params
         if not self.params:
@@ -55,7 +64,9 @@ class _TorchMethod:
         token_count = max(1, sum(b.token_count for b in batches))
         total = torch.zeros((), device=self.model.device)
         for b in batches:
-            loss = self.model.head.loss_sum(self.model.hidden(b), b.target_N) / token_count
+            with _run_twice(self.model.module) if self.activations == "block" else nullcontext():
+                hidden_NH = self.model.hidden(b)
+            loss = self.model.head.loss_sum(hidden_NH, b.target_N) / token_count
             loss.backward()
             total += loss.detach()
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
@@ -87,6 +98,19 @@ class _TorchMethod:
             param = self.params[name]
             on_device = key != "step" and isinstance(value, torch.Tensor)
             self.optimizer.state[param][key] = value.to(param.device) if on_device else value
+
+
+@contextmanager
+def _run_twice(module: torch.nn.Module) -> Iterator[None]:
+    """Activation checkpointing: the graph of a block is made again when its turn comes in backward."""
+    blocks = find_blocks(module)
+    for block in blocks:
+        block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 class AdamW(_TorchMethod):

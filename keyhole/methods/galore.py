@@ -85,6 +85,7 @@ class GaLore(_TorchMethod):
         rank: int = 128,
         update_proj_gap: int = 200,
         scale: float = 0.25,
+        activations: str = "none",
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
@@ -94,7 +95,7 @@ class GaLore(_TorchMethod):
     ) -> None:
         if rank < 1 or update_proj_gap < 1:
             raise UserError(f"galore: rank {rank} and update_proj_gap {update_proj_gap} must be at least 1")
-        super().__init__(model, max_grad_norm)
+        super().__init__(model, max_grad_norm, activations=activations)
         low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
         names = {t.name for t in model.layout.tensors if t.block is not None and is_larger(t.shape, rank)}
         self.projected = [name for name in self.params if name in names]
@@ -118,6 +119,7 @@ class GaLore(_TorchMethod):
             rank=own.rank,
             update_proj_gap=own.update_proj_gap,
             scale=own.scale,
+            activations=own.activations,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
         )

@@ -48,6 +48,7 @@ class LoRA(_TorchMethod):
         dropout: float = 0.0,
         target_modules: list[str] | str | None = None,
         merge: bool = True,
+        activations: str = "none",
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
         seed: int = 0,
@@ -60,7 +61,7 @@ class LoRA(_TorchMethod):
         self.layers = _inject(model, config, seed)
         self.config = config
         adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-        super().__init__(model, max_grad_norm, adapters)
+        super().__init__(model, max_grad_norm, adapters, activations)
         self.optimizer = torch.optim.AdamW(list(adapters.values()), lr=lr, weight_decay=weight_decay)
         self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
         model.addon = self
@@ -76,6 +77,7 @@ class LoRA(_TorchMethod):
             dropout=own.dropout,
             target_modules=own.target_modules,
             merge=own.merge,
+            activations=own.activations,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,

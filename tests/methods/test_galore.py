@@ -93,6 +93,17 @@ def test_resume_is_exact() -> None:
         assert torch.equal(a, b)
 
 
+def test_blocks_run_twice_give_the_same_bits() -> None:
+    """activations=block keeps less and changes nothing."""
+    models = load(), load()
+    for model, activations in zip(models, ("none", "block"), strict=True):
+        method = GaLore(model, lr=1e-2, rank=4, activations=activations)
+        for t in range(3):
+            method.step([batch(seed=t), batch(seed=t + 9)])
+    for (_, a), (_, b) in zip(models[0].named_tensors(), models[1].named_tensors(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_bad_settings_are_refused() -> None:
     """A rank of 0 projects everything away."""
     with pytest.raises(UserError, match="rank 0"):

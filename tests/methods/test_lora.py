@@ -85,7 +85,7 @@ def test_resume_is_exact(dropout: float) -> None:
 
     options = {"lr": 1e-2, "r": 4, "dropout": dropout}
     random_state = torch.get_rng_state()
-    whole, before, after = (LoRA(load(), **options) for _ in range(3))
+    whole, before, after = (LoRA(load(), activations=kept, **options) for kept in ("none", "none", "block"))
     steps(whole, 0, 6)
     steps(before, 0, 3)
     after.load_state_dict(before.state_dict())
