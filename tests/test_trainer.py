@@ -422,6 +422,77 @@ def test_a_disk_that_fills_up_does_not_stop_training(
     assert (Path(config.output_dir) / "checkpoint-20").is_dir()
 
 
+@pytest.mark.parametrize("method", ["zo", "adamw"])
+@pytest.mark.parametrize("background", [True, False])
+def test_files_that_cannot_grow_do_not_stop_training(make: Make, tmp_path: Path, method: str, background: bool) -> None:
+    """A real limit on file sizes during two saves: loud, the old checkpoint stays, a later save succeeds, same bits."""
+    arrange = """
+import resource
+from keyhole import trainer
+from keyhole.training import saving
+saving.RETRY_STEPS = 3
+real = trainer.Run.step
+def step(self, number):
+    if number in (4, 8):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if number == 4 else -1, -1))
+    real(self, number)
+trainer.Run.step = step
+"""
+    settings = {"method": method, "save_steps": 2, "max_steps": 12, "background_save": background}
+    config, whole = make(**settings), make("whole", **settings)
+    child = start_child(config, tmp_path, arrange)
+    out, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, out
+    assert "warning: checkpoint-4 NOT saved" in out and "File too large" in out and "checkpoint-2 stays" in out
+    assert sorted(path.name for path in Path(config.output_dir).glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-12",
+    ]
+    assert not list(Path(config.output_dir).glob(".*"))
+    train(whole)
+    assert same(weights(whole.output_dir), weights(config.output_dir))
+
+
+def test_a_journal_that_cannot_be_written_does_not_stop_training(make: Make, tmp_path: Path) -> None:
+    """Records wait in memory until the file may grow again; none is missing at the end."""
+    arrange = """
+import resource
+from keyhole import trainer
+real = trainer.Run.step
+def step(self, number):
+    if number in (3, 6):
+        size = self.job.directory.journal.stat().st_size + 10 if number == 3 else -1
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+    real(self, number)
+trainer.Run.step = step
+trainer.MetricsFile.write = lambda self, entry: None
+"""
+    from keyhole.checkpoint import journal
+
+    config = make(method="zo", max_steps=8)
+    child = start_child(config, tmp_path, arrange)
+    out, _ = child.communicate(timeout=120)
+    assert child.returncode == 0, out
+    assert "warning: the journal cannot be written" in out and "whole again, up to step 6" in out
+    found = journal.read(Path(config.output_dir) / "run" / "journal")
+    assert found.last == 8 and found.fault is None
+
+
+def test_two_processes_in_one_directory(make: Make, tmp_path: Path) -> None:
+    """The second one is refused with the number of the first, which goes on."""
+    config = make(max_steps=100_000, logging_steps=1000)
+    child = start_child(config, tmp_path)
+    try:
+        while " 1/100000 " not in child.stdout.readline():
+            assert child.poll() is None
+        with pytest.raises(UserError, match=f"process {child.pid} is training into"):
+            train(config, resume="")
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.communicate()
+
+
 def test_room_is_made_by_deleting_the_oldest_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two checkpoints only, the oldest goes before the third is written, never the newest."""
     config = make(save_steps=2)

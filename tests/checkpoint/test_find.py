@@ -53,9 +53,7 @@ def test_only_damaged_ones_is_an_error(root: Path) -> None:
     """A run is never started over in silence because its checkpoints are broken."""
     for path in find.checkpoints(root):
         harm(path)
-    with pytest.raises(
-        UserError, match="every checkpoint(.|\n)*checkpoint-12: model.safetensors has 4 bytes"
-    ):
+    with pytest.raises(UserError, match="every checkpoint(.|\n)*checkpoint-12: model.safetensors has 4 bytes"):
         find.choose("last", root)
 
 
@@ -78,9 +76,7 @@ def test_no_second_history_in_one_directory(root: Path) -> None:
     assert find.choose(str(root / "checkpoint-12"), root).state.step == 12
 
 
-@pytest.mark.parametrize(
-    ("keep", "left"), [(None, [4, 8, 12]), (5, [4, 8, 12]), (2, [8, 12]), (1, [12]), (0, [12])]
-)
+@pytest.mark.parametrize(("keep", "left"), [(None, [4, 8, 12]), (5, [4, 8, 12]), (2, [8, 12]), (1, [12]), (0, [12])])
 def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -> None:
     """The newest stay, at least one always; nothing half-deleted is left."""
     find.prune(root, keep, up_to=12)

@@ -94,3 +94,53 @@ def test_a_flipped_bit_is_never_loaded(whole: Path, data: st.DataObject) -> None
             assert file.name in str(fault)
     finally:
         file.write_bytes(original)
+
+
+@pytest.fixture(scope="module")
+def in_shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("shards") / "checkpoint-12"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("keyhole.checkpoint.hf.SHARD_BYTES", 50_000)
+        write(path, keyhole.load(tiny_model, device="cpu"))
+    return path
+
+
+def test_every_file_is_guarded_over_its_whole_length(in_shards: Path) -> None:
+    """Bytes at both ends of every file and evenly spread over it, all bits of each flipped in turn: always named."""
+    before = verify(in_shards)
+    for file in sorted(path for path in in_shards.iterdir() if path.name != STATE):
+        content = file.read_bytes()
+        places = sorted({0, len(content) - 1, *range(0, len(content), max(1, len(content) // 12))})
+        for place in places:
+            for flip in (1, 0x80, 0xFF):
+                with file.open("r+b") as opened:
+                    opened.seek(place)
+                    opened.write(bytes([content[place] ^ flip]))
+                with pytest.raises(Damaged, match=file.name):
+                    verify(in_shards)
+            file.write_bytes(content)
+    assert verify(in_shards) == before
+
+
+@pytest.mark.parametrize("harm", ["missing shard", "stale index", "stale shard", "swapped shards", "extra zeros"])
+def test_shards_that_do_not_belong_together(in_shards: Path, tmp_path: Path, harm: str) -> None:
+    """Files that are whole in themselves, but not the ones that were written together."""
+    path = shutil.copytree(in_shards, tmp_path / "checkpoint-12")
+    first, second = sorted(path.glob("model-*.safetensors"))[:2]
+    index = path / "model.safetensors.index.json"
+    if harm == "missing shard":
+        first.unlink()
+    elif harm == "stale index":
+        index.write_text(index.read_text().replace(first.name, second.name))
+    elif harm == "stale shard":
+        content = bytearray(first.read_bytes())
+        content[-4:] = b"\0\0\0\0"
+        first.write_bytes(content)
+    elif harm == "swapped shards":
+        a, b = first.read_bytes(), second.read_bytes()
+        first.write_bytes(b)
+        second.write_bytes(a)
+    else:
+        first.write_bytes(first.read_bytes() + bytes(8))
+    with pytest.raises(Damaged, match="model.*safetensors"):
+        verify(path)

@@ -17,9 +17,7 @@ def example() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("piece_bytes", [tensors.PIECE_BYTES, 16])
-def test_the_library_reads_what_we_write(
-    tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_reads_what_we_write(tmp_path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All dtypes, scalars, empty and transposed tensors come back equal, in pieces of any size."""
     monkeypatch.setattr(tensors, "PIECE_BYTES", piece_bytes)
     made = example()

@@ -1,0 +1,198 @@
+"""Snapshots taken while training goes on are the checkpoints that training would have waited for."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.checkpoint import snapshot as snapshots
+from keyhole.checkpoint.background import Background
+from keyhole.checkpoint.snapshot import READY, WAITING, Segment, Snapshot, Source
+from keyhole.checkpoint.state import About, save_checkpoint, verify
+from keyhole.methods import METHODS
+from keyhole.training.guard import NonFinite
+
+ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
+STREAMING = {"zo", "lomo", "adalomo"}
+CASES = [(method, "resident", "float32") for method in METHODS if method != "lora"]
+CASES += [(method, "stream", "bfloat16") for method in METHODS if method in STREAMING]
+CASES += [("zo", "resident", "bfloat16"), ("zo", "stream", "fp8")]
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def make(tiny_model: Path, method: str, placement: str, dtype: str) -> tuple[keyhole.Model, Any]:
+    how = {"dtype": "bfloat16", "wire": "fp8"} if dtype == "fp8" else {"dtype": dtype}
+    model = keyhole.load(tiny_model, device="cpu", placement=placement, **how)
+    return model, METHODS[method](model, 1e-3)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = snapshots.write_at
+
+    def write(*args: Any) -> None:
+        time.sleep(0.003)
+        real(*args)
+
+    monkeypatch.setattr(snapshots, "write_at", write)
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize("pool", ["half", "none", "one page"])
+@pytest.mark.parametrize(("method", "placement", "dtype"), CASES)
+def test_a_snapshot_is_the_save_bit_for_bit(
+    tiny_model: Path, tmp_path: Path, method: str, placement: str, dtype: str, pool: str
+) -> None:
+    """Three steps, a snapshot, three more steps meanwhile: the files of a run that stopped and saved after three."""
+    model, opt = make(tiny_model, method, placement, dtype)
+    largest = max(home.numel() * home.element_size() for home in model.engine.homes)
+    background = Background(model, opt, {"half": None, "none": 0, "one page": largest}[pool])
+    for step in range(3):
+        opt.step(batch(step))
+    background.begin(tmp_path / "background", ABOUT, lambda step: True)
+    for step in range(3, 6):
+        opt.step(batch(step))
+    done = background.wait()
+    assert done.error is None and model.engine.watch is None
+    if pool != "half":
+        assert done.snapshot.peak_bytes <= largest
+    reference, waits = make(tiny_model, method, placement, dtype)
+    for step in range(3):
+        waits.step(batch(step))
+    waits.flush()
+    state = waits.state_dict()
+    if method == "zo":
+        del state["changed"]
+    save_checkpoint(tmp_path / "waited", reference, state, ABOUT)
+    ours, theirs = contents(tmp_path / "background"), contents(tmp_path / "waited")
+    assert ours.keys() == theirs.keys() and [n for n in ours if ours[n] != theirs[n]] == []
+    verify(tmp_path / "background")
+    for step in range(3, 6):  # and the run itself went on undisturbed
+        waits.step(batch(step))
+    opt.flush()
+    waits.flush()
+    mine = dict(model.named_tensors())
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in reference.named_tensors())
+
+
+def test_memory_is_at_most_half_of_the_weights(tiny_model: Path, tmp_path: Path) -> None:
+    """The pool is half of the weights, and with a disk that stands still training uses it up and then waits."""
+    model, opt = make(tiny_model, "zo", "stream", "bfloat16")
+    background = Background(model, opt)
+    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
+    assert background.pool_bytes == weights // 2
+    go = threading.Event()
+    opt.step(batch(0))
+    background.begin(tmp_path / "c", ABOUT, lambda step: True)
+    snapshot = background.writing.snapshot
+    real, snapshot._take = snapshot._take, lambda: go.wait() and real()
+    stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2)])
+    stepping.start()
+    stepping.join(1.0)
+    held_up = stepping.is_alive()
+    assert 0 < snapshot.peak_bytes <= weights // 2
+    go.set()
+    stepping.join()
+    done = background.wait()
+    assert held_up and done.error is None and done.snapshot.waited_s > 0.3
+    verify(tmp_path / "c")
+
+
+def one_page(state: int = READY, pool_bytes: int = 100) -> tuple[Snapshot, Source]:
+    source = Source(torch.arange(4.0), [Segment("w", 0, 4, "f", 0)], state=state)
+    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu")), source
+
+
+def read(path: Path) -> list[float]:
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32).tolist()
+
+
+def test_copy_on_write(tmp_path: Path) -> None:
+    """A page that is changed before a worker had it is saved as it was; a waiting one, as it is after its update."""
+    snapshot, source = one_page()
+    (tmp_path / "f").write_bytes(bytes(16))
+    snapshot.before_change(0)
+    source.flat.fill_(9.0)
+    snapshot.changed(0, None)
+    snapshot.write(tmp_path)
+    assert read(tmp_path / "f") == [0, 1, 2, 3]
+    snapshot, source = one_page(WAITING)
+    assert not snapshot.is_whole
+    snapshot.before_change(0)
+    source.flat.fill_(9.0)
+    snapshot.changed(0, None)
+    assert snapshot.is_whole
+    snapshot.before_change(0)
+    source.flat.fill_(7.0)
+    snapshot.write(tmp_path)
+    assert read(tmp_path / "f") == [9, 9, 9, 9] and snapshot.copied_bytes == 0
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug")])
+def test_a_failing_disk_lets_training_go_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever breaks in a worker, nobody waits for it, nothing is left on disk, and the error is handed over."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(snapshots, "write_at", fail)
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt, 0)
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    for step in (1, 2, 3):
+        opt.step(batch(step))
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
+
+
+def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
+    """A NaN in a page is found on its way to the disk."""
+    model, opt = make(tiny_model, "sgd", "resident", "float32")
+    background = Background(model, opt)
+    model.home(model.layout.table)[3, 3] = float("nan")
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    error = background.wait().error
+    assert isinstance(error, NonFinite) and "embed_tokens.weight holds NaN" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_that_ends_early_cancels(tiny_model: Path, tmp_path: Path) -> None:
+    """Weights that still wait for their update are not waited for when no step will come."""
+    model, opt = make(tiny_model, "zo", "stream", "float32")
+    background = Background(model, opt)
+    opt.step(batch(0))
+    background.begin(tmp_path / "a", ABOUT, lambda step: True)
+    background.abandon()
+    assert list(tmp_path.iterdir()) == []
+    background.begin(tmp_path / "b", ABOUT, lambda step: True)
+    assert background.wait().error is None and verify(tmp_path / "b")  # waiting flushes
+
+
+def test_without_the_journal_there_is_no_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    """A checkpoint of a step that the journal does not hold never gets its name."""
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt)
+    opt.step(batch(0))
+    background.begin(tmp_path / "a", ABOUT, lambda step: False)
+    assert "no record of step 3" in str(background.wait().error) and list(tmp_path.iterdir()) == []
+
+
+def test_added_weights_are_waited_for(tiny_model: Path) -> None:
+    """LoRA's merged weights exist nowhere in memory: such a model is saved by waiting."""
+    pytest.importorskip("peft")
+    model = keyhole.load(tiny_model, device="cpu")
+    assert Background(model, METHODS["lora"](model, 1e-3)).possible is False
