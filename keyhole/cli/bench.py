@@ -1,4 +1,4 @@
-"""keyhole bench zo [--cases judged,13B-bf16-*] [--quick] [--time-limit S] [--timeline FILE]"""
+"""keyhole bench zo | snapshots [--quick] ..."""
 
 from pathlib import Path
 from typing import Annotated
@@ -84,3 +84,39 @@ def zo(
     if differing := report.differing():
         typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
         raise typer.Exit(1)
+
+
+@app.command()
+def snapshots(
+    sizes: Annotated[str, typer.Option(metavar="NAMES", help="Models, with commas.")] = "1.3B,2.7B,6.7B",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
+    scratch: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where checkpoints go meanwhile; default: /tmp or so.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of 2048 tokens a step.")] = 16,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 10,
+    periods: Annotated[int, typer.Option(min=1, help="Checkpoints that are timed.")] = 2,
+    replay_steps: Annotated[int, typer.Option(min=0, help="Length of the journal that is replayed.")] = 1000,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")
+    ] = None,
+) -> None:
+    """Streamed zeroth-order steps with a checkpoint every 10, beside none and torch.save."""
+    from keyhole.bench.snapshots import bench_snapshots
+
+    report = bench_snapshots(
+        [size for size in sizes.split(",") if size],
+        out=Path(out),
+        scratch=Path(scratch) if scratch else None,
+        batch=batch,
+        every=every,
+        periods=periods,
+        replay_steps=replay_steps,
+        device=device,
+        quick=quick,
+        say=typer.echo,
+    )
+    typer.echo(f"\n{report.read_text()}")

@@ -1,0 +1,274 @@
+"""What a snapshot every few steps costs a streamed zeroth-order run, and how fast a journal is replayed.
+
+    none         steps alone; the journal is kept in all three modes
+    background   a checkpoint begun every `every` steps, written while training goes on (checkpoint/background.py)
+    torch.save   training stops, and torch.save writes the weights, as in Table 6 of the ZO-Offloading paper
+
+A period is `every` steps. A mode is timed from the begin of its first checkpoint to the point where the one after
+the last period could begin, i.e. including any wait for the disk: that is the pace of a run that goes on like this.
+Our checkpoints have checksums and are flushed to the disk; torch.save's are neither. The disk must take the weights
+of one checkpoint in the time of one period, or it bounds the run, whatever is done: choose the batch accordingly
+
+    seconds a step x every >= bytes of the weights / bytes a second of the disk         (1.3 GB/s: batch 16)
+
+Host memory is the peak resident set, beside that of the mode `none`; the page cache is the kernel's.
+"""
+
+import gc
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole.bench import measure
+from keyhole.bench.report import commit
+from keyhole.bench.runner import choose_device
+from keyhole.bench.shapes import QUICK_SHRINK, opt_config
+from keyhole.checkpoint import journal
+from keyhole.checkpoint.background import Background
+from keyhole.checkpoint.files import write_text
+from keyhole.checkpoint.replay import apply_records
+from keyhole.checkpoint.state import About, verify
+from keyhole.plan.memory import Workload
+from keyhole.plan.probe import environment
+from keyhole.training.metrics import Record, Recorder
+
+GIB = 2**30
+LENGTH, LR = 2048, 1e-7
+MODES = ("none", "background", "torch.save")
+TARGET = 0.97
+
+Say = Callable[[str], None]
+
+
+class Loop:
+    """Training as the trainer does it: records read a step late, the journal appended."""
+
+    def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
+        self.model, self.batch, self.scratch = model, batch, scratch
+        self.method = keyhole.ZO(model, LR)
+        self.step_count, self.seconds = 0, []
+        header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
+        self.journal = journal.Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
+        device = model.device
+        self.recorder = Recorder(device, self._entry, print, lambda: None, self._note)
+
+    def _entry(self, entry: dict[str, Any]) -> None:
+        self.seconds.append(entry["seconds"])
+
+    def _note(self, record: Record, update: list[float]) -> None:
+        device = self.model.device.type
+        self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
+
+    def step(self) -> None:
+        self.step_count += 1
+        loss = self.method.step(self.batch)
+        record = Record(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.latest.coef)
+        self.recorder.add(record)
+
+    def settle(self, step: int) -> bool:
+        if not self.journal.wait_for(step, 60.0):
+            return False
+        self.journal.sync()
+        return True
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def wait(self) -> None:
+        self.recorder.drain()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+def time_none(loop: Loop, every: int, periods: int) -> dict[str, Any]:
+    loop.wait()
+    begin_s = time.perf_counter()
+    loop.run(every)
+    loop.wait()
+    return {"steps": every, "wall_s": time.perf_counter() - begin_s}
+
+
+def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
+    """One checkpoint a period; every one of them is verified afterwards or deleted when the next one is whole."""
+    background = Background(loop.model, loop.method)
+    path, done = loop.scratch / "checkpoint", []
+    loop.wait()
+    begin_s = time.perf_counter()
+    for period in range(periods):
+        background.begin(path.with_name(f"checkpoint-{period}"), About(loop.step_count, {}, {}, {}), loop.settle)
+        loop.run(every)
+        done.append(background.wait())
+        if done[-1].error is not None:
+            raise done[-1].error
+        if period:
+            shutil.rmtree(path.with_name(f"checkpoint-{period - 1}"))
+    loop.wait()
+    wall_s = time.perf_counter() - begin_s
+    verify(done[-1].path)
+    shutil.rmtree(done[-1].path)
+    return {
+        "steps": every * periods,
+        "wall_s": wall_s,
+        "write_s": [d.seconds for d in done],
+        "training_waited_s": [d.snapshot.waited_s for d in done],
+        "copies_bytes": max(d.snapshot.peak_bytes for d in done),
+        "pool_bytes": background.pool_bytes,
+    }
+
+
+def time_torch_save(loop: Loop, every: int, periods: int) -> dict[str, Any]:
+    """The baseline. A pickle, and so nowhere but here."""
+    loop.wait()
+    begin_s = time.perf_counter()
+    loop.method.flush()
+    torch.save(dict(loop.model.named_tensors()), loop.scratch / "baseline.pt")
+    save_s = time.perf_counter() - begin_s
+    loop.run(every)
+    loop.wait()
+    wall_s = time.perf_counter() - begin_s
+    (loop.scratch / "baseline.pt").unlink()
+    return {"steps": every, "wall_s": wall_s, "write_s": [save_s]}
+
+
+TIMED = {"none": time_none, "background": time_background, "torch.save": time_torch_save}
+
+
+def bench_size(name: str, where: dict[str, Any], say: Say) -> list[dict[str, Any]]:
+    """All modes of one model. where: batch, every, periods, device, quick, scratch, replay_steps."""
+    device, quick = torch.device(where["device"]), where["quick"]
+    length = LENGTH // QUICK_SHRINK if quick else LENGTH
+    config = opt_config(name, LENGTH, quick=quick)
+    model = keyhole.load(
+        config,
+        placement="stream",
+        dtype=torch.bfloat16,
+        device=device,
+        init="random",
+        workload=Workload(tokens=where["batch"] * length),
+    )
+    rows = []
+    with tempfile.TemporaryDirectory(dir=where["scratch"], prefix="keyhole-bench-") as scratch:
+        generator = torch.Generator().manual_seed(1)
+        ids_BT = torch.randint(4, config.vocab_size, (where["batch"], length), generator=generator)
+        loop = Loop(model, {"input_ids": ids_BT, "labels": ids_BT}, Path(scratch))
+        loop.run(3)
+        loop.wait()
+        for mode in MODES:
+            measure.clean_up(device)
+            row = {"model": name, "mode": mode, "batch": where["batch"], "length": length}
+            row |= TIMED[mode](loop, where["every"], where["periods"])
+            row["tokens_per_s"] = row["steps"] * ids_BT.numel() / row["wall_s"]
+            row["host_bytes"] = measure.host_memory()
+            rows.append(row)
+            say(one_line(row, rows[0]))
+        if where["replay_steps"]:
+            rows.append(time_replay(loop, name, where["replay_steps"]))
+            say(one_line(rows[-1], rows[0]))
+        loop.journal.close()
+    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
+    model.close()
+    del loop, model
+    gc.collect()
+    return [row | {"weights_bytes": weights} for row in rows]
+
+
+def time_replay(loop: Loop, name: str, steps: int) -> dict[str, Any]:
+    """A journal of `steps` steps applied to the model where it lies."""
+    rng = random.Random(0)
+    first = loop.step_count
+    records = [
+        journal.Record(first + i, 0, 0, 0, 0.0, loop.model.device.type, (LR, rng.gauss(0.0, 1.0)))
+        for i in range(1, steps + 1)
+    ]
+    loop.method.flush()
+    return {"model": name, "mode": "replay", "steps": steps, "wall_s": apply_records(loop.method, records, print)}
+
+
+def one_line(row: dict[str, Any], none: dict[str, Any]) -> str:
+    if row["mode"] == "replay":
+        return f"{row['model']:>5} replay      {row['steps']} steps in {row['wall_s']:.2f} s"
+    line = f"{row['model']:>5} {row['mode']:<11} {row['tokens_per_s']:10,.0f} tok/s, {ratio(row, none):.3f}x"
+    if "write_s" in row:
+        line += f"; written in {statistics.mean(row['write_s']):.2f} s"
+    if "copies_bytes" in row:
+        waited, more = sum(row["training_waited_s"]), (row["host_bytes"] - none["host_bytes"]) / GIB
+        line += f"; training waited {waited:.2f} s; copies {row['copies_bytes'] / GIB:.2f} GiB, host {more:+.2f} GiB"
+    return line
+
+
+def ratio(row: dict[str, Any], none: dict[str, Any]) -> float:
+    return row["tokens_per_s"] / none["tokens_per_s"]
+
+
+def bench_snapshots(
+    sizes: list[str],
+    *,
+    out: Path,
+    scratch: Path | None = None,
+    batch: int = 16,
+    every: int = 10,
+    periods: int = 2,
+    replay_steps: int = 1000,
+    device: str | None = None,
+    quick: bool = False,
+    say: Say = print,
+) -> Path:
+    """Runs all sizes, and writes JSON and Markdown; returns the Markdown's path. The first size is replayed."""
+    where = {"batch": batch, "every": every, "periods": periods, "device": choose_device(device, quick)}
+    where |= {"quick": quick, "scratch": scratch}
+    about = {"date": datetime.now().isoformat(timespec="seconds"), "commit": commit(), **where, **environment()}
+    rows: list[dict[str, Any]] = []
+    gpu = torch.cuda.get_device_name().split()[-1].lower() if where["device"] == "cuda" else "cpu"
+    stem = f"snapshots_{gpu}_{about['date'][:10]}" + ("_quick" if quick else "")
+    out.mkdir(parents=True, exist_ok=True)
+    for i, name in enumerate(sizes):
+        rows += bench_size(name, where | {"replay_steps": replay_steps if i == 0 else 0}, say)
+        write_text(out / f"{stem}.json", json.dumps({**about, "scratch": str(scratch), "rows": rows}, indent=1) + "\n")
+        write_text(out / f"{stem}.md", markdown(rows, about))
+    return out / f"{stem}.md"
+
+
+def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """The table for people."""
+    lines = [f"# keyhole bench snapshots, {about['date'][:10]}", f"commit {about['commit']}, device {about['device']}"]
+    lines += [__doc__.strip().split("\n\n", 1)[1], ""]
+    header = (
+        "model|batch|mode|tok/s|against none|target|written in s|training waited s|copies GiB|half GiB|host GiB more"
+    )
+    table = ["| " + header.replace("|", " | ") + " |", "|" + "---|" * (header.count("|") + 1)]
+    for row in rows:
+        none = next(r for r in rows if r["model"] == row["model"] and r["mode"] == "none")
+        if row["mode"] != "replay":
+            table.append("| " + " | ".join(_cells(row, none)) + " |")
+    replayed = [one_line(row, row).strip() for row in rows if row["mode"] == "replay"]
+    return "\n\n".join([*lines, "\n".join(table), *replayed]) + "\n"
+
+
+def _cells(row: dict[str, Any], none: dict[str, Any]) -> list[str]:
+    background = row["mode"] == "background"
+    met = "" if not background else f">= {TARGET}: {'met' if ratio(row, none) >= TARGET else 'NOT met'}"
+    cells = [
+        row["model"],
+        str(row["batch"]),
+        row["mode"],
+        f"{row['tokens_per_s']:,.0f}",
+        f"{ratio(row, none):.3f}x",
+        met,
+    ]
+    cells.append(", ".join(f"{s:.2f}" for s in row.get("write_s", [])))
+    cells.append(", ".join(f"{s:.2f}" for s in row.get("training_waited_s", [])))
+    cells.append(f"{row['copies_bytes'] / GIB:.2f}" if background else "")
+    cells.append(f"{row['weights_bytes'] / 2 / GIB:.2f}" if background else "")
+    cells.append(f"{(row['host_bytes'] - none['host_bytes']) / GIB:+.2f}" if background else "")
+    return cells
