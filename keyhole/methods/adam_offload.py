@@ -268,7 +268,7 @@ class AdamOffload:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """One tensor at a time. The weights at home must be those of the same checkpoint."""
+        """One tensor at a time; the weights become the masters, rounded."""
         self.flush()
         for tensor in self.model.layout.tensors:
             if not tensor.param.requires_grad:
@@ -280,6 +280,11 @@ class AdamOffload:
             for at, span in self.tensors.items():
                 if tensor.start <= span.start < tensor.stop:
                     self.steps[at] = int(state[f"{tensor.name}/step"])
+        for unit in self.units:
+            self.exchange.staging[unit.index].copy_(self.master[unit.start : unit.stop])
+            self.exchange.send_back(unit.index, [(0, unit.numel)])
+        self.exchange.drain()
+        self.model.engine.invalidate()
 
     def close(self) -> None:
         """Ends the worker. Flush first."""

@@ -136,8 +136,6 @@ def test_resume_is_exact(clip: float | None) -> None:
         before.step(micro(t))
     before.flush()
     for second in (load(dtype="bfloat16"), streamed(load(dtype="bfloat16"))):
-        for (_, a), (_, b) in zip(second.named_tensors(), first.named_tensors(), strict=True):
-            a.copy_(b)
         after = AdamOffload(second, max_grad_norm=clip, **HOW)
         after.load_state_dict(
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.state_dict().items()}
