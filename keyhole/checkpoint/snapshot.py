@@ -38,6 +38,11 @@ from keyhole.training.guard import NonFinite
 
 PIECE_BYTES = 16 * 2**20
 WORKERS = 4
+INFINITY = {  # the integer of the same width, and the bits of infinity
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 WAITING, READY, TAKEN, COPYING, COPIED, WRITING, DONE = range(7)
 
 
@@ -80,6 +85,7 @@ class Snapshot:
 
     def __init__(self, pages: dict[int, Source], others: list[Source], pool_bytes: int, device: torch.device) -> None:
         self.pages, self.queue = pages, [*others, *pages.values()]
+        self.order = [source for source in self.queue if source.state == READY]  # in which they came and will go
         self.pool_bytes, self.device = pool_bytes, device
         self.copied_bytes = self.peak_bytes = 0
         self.waited_s = 0.0  # how long training was held up
@@ -121,6 +127,7 @@ class Snapshot:
         with self.turn:
             source.event = event_on(stream)
             source.state = READY
+            self.order.append(source)
             self.turn.notify_all()
 
     def release_all(self) -> None:
@@ -186,7 +193,7 @@ class Snapshot:
         """The next source to write; None when there is none left."""
         with self.turn:
             while True:
-                free = next((s for s in self.queue if s.state in (READY, COPIED)), None)
+                free = next((s for s in self.order if s.state in (READY, COPIED)), None)
                 if free is not None:
                     free.state = TAKEN if free.copy is None else WRITING
                     return free
@@ -242,10 +249,14 @@ class Hand:
 
 
 def check_finite(piece: torch.Tensor, name: str) -> None:
-    """NonFinite when a number is not; weights that are broken must not take the place of good ones."""
-    if piece.is_floating_point() and piece.numel():
-        low, high = torch.aminmax(piece)
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+    """NonFinite when a number is not; weights that are broken must not take the place of good ones.
+
+    Without its sign a number is not finite if its bits, as an integer, reach those of infinity. (By numpy: torch would
+    start a team of threads for each worker, in the way of the thread that launches kernels.)"""
+    if piece.dtype in INFINITY and piece.numel():
+        integer, infinity = INFINITY[piece.dtype]
+        bits = piece.view(integer).numpy()
+        if (bits & torch.iinfo(integer).max).max() >= infinity:
             raise NonFinite(f"{name} holds NaN or infinity")
 
 

@@ -82,7 +82,7 @@ class Recorder:
 
     def _send(self, record: Record) -> torch.Tensor:
         """The numbers of a record as one vector on the host, or on their way there."""
-        numbers = torch.cat([t.detach().reshape(-1).float() for t in record.tensors()])
+        numbers = torch.cat([t.detach().reshape(-1).to(self.device, torch.float32) for t in record.tensors()])
         if self.device.type != "cuda":
             return numbers
         return torch.empty(numbers.shape, pin_memory=True).copy_(numbers, non_blocking=True)
