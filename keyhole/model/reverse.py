@@ -16,8 +16,9 @@ one more reverse, which changes nothing: up three times.
 Legend: N trained tokens of a pass, H width, R rows of a chunk of the vocabulary, M all tokens of a pass.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -83,7 +84,7 @@ class Reverse:
         self._tensor = {id(t.param): t for t in self.layout.tensors}
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
-                tensor.param.register_post_accumulate_grad_hook(self._accumulated)
+                tensor.param.register_post_accumulate_grad_hook(_calling(weakref.WeakMethod(self._accumulated)))
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -329,6 +330,16 @@ class Reverse:
         self._sink = None
         for tensor in self.layout.tensors:
             tensor.param.grad = None
+
+
+def _calling(method: weakref.WeakMethod) -> Callable[[nn.Parameter], None]:
+    """A hook that does not keep its owner alive: a parameter's hooks are out of the garbage collector's sight."""
+
+    def hook(param: nn.Parameter) -> None:
+        if (call := method()) is not None:
+            call(param)
+
+    return hook
 
 
 def chunk(unit: Unit) -> FlatTensor:

@@ -17,6 +17,7 @@ Passes may come in any order: all micro-batches can go through a block before th
 A block that draws random numbers (dropout) starts its second run from the generator's state of the first.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -143,12 +144,12 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, visit: Visit, place: int) -> torch.Tensor:
-        ctx.visit, ctx.place = visit, place
+        ctx.visit, ctx.place = weakref.ref(visit), place  # the visit holds the graph, and so this node
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.visit.arrived[ctx.place] = grad
+        ctx.visit().arrived[ctx.place] = grad
         return None, None, None, None
 
 

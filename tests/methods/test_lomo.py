@@ -1,5 +1,7 @@
 """LOMO and AdaLOMO: torch's SGD by another road, exact accumulation and clipping, streamed == resident."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +338,18 @@ def test_gradients_that_are_hidden_are_noticed() -> None:
     decoder.forward = lambda **inputs: (inner(**inputs)[0].detach().requires_grad_(),)
     with pytest.raises(UserError, match="hides"):
         LOMO(model).step(micro_batches(0, 1))
+
+
+def test_a_dropped_method_leaves_nothing() -> None:
+    """Neither hooks nor tapes keep the model alive."""
+    for options in ({}, {"compile": "aot_eager"}):
+        model = load()
+        opt = LOMO(model, **options)
+        opt.step(micro_batches(0, 1))
+        gone = weakref.ref(model.module.get_input_embeddings())
+        del model, opt
+        gc.collect()
+        assert gone() is None, options
 
 
 def test_the_product_that_nobody_needs_is_left_out() -> None:
