@@ -34,19 +34,16 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.adam_state import AdamState
 from keyhole.model.batch import Batch, as_list, to_device
-from keyhole.model.homes import view
 from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
-from keyhole.offload import arena
-from keyhole.offload.exchange import Exchange, Span
+from keyhole.offload.exchange import Exchange
 from keyhole.offload.workers import Workers
-from keyhole.ops.host_adam import CHUNK_PER_THREAD, host_adamw_
 from keyhole.plan.states import check_host_state
 
 SCHEDULES = ("layerwise", "monolithic")
-STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -58,6 +55,7 @@ class _Step:
     numbers: torch.Tensor
     given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
     waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
+    submitted: bool = False
     applied: bool = False
     bad: bool = False
 
@@ -88,20 +86,18 @@ class AdamOffload:
         if any(home.dtype != model.dtype for home in model.engine.homes):
             raise UserError("wire: adam-offload keeps its own fp32 weights; set wire=null and choose dtype")
         self.model, self.lr, self.max_grad_norm, self.schedule = model, lr, max_grad_norm, schedule
-        self.rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        self.units = [u for u in model.layout.units if any(t.param.requires_grad for t in u.tensors)]
-        if not self.units:
+        if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
         self.reverse = Reverse(model, keep=activations, compiled=compile)
         self.pool = Workers(threads)
-        self.exchange = Exchange(model.engine, [u.index for u in self.units], self.pool)
+        rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        self.state = AdamState(model.layout, rule, self.pool.threads)
+        self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
-        self.scratch = torch.empty(CHUNK_PER_THREAD * self.pool.threads)
-        self.tensors = {s.start: s for unit in self.units for s in _spans(unit)}
-        self.slots = {start: k for k, start in enumerate(self.tensors)}  # of norms; those of a unit side by side
-        self.steps = dict.fromkeys(self.tensors, 0)  # updates so far, by tensor: one without a gradient has none
-        self._reserve()
+        for unit in self.state.units:
+            self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.homes[unit.index]))
+        self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.now: _Step | None = None
         self.host_s = 0.0
 
@@ -115,16 +111,6 @@ class AdamOffload:
             **vars(config.adam_offload),
         )
 
-    def _reserve(self) -> None:
-        """Flat fp32 arrays over the whole model; the master starts as the weights."""
-        numel = self.model.layout.numel
-        self.master, self.exp_avg, self.exp_avg_sq = (arena.host_memory(4 * numel).view(torch.float32) for _ in STATES)
-        for unit in self.units:
-            at, home = slice(unit.start, unit.stop), self.model.engine.homes[unit.index]
-            self.master[at].copy_(self.exchange.staging[unit.index].copy_(home))
-            self.exp_avg[at].zero_()  # touched now: what does not fit should fail here
-            self.exp_avg_sq[at].zero_()
-
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
@@ -137,9 +123,20 @@ class AdamOffload:
             self._raise_if_broken()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)
             self.now = _Step(self.lr, norms_K, self.exchange.small(len(self.slots) + 2))
-            self.reverse.reverse(self)
+            try:
+                self.reverse.reverse(self)
+            except BaseException:
+                self._take_back(self.now)
+                raise
             self._end_reverse(self.now)
         return loss
+
+    def _take_back(self, step: _Step) -> None:
+        """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
+        for page in self.exchange.take_back():
+            unit = self.model.layout.units[page]
+            self.state.write(unit, self.exchange.staging[page])
+        step.bad = step.applied = step.submitted
 
     @property
     def _clips_at_end(self) -> bool:
@@ -152,7 +149,7 @@ class AdamOffload:
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Takes the norm and sends the gradient off."""
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.now.norms_K[self.slots[tensor.start]])
-        unit = self.tensors[tensor.start].unit
+        unit = self.state.trained[tensor.start].unit
         self.exchange.put(unit.index, tensor.start - unit.start, grad)
         self.now.given[unit.index].append(tensor.start)
 
@@ -181,23 +178,12 @@ class AdamOffload:
         if self.schedule == "monolithic":
             self.pool.drain()
             for unit, given in step.waiting if not step.bad else ():
-                self.exchange.send_back(unit.index, self._ranges(given))
+                self.exchange.send_back(unit.index, self.state.ranges(given))
 
     def _submit(self, step: _Step, unit: Unit, given: list[int], after: Any) -> None:
+        step.submitted = True
         job, layerwise = (lambda: self._update(step, unit, given)), self.schedule == "layerwise"
-        self.exchange.submit(unit.index, job, after, self._ranges(given), at_once=layerwise)
-
-    def _ranges(self, given: list[int]) -> list[Span]:
-        """Places in their unit, padding included, of tensors side by side that have had equally many updates."""
-        ranges: list[list[int]] = []
-        for at in given:
-            span = self.tensors[at]
-            begin, end = span.start - span.unit.start, span.stop - span.unit.start
-            if ranges and ranges[-1][1] == begin and ranges[-1][2] == self.steps[at]:
-                ranges[-1][1] = end
-            else:
-                ranges.append([begin, end, self.steps[at]])
-        return [(begin, end) for begin, end, _ in ranges]
+        self.exchange.submit(unit.index, job, after, self.state.ranges(given), at_once=layerwise)
 
     # -- in the worker ---------------------------------------------------------------------------------------------
 
@@ -206,17 +192,11 @@ class AdamOffload:
         begin_s, staging = time.perf_counter(), self.exchange.staging[unit.index]
         if self._is_bad(step, given):
             step.bad = True
-            staging.copy_(self.master[unit.start : unit.stop])  # the weights as they were
+            self.state.write(unit, staging)
             return
         step.applied = True
         clip = float(step.numbers[-2]) if self._clips_at_end else 1.0
-        for begin, end in self._ranges(given):
-            at, part = slice(unit.start + begin, unit.start + end), staging[begin:end]
-            count = self.steps[unit.start + begin] + 1
-            state = (self.master[at], self.exp_avg[at], self.exp_avg_sq[at])
-            host_adamw_(*state, part, part, step=count, lr=step.lr, clip=clip, scratch=self.scratch, **self.rule)
-        for at in given:
-            self.steps[at] += 1
+        self.state.update(unit, given, staging, step.lr, clip)
         self.host_s += time.perf_counter() - begin_s
 
     def _is_bad(self, step: _Step, given: list[int]) -> bool:
@@ -229,9 +209,9 @@ class AdamOffload:
     def _raise_if_broken(self) -> None:
         if self.now is not None and self.now.bad and self.now.applied:
             raise UserError(
-                "a gradient of the last step is not finite, and part of the step had been applied: the weights in "
-                "memory are not usable. Go on from the last checkpoint; with max_grad_norm set, such a step is found "
-                "and skipped before anything changes"
+                "the last step was applied in part: a gradient was not finite, or an error came in between. The "
+                "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
+                "changes before the whole gradient is known"
             )
 
     def flush(self) -> None:
@@ -247,7 +227,7 @@ class AdamOffload:
 
     def describe(self) -> list[str]:
         """For the start block."""
-        gib = 12 * sum(u.numel for u in self.units) / 2**30
+        gib = 12 * sum(u.numel for u in self.state.units) / 2**30
         when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
         when = "between reverse and forward" if self.schedule == "monolithic" else when
         return [
@@ -255,33 +235,16 @@ class AdamOffload:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """Views, not copies. Flush first."""
+        """Views, not copies."""
         self.flush()
-        state: dict[str, Any] = {}
-        for tensor in self.model.layout.tensors:
-            if tensor.param.requires_grad:
-                flats = (self.master, self.exp_avg, self.exp_avg_sq)
-                state |= {
-                    f"{tensor.name}/{key}": view(flat, tensor, 0) for key, flat in zip(STATES, flats, strict=True)
-                }
-                state[f"{tensor.name}/step"] = self.steps[tensor.start]
-        return state
+        return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """One tensor at a time; the weights become the masters, rounded."""
+        """The weights become the masters, rounded."""
         self.flush()
-        for tensor in self.model.layout.tensors:
-            if not tensor.param.requires_grad:
-                continue
-            if f"{tensor.name}/master" not in state:
-                raise UserError(f"the optimizer state has no {tensor.name}, which this model trains")
-            for key, flat in zip(STATES, (self.master, self.exp_avg, self.exp_avg_sq), strict=True):
-                view(flat, tensor, 0).copy_(state[f"{tensor.name}/{key}"])
-            for at, span in self.tensors.items():
-                if tensor.start <= span.start < tensor.stop:
-                    self.steps[at] = int(state[f"{tensor.name}/step"])
-        for unit in self.units:
-            self.exchange.staging[unit.index].copy_(self.master[unit.start : unit.stop])
+        self.state.load_state_dict(state)
+        for unit in self.state.units:
+            self.state.write(unit, self.exchange.staging[unit.index])
             self.exchange.send_back(unit.index, [(0, unit.numel)])
         self.exchange.drain()
         self.model.engine.invalidate()
@@ -289,23 +252,6 @@ class AdamOffload:
     def close(self) -> None:
         """Ends the worker. Flush first."""
         self._end()
-
-
-@dataclass(frozen=True)
-class _Span:
-    """A trained tensor, or a chunk of a table: where it begins, where the next begins, and in which unit."""
-
-    unit: Unit
-    start: int
-    stop: int
-
-
-def _spans(unit: Unit) -> list[_Span]:
-    if unit.rows is not None:
-        return [_Span(unit, unit.start, unit.stop)]
-    stops = [t.start for t in unit.tensors[1:]] + [unit.stop]
-    pairs = zip(unit.tensors, stops, strict=True)
-    return [_Span(unit, t.start, stop) for t, stop in pairs if t.param.requires_grad]
 
 
 def _end(pool: Workers, engine: Any) -> None:

@@ -80,6 +80,15 @@ class Exchange:
         event.record(self.down)
         return event
 
+    def take_back(self) -> list[int]:
+        """After an error: waits for what is on its way, and returns the pages whose gradients left without a job. Their
+        staging buffers hold gradients; the caller makes them weights again."""
+        if self.cuda:
+            self.down.synchronize()
+        pages = sorted(self.leaving)
+        self.leaving.clear()
+        return pages
+
     # -- the job, and back -----------------------------------------------------------------------------------------
 
     def submit(self, page: int, job: Callable[[], None], after: Any, back: list[Span], at_once: bool = True) -> None:

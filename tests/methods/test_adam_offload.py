@@ -150,7 +150,7 @@ def test_state_is_views_of_12_bytes_a_parameter() -> None:
     model = load()
     method = AdamOffload(model)
     state = method.state_dict()
-    flats = {flat.untyped_storage().data_ptr() for flat in (method.master, method.exp_avg, method.exp_avg_sq)}
+    flats = {flat.untyped_storage().data_ptr() for flat in method.state.flats}
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     assert {t.untyped_storage().data_ptr() for t in tensors} == flats
     assert sum(t.numel() * t.element_size() for t in tensors) == 12 * sum(t.shape.numel() for t in model.layout.tensors)
@@ -217,6 +217,34 @@ def test_a_step_applied_in_part_stops_the_run() -> None:
 
 
 @pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_an_error_in_the_reverse_leaves_the_weights_as_they_were(place: str) -> None:
+    """With clipping nothing is applied yet: the step can be tried again. Without, it may be too late, and is said."""
+    for clip in (0.5, None):
+        models = [load(), load()]
+        models = [streamed(m) for m in models] if place == "streamed" else models
+        broken, clean = (AdamOffload(m, max_grad_norm=clip, **HOW) for m in models)
+        gradient = broken.gradient
+
+        def fail(tensor: Any, w: torch.Tensor, grad: torch.Tensor, gradient: Any = gradient) -> None:
+            gradient(tensor, w, grad)
+            if "layers.0.mlp" in tensor.name:
+                raise MemoryError("no room")
+
+        broken.gradient = fail
+        with pytest.raises(MemoryError, match="no room"):
+            broken.step(micro(0))
+        broken.gradient = gradient
+        if clip is None:
+            with pytest.raises(UserError, match="last checkpoint"):
+                broken.flush()
+            continue
+        assert same(weights(models[0]), weights(models[1]))
+        for method in (broken, clean):
+            method.step(micro(1))
+        assert same(weights(models[0]), weights(models[1]))
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
 def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step after it, or flush, raises the cause; no thread is left and nothing hangs."""
     model = load() if place == "resident" else streamed(load())
@@ -227,7 +255,7 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatc
     def fail(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("the host is full")
 
-    monkeypatch.setattr("keyhole.methods.adam_offload.host_adamw_", fail)
+    monkeypatch.setattr("keyhole.methods.adam_state.host_adamw_", fail)
     with pytest.raises(WorkerFailed, match="the host is full") as caught:
         for _ in range(3):
             method.step(batch())
