@@ -28,15 +28,33 @@ from keyhole.training.guard import NonFinite
 from keyhole.training.metrics import read_metrics
 
 Make = Callable[..., TrainConfig]
-TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib"}
+TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s"}
 PADDED = {"changed"}  # zo's count includes the padding between tensors, which no checkpoint holds
 VARIANTS = {
-    "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1},
+    "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1, "save_steps": 2},
     "adamw-bf16": {"method": "adamw", "learning_rate": 1e-3, "dtype": "bfloat16"},
     "adamw-packed": {"method": "adamw", "learning_rate": 1e-3, "packing": True, "max_length": 48},
     "sgd": {"method": "sgd", "learning_rate": 1e-2, "sgd": SGDConfig(momentum=0.9)},
     "zo": {"method": "zo", "learning_rate": 1e-3, "zo": ZOConfig(directions=2)},
     "zo-streamed-bf16": {"method": "zo", "learning_rate": 1e-3, "placement": "stream", "dtype": "bfloat16"},
+    "zo-streamed-fp8": {
+        "method": "zo",
+        "learning_rate": 1e-3,
+        "placement": "stream",
+        "dtype": "bfloat16",
+        "wire": "fp8",
+    },
+    "zo-wire-fp32": {
+        "method": "zo",
+        "learning_rate": 1e-3,
+        "placement": "stream",
+        "dtype": "bfloat16",
+        "wire": "fp32",
+    },
+    "lomo-streamed-bf16": {"method": "lomo", "learning_rate": 1e-2, "placement": "stream", "dtype": "bfloat16"},
+    "adalomo-streamed": {"method": "adalomo", "learning_rate": 1e-3, "placement": "stream"},
+    "galore": {"method": "galore", "learning_rate": 1e-3},
+    "adam-offload-streamed": {"method": "adam-offload", "learning_rate": 1e-3, "placement": "stream", "save_steps": 2},
 }
 
 
