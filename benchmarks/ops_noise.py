@@ -25,7 +25,7 @@ from keyhole.ops import backend, philox, tiles, zo
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.gaussian import SCALE, turn
 
-VARIANTS = ["", "--warps 4", "--warps 16", "--registers 80", "--registers 64", "--rounds 10", "--fma",
+VARIANTS = ["", "--warps 4", "--warps 16", "--registers 128", "--registers 64", "--rounds 10", "--fma",
             "--normal mixed --fma", "--normal fast", "--normal fast --fma"]
 SIZES = {torch.bfloat16: (1 << 22, 1 << 26, 1 << 29), torch.float32: (1 << 28,)}
 

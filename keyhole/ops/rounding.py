@@ -27,11 +27,12 @@ STREAM = MAX_DIRECTIONS
 TILE = 8 * WIDTH
 ROUNDINGS = ("nearest", "stochastic")
 FLOAT32_MAX = torch.finfo(torch.float32).max
+NAN_WITH_ROOM = 0x7FC00000  # adding 16 bits does not reach the sign
 FLOAT16_NORMAL = 2.0**-14
 FLOAT16_STEPS = 2.0**24  # subnormal grid points per unit
 
 _WIDTH, _STREAM, _INTERPRETED = tl.constexpr(WIDTH), tl.constexpr(STREAM), tl.constexpr(INTERPRETED)
-_FLOAT32_MAX, _NAN = tl.constexpr(FLOAT32_MAX), tl.constexpr(0x7FC00000)
+_FLOAT32_MAX, _NAN = tl.constexpr(FLOAT32_MAX), tl.constexpr(NAN_WITH_ROOM)
 _FLOAT16_NORMAL, _FLOAT16_STEPS = tl.constexpr(FLOAT16_NORMAL), tl.constexpr(FLOAT16_STEPS)
 
 

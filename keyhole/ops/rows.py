@@ -69,7 +69,7 @@ def _rows_kernel(rows_ptr, ids_ptr, plus_ptr, minus_ptr, new_ptr, coef_ptr, H, o
         bits = k0
         if STOCHASTIC:
             bits = bits_at(e, update_step, k0, k1)
-        w = updated(w, u, bits, tl.load(coef_ptr), wd, DECAY, STOCHASTIC)
+        w, _ = updated(w, u, bits, tl.load(coef_ptr), wd, DECAY, STOCHASTIC)
     if PERTURB:
         z = noise_at(e, direction, step, k0, k1, GAUSSIAN)
         store_perturbed(plus_ptr + at, minus_ptr + at, mask, w, z, eps)

@@ -17,7 +17,8 @@ perturbation of step t:
     fused                                                     2 read + 6 written = 8, 2 draws of z
 
 One kernel serves the three ops. A program owns 8192 elements: two tiles of noise, one of rounding bits. Its
-tiles are those of the index space, not of the tensor, and both ends are masked, so any offset and size work.
+tiles are those of the index space, not of the tensor, and the programs at both ends are masked, so any offset
+and size work; the others take a branch without masks.
 Where the offset is a multiple of 8 elements (and the tensors are 16-byte aligned), memory moves 4 elements at
 a time.
 """
@@ -33,7 +34,6 @@ from keyhole.ops.rounding import (
     TILE,
     chunk_bits_reference,
     round_nearest,
-    round_stochastic,
     stochastic_round_reference,
     tile_bits,
 )
@@ -48,9 +48,11 @@ from keyhole.ops.tiles import (
     lanes,
     tile_noise,
 )
+from keyhole.ops.words import count_changed, counts_pairs, no_changes, rounded, widened
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VECTOR = 8  # alignment, in elements, that lets the compiler widen memory accesses
+REGISTERS = 80  # a thread: three programs then share a multiprocessor, for 2 % more instructions and no spills
 
 _WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
 
@@ -120,67 +122,107 @@ def _direction_sum(coef_ptr, tile, step, k0, k1, Q: tl.constexpr, GAUSSIAN: tl.c
 
 @jit()
 def updated(w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """round(w - lr (u + wd w)) in w's dtype."""
-    w_fp32 = w.to(tl.float32)
+    """round(w - lr (u + wd w)): in w's dtype, and the same in float32."""
+    w_fp32 = widened(w)
     if DECAY:
         u = u + wd * w_fp32
-    moved = w_fp32 - lr * u
-    if STOCHASTIC:
-        new = round_stochastic(moved, bits, w.dtype)
+    return rounded(w_fp32 - lr * u, bits, w.dtype, STOCHASTIC)
+
+
+@jit()
+def _load(ptr, mask, MASKED: tl.constexpr):
+    if MASKED:
+        x = tl.load(ptr, mask, other=0)
     else:
-        new = round_nearest(moved, w.dtype)
-    return new
+        x = tl.load(ptr)
+    return x
 
 
 @jit()
-def _store_updated(w_ptr, mask, w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Store one updated vector; returns it and, per element, whether it changed (0 or 1)."""
-    new = updated(w, u, bits, lr, wd, DECAY, STOCHASTIC)
-    tl.store(w_ptr, new, mask)
-    return new, ((new.to(tl.float32) != w.to(tl.float32)) & mask).to(tl.int32)
+def _store(ptr, x, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(ptr, x, mask)
+    else:
+        tl.store(ptr, x)
 
 
 @jit()
-def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps):
+def _store_updated(w_ptr, mask, w, u, bits, lr, wd, changed, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr,
+                   COUNT: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr):
+    """Store one updated vector; returns it in float32, and the counts of changes."""
+    new, new_fp32 = updated(w, u, bits, lr, wd, DECAY, STOCHASTIC)
+    _store(w_ptr, new, mask, MASKED)
+    if COUNT:
+        changed = count_changed(changed, new, w, mask, PAIRS, MASKED)
+    return new_fp32, changed
+
+
+@jit()
+def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps, MASKED: tl.constexpr = True):
     """Store one vector of w + eps z and of w - eps z."""
     w_fp32, move = w.to(tl.float32), eps * z
-    tl.store(plus_ptr, round_nearest(w_fp32 + move, plus_ptr.dtype.element_ty), mask)
-    tl.store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask)
+    _store(plus_ptr, round_nearest(w_fp32 + move, plus_ptr.dtype.element_ty), mask, MASKED)
+    _store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask, MASKED)
 
 
 @jit()
 def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, update_step, step, direction,
-          k0, k1, eps, wd, FIRST: tl.constexpr, Q: tl.constexpr, PERTURB: tl.constexpr,
-          GAUSSIAN: tl.constexpr, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The four vectors of a noise tile, FIRST elements into the program's span. Returns a block of counts."""
+          k0, k1, eps, wd, changed, FIRST: tl.constexpr, Q: tl.constexpr, PERTURB: tl.constexpr,
+          GAUSSIAN: tl.constexpr, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr,
+          PAIRS: tl.constexpr, MASKED: tl.constexpr):
+    """The four vectors of a noise tile, FIRST elements into the program's span. Returns the counts of changes."""
     i0 = FIRST + lanes()
     i1, i2, i3 = i0 + _WIDTH, i0 + 2 * _WIDTH, i0 + 3 * _WIDTH
     m0, m1 = (i0 >= lo) & (i0 < hi), (i1 >= lo) & (i1 < hi)
     m2, m3 = (i2 >= lo) & (i2 < hi), (i3 >= lo) & (i3 < hi)
-    w0, w1 = tl.load(w_ptr + i0, m0), tl.load(w_ptr + i1, m1)
-    w2, w3 = tl.load(w_ptr + i2, m2), tl.load(w_ptr + i3, m3)
-    changed = i0 * 0
+    w0, w1 = _load(w_ptr + i0, m0, MASKED), _load(w_ptr + i1, m1, MASKED)
+    w2, w3 = _load(w_ptr + i2, m2, MASKED), _load(w_ptr + i3, m3, MASKED)
     if Q > 0:
         u0, u1, u2, u3 = _direction_sum(coef_ptr, tile, update_step, k0, k1, Q, GAUSSIAN)
         lr = tl.load(coef_ptr)
-        w0, n0 = _store_updated(w_ptr + i0, m0, w0, u0, word_a & 0xFFFF, lr, wd, DECAY, STOCHASTIC)
-        w1, n1 = _store_updated(w_ptr + i1, m1, w1, u1, word_a >> 16, lr, wd, DECAY, STOCHASTIC)
-        w2, n2 = _store_updated(w_ptr + i2, m2, w2, u2, word_b & 0xFFFF, lr, wd, DECAY, STOCHASTIC)
-        w3, n3 = _store_updated(w_ptr + i3, m3, w3, u3, word_b >> 16, lr, wd, DECAY, STOCHASTIC)
-        changed = n0 + n1 + n2 + n3
+        x0, changed = _store_updated(w_ptr + i0, m0, w0, u0, word_a & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
+                                     COUNT, PAIRS, MASKED)
+        x1, changed = _store_updated(w_ptr + i1, m1, w1, u1, word_a >> 16, lr, wd, changed, DECAY, STOCHASTIC,
+                                     COUNT, PAIRS, MASKED)
+        x2, changed = _store_updated(w_ptr + i2, m2, w2, u2, word_b & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
+                                     COUNT, PAIRS, MASKED)
+        x3, changed = _store_updated(w_ptr + i3, m3, w3, u3, word_b >> 16, lr, wd, changed, DECAY, STOCHASTIC,
+                                     COUNT, PAIRS, MASKED)
+    else:
+        x0, x1, x2, x3 = widened(w0), widened(w1), widened(w2), widened(w3)
     if PERTURB:
         z0, z1, z2, z3 = tile_noise(tile, direction, step, k0, k1, GAUSSIAN)
-        store_perturbed(plus_ptr + i0, minus_ptr + i0, m0, w0, z0, eps)
-        store_perturbed(plus_ptr + i1, minus_ptr + i1, m1, w1, z1, eps)
-        store_perturbed(plus_ptr + i2, minus_ptr + i2, m2, w2, z2, eps)
-        store_perturbed(plus_ptr + i3, minus_ptr + i3, m3, w3, z3, eps)
+        store_perturbed(plus_ptr + i0, minus_ptr + i0, m0, x0, z0, eps, MASKED)
+        store_perturbed(plus_ptr + i1, minus_ptr + i1, m1, x1, z1, eps, MASKED)
+        store_perturbed(plus_ptr + i2, minus_ptr + i2, m2, x2, z2, eps, MASKED)
+        store_perturbed(plus_ptr + i3, minus_ptr + i3, m3, x3, z3, eps, MASKED)
     return changed
+
+
+@jit()
+def _span(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile, lo, hi, update_step, step, direction, k0, k1,
+          eps, wd, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr, DECAY: tl.constexpr,
+          STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr):
+    """8192 elements of the index space, of which those from lo to hi are the tensor's (all, if not MASKED)."""
+    r0, r1, r2, r3 = k0, k0, k0, k0
+    if STOCHASTIC:
+        r0, r1, r2, r3 = tile_bits(tile, update_step, k0, k1)
+    changed = no_changes(lanes(), w_ptr.dtype.element_ty, PAIRS)
+    changed = _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2, lo, hi, r0, r1, update_step, step,
+                    direction, k0, k1, eps, wd, changed, 0, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC, COUNT,
+                    PAIRS, MASKED)
+    changed = _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2 + 1, lo, hi, r2, r3, update_step, step,
+                    direction, k0, k1, eps, wd, changed, _TILE // 2, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC,
+                    COUNT, PAIRS, MASKED)
+    if COUNT:
+        tl.atomic_add(changed_ptr, tl.sum(changed.to(tl.int32)).to(tl.int64))
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
 def _zo_kernel(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile_0, lead, n, update_step, step,
                direction, k0, k1, eps, wd, Q: tl.constexpr, PERTURB: tl.constexpr, GAUSSIAN: tl.constexpr,
-               DECAY: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr):
+               DECAY: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr,
+               ALIGNED: tl.constexpr):
     """One program: 8192 elements of the index space. The tensor starts `lead` elements into tile `tile_0`."""
     pid = tl.program_id(0).to(tl.int64)
     tile = tile_0 + pid
@@ -195,15 +237,12 @@ def _zo_kernel(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile_0, lead, 
     if PERTURB:
         plus_ptr += start
         minus_ptr += start
-    r0, r1, r2, r3 = k0, k0, k0, k0
-    if STOCHASTIC:
-        r0, r1, r2, r3 = tile_bits(tile, update_step, k0, k1)
-    changed = _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2, lo, hi, r0, r1, update_step, step,
-                    direction, k0, k1, eps, wd, 0, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)
-    changed += _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile * 2 + 1, lo, hi, r2, r3, update_step, step,
-                     direction, k0, k1, eps, wd, _TILE // 2, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC)
-    if COUNT:
-        tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
+    if (lo == 0) & (hi == _TILE):
+        _span(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile, lo, hi, update_step, step, direction, k0,
+              k1, eps, wd, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC, COUNT, PAIRS, False)
+    else:
+        _span(w_ptr, plus_ptr, minus_ptr, coef_ptr, changed_ptr, tile, lo, hi, update_step, step, direction, k0,
+              k1, eps, wd, Q, PERTURB, GAUSSIAN, DECAY, STOCHASTIC, COUNT, PAIRS, True)
 
 
 def _spans(lead: int, n: int) -> list[tuple[slice, bool]]:
@@ -219,8 +258,11 @@ def _launch(w: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tens
             eps: float = 0.0, step: int = 0, direction: int = 0) -> None:
     """Run the kernel over w: an update if there is a coef, a perturbation if there are plus and minus."""
     flags = dict(Q=0 if coef is None else coef.numel() - 1, PERTURB=plus is not None,
-                 COUNT=changed is not None, GAUSSIAN=distribution == "gaussian", DECAY=weight_decay != 0,
+                 COUNT=changed is not None, PAIRS=counts_pairs(w.dtype, w.device),
+                 GAUSSIAN=distribution == "gaussian", DECAY=weight_decay != 0,
                  STOCHASTIC=stochastic(rounding, w.dtype), num_warps=NUM_WARPS, enable_fp_fusion=False)
+    if torch.version.hip is None:
+        flags["maxnreg"] = REGISTERS
     with on_device(w):
         for part, aligned in _spans(offset % TILE, w.numel()):
             tile_0, lead = divmod(offset + part.start, TILE)

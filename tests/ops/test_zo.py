@@ -13,7 +13,7 @@ SEED, UPDATE_STEP, STEP, EPS = 0xDEADBEEFCAFEBABE, 4_000_000_000, 4_000_000_001,
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 # dtype, dtype of plus and minus, directions, distribution, rounding, weight decay, offset, size.
-# Together: every dtype, flag and kind of edge (aligned, ragged tail, odd, inside a tile, over two).
+# Together: every dtype, flag and kind of edge (aligned, ragged tail, odd, inside a tile, over two and three).
 CASES = [
     (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.0, 8192 * 3, 8192),
     (torch.bfloat16, torch.bfloat16, 4, "rademacher", "stochastic", 0.1, (1 << 33) + 12_347, 4100),
@@ -22,6 +22,8 @@ CASES = [
     (torch.float16, torch.float16, 4, "rademacher", "nearest", 0.0, 4096, 4096),
     (torch.float32, torch.bfloat16, 4, "gaussian", "stochastic", 0.0, 1, 8191),
     (torch.float32, torch.float32, 1, "gaussian", "nearest", 0.1, (1 << 43) + 5, 300),
+    (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.1, 8192 * 5 - 192, 8192 + 1000),
+    (torch.float16, torch.bfloat16, 1, "rademacher", "stochastic", 0.0, 8192 - 64, 8192 + 128),
 ]
 
 
@@ -96,6 +98,23 @@ def test_fused_kernel_equals_the_two_in_sequence(kernel_device: torch.device, ca
     w = weights(n, dtype).to(kernel_device)
     with force("kernel"):
         assert_same_bits(step(w, *settings, offset, fused=True), step(w, *settings, offset, fused=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lr", [0.0, 1e-2])
+def test_odd_values_are_kept_and_counted(kernel_device: torch.device, dtype: torch.dtype, lr: float) -> None:
+    """Kernel and reference agree on nan (always counted as changed), inf, both zeros and small values."""
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-7, -1e-30, 1.0])
+    w, coef = odd.to(dtype).repeat(1100), torch.tensor([lr, 0.5])
+    changed = [torch.zeros((), dtype=torch.int64, device=device) for device in ("cpu", kernel_device)]
+    same = dict(offset=8192 - 304, seed=SEED, step=STEP)
+    mine, theirs = w.clone(), w.to(kernel_device, copy=True)
+    ops.zo_update_(mine, coef=coef, changed=changed[0], **same)
+    with force("kernel"):
+        ops.zo_update_(theirs, coef=coef.to(kernel_device), changed=changed[1], **same)
+    theirs = theirs.cpu()
+    assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    assert int(changed[0]) == int(changed[1]) >= 1100 and (lr > 0 or int(changed[0]) == 1100)
 
 
 def test_pieces_equal_the_whole() -> None:
