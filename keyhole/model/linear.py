@@ -23,7 +23,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-Taker = Callable[[nn.Parameter, torch.Tensor, torch.Tensor], bool]  # (weight, dy_MO, x_MI) -> whether it was taken
+Taker = Callable[[nn.Parameter, torch.Tensor, torch.Tensor, bool], bool]
+"""(weight, dy_MO, x_MI, alone) -> whether it was taken. alone: the block uses this weight once, so it is the whole."""
 
 
 class _Linear(torch.autograd.Function):
@@ -58,8 +59,8 @@ class _Call:
         self.take, self.leave_out, self.counted = take, leave_out, counted
 
     def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """A weight that is used twice has two such gradients, neither of which is the whole: not offered."""
-        return self.counted.uses[id(weight)] == 1 and self.take(weight, dy_MO, x_MI)
+        """A weight that is used twice has two such gradients, neither of which is the whole."""
+        return self.take(weight, dy_MO, x_MI, self.counted.uses[id(weight)] == 1)
 
 
 class Again:

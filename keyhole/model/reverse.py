@@ -43,7 +43,11 @@ HEAD_TOKENS = 4096  # logits exist for so many tokens at a time
 
 
 class Sink(Protocol):
-    """What becomes of gradients. w is the tensor as it is stored, on the device for the time of the call."""
+    """What becomes of gradients. w is the tensor as it is stored, on the device for the time of the call.
+
+    A sink with an attribute `accumulates` that is true is offered every product dy^T x of a linear layer, one for each
+    micro-batch and use of the weight, and adds them up itself; any other only those that are the whole gradient.
+    """
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Offers a gradient dy^T x before it is made. True: taken. w may be changed, dx has been computed."""
@@ -246,9 +250,10 @@ class Reverse:
         return call() if self.again is None else self.again[block].run(call, self._take)
 
     @torch.no_grad()
-    def _take(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+    def _take(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, alone: bool) -> bool:
         w = self._stored.get(id(weight))
-        return self._whole and w is not None and self._sink.linear(self._tensor[id(weight)], w, dy_MO, x_MI)
+        whole = (self._whole and alone) or getattr(self._sink, "accumulates", False)
+        return whole and w is not None and self._sink.linear(self._tensor[id(weight)], w, dy_MO, x_MI)
 
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:
