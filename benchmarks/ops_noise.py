@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--warps", type=int, choices=[4, 8, 16], default=tiles.NUM_WARPS)
     parser.add_argument("--rounds", type=int, default=philox.ROUNDS)
-    parser.add_argument("--registers", type=int, default=0, help="limit a thread; 0: none")
+    parser.add_argument("--registers", type=int, default=0, help="limit a thread; 0: as the package does")
     parser.add_argument("--normal", choices=["exact", "mixed", "fast"], default="exact")
     parser.add_argument("--fma", action="store_true", help="let the compiler fuse multiply and add")
     parser.add_argument("--line", action="store_true", help="only the fused pass, on one line")
