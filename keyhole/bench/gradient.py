@@ -57,6 +57,7 @@ LOMO = [
     Trial("7B lomo streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True, compare="7B lomo", options=HOST),
     Trial("7B lomo 8x512", "7B", "lomo", batch=8, length=512, options=HOST),
     Trial("7B lomo compiled", "7B", "lomo", options=FAST),
+    Trial("7B lomo compiled, inputs on the GPU", "7B", "lomo", options={"compile": True}),
     Trial("7B adalomo compiled", "7B", "adalomo", options=FAST),
     Trial("7B lomo compiled 8x512", "7B", "lomo", batch=8, length=512, options=FAST),
     Trial("7B lomo compiled streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True,

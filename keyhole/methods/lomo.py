@@ -81,7 +81,7 @@ class LOMO:
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
         self.norm: torch.Tensor | None = None
         largest = max((t.shape.numel() for t in self.trained if len(t.shape) == 2), default=0)
-        largest = largest if self.reverse.again is not None else 0
+        largest = largest if fused and activations != "none" else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.lost: dict[str, torch.Tensor] = {}  # Kahan's compensation
         self.given: set[str] = set()  # names of tensors that have had a gradient

@@ -15,6 +15,7 @@ equal one that is not. Shapes that vary make it compile again; packing keeps the
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,22 +24,34 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from keyhole.model.kept import Keeper, Kept
+from keyhole.model.taken import linears_offer
 
 
 def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
 
+def _offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The same under another name: compiled code is found by its function, and must not be taken for the other's."""
+    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+
+
 class Compiled:
-    """Runs blocks compiled. One for all blocks of a model."""
+    """Runs blocks compiled. One for all blocks of a model. offer: the device on which linear
+    layers offer their gradients (taken.py); None where they do not."""
 
     def __init__(self, backend: str = "inductor") -> None:
+        self.offer: torch.device | None = None
         torch._functorch.config.donated_buffer = False  # or no graph could be reversed twice (exact clipping)
-        self.run = torch.compile(_forward, backend=backend)
+        self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
-            return self.run(block, args, kwargs)
+        with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            return (self.run if self.offer is None else self.run_offering)(block, args, kwargs)
+
+    def offering(self) -> Any:
+        """A context in which linear layers are as they should be in a compiled block."""
+        return nullcontext() if self.offer is None else linears_offer(self.offer)
 
 
 class Saved:

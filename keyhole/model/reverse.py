@@ -19,7 +19,7 @@ Legend: N trained tokens of a pass, H width, R rows of a chunk of the vocabulary
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from keyhole.model.kept import Keeper
 from keyhole.model.layout import FlatTensor, Unit, find_blocks
 from keyhole.model.linear import Again
 from keyhole.model.model import Model
+from keyhole.model.taken import taken_by
 from keyhole.model.tape import Tape
 from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
@@ -77,6 +78,7 @@ class Reverse:
             raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
         self.model, self.layout, self.keep = model, model.layout, keep
         self.blocks = find_blocks(model.module)
+        self.fused = fused
         self.compiled = Compiled(compiled if isinstance(compiled, str) else "inductor") if compiled else None
         self.again = [Again(block) for block in self.blocks] if fused and keep != "none" and not compiled else None
         self.keeper = Keeper(model.device, to_host=keep == "host")
@@ -85,6 +87,7 @@ class Reverse:
         self._final = self._whole = False
         self._sink: Sink | None = None
         self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, of the block at work
+        self._at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, likewise
         self._tensor = {id(t.param): t for t in self.layout.tensors}
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
@@ -119,6 +122,8 @@ class Reverse:
             if unit:
                 model.engine.release(unit.index)
 
+        if self.compiled is not None:  # one micro-batch: what a linear layer offers is its whole gradient
+            self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
         with torch.enable_grad(), recording:
             self.hidden = model.lockstep(batches, serve, self._rows)
@@ -231,7 +236,8 @@ class Reverse:
             self._whole = len(visits) == 1 and sum(v.block == block for stop in stops for v in stop.values()) == 1
             for visit in visits:
                 self._final = to_come[block] == 0 and visit is visits[-1]
-                visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
+                with taken_by(self._take_at), nullcontext() if self.compiled is None else self.compiled.offering():
+                    visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
             self._leave(block, done=to_come[block] == 0)
             if self.last:
                 stops.pop()
@@ -245,6 +251,7 @@ class Reverse:
             self.model.binding.bind(unit, self.model.as_compute(unit, stored, place), self.spine)
             for tensor in unit.tensors:
                 self._stored[id(tensor.param)] = view(stored, tensor, unit.start)
+                self._at[tensor.param.data_ptr()] = tensor.param
 
     def _run_again(self, block: int, call: Any) -> Any:
         return call() if self.again is None else self.again[block].run(call, self._take)
@@ -254,6 +261,12 @@ class Reverse:
         w = self._stored.get(id(weight))
         whole = (self._whole and alone) or getattr(self._sink, "accumulates", False)
         return whole and w is not None and self._sink.linear(self._tensor[id(weight)], w, dy_MO, x_MI)
+
+    def _take_at(self, w: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
+        """The same for a compiled block, which knows its weights by their addresses."""
+        param = self._at[w.data_ptr()]
+        taken = self._sink.linear(self._tensor[id(param)], self._stored[id(param)], dy_MO, x_MI)
+        assert taken, "a sink cannot decline what a compiled block offers"
 
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:
@@ -273,6 +286,7 @@ class Reverse:
                     self.model.engine.commit(unit.index)
             self.model.engine.release(unit.index)
         self._stored.clear()
+        self._at.clear()
 
     @torch.no_grad()
     def _reverse_table(self) -> None:

@@ -20,10 +20,10 @@ from dataclasses import dataclass, fields
 
 from keyhole.model.layout import CHUNK_ROWS, Layout
 from keyhole.offload.wire import Wire
-from keyhole.plan.memory import ALLOCATOR_SLACK, GIB, Workload
+from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, GIB, Workload
 
 METHODS = ("lomo", "adalomo", "adam-offload", "lsp")
-HIDDEN, WIDE = 16, 6
+HIDDEN, WIDE = 18, 6
 HEAD_TOKENS = 4096
 
 
@@ -41,7 +41,7 @@ class GradientBytes:
 
     @property
     def total(self) -> int:
-        moving = max(self.activations + self.gradients, self.logits)
+        moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
         return int((self.homes + self.slots + self.kept + moving + self.workspace) * ALLOCATOR_SLACK)
 
     def lines(self) -> list[str]:

@@ -124,16 +124,17 @@ def test_what_is_kept_changes_nothing(activations: str) -> None:
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+@pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_compiled_blocks_stream_too(clip: float | None) -> None:
+def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
     """Traced by torch.compile (without a compiler here): streamed == resident, and torch's SGD within rounding."""
     found = []
     for away in (False, True):
         model = streamed(load(), slot_count=2) if away else load()
-        train(LOMO(model, compile="aot_eager", max_grad_norm=clip), 3, 2)
+        train(LOMO(model, compile="aot_eager", max_grad_norm=clip), 3, micro)
         found.append(weights(model))
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
-    expected = torch_sgd("llama", 3, 2, clip, 0.0)
+    expected = torch_sgd("llama", 3, micro, clip, 0.0)
     assert all(close(tensor, expected[key], 1e-6) for key, tensor in found[0].items())
 
 
