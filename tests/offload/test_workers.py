@@ -143,10 +143,8 @@ def test_jobs_leave_the_interpreter_to_the_caller(pool: Workers) -> None:
     from keyhole.ops.host_adam import host_adamw_
 
     state = list(torch.zeros(3, 2**23).unbind())
-    grad, longest_s = torch.zeros(2**23, dtype=torch.bfloat16), 0.0
+    grad, turns = torch.zeros(2**23, dtype=torch.bfloat16), 0
     pool.submit(lambda: host_adamw_(*state, grad, grad, step=1, lr=1e-3, scratch=torch.empty(2**23)), page=0)
-    begin_s = last_s = time.perf_counter()
     while not pool.ready(0):
-        now_s = time.perf_counter()
-        longest_s, last_s = max(longest_s, now_s - last_s), now_s
-    assert longest_s < 0.5 * (time.perf_counter() - begin_s)
+        turns += 1
+    assert turns > 20  # holding the GIL for the three calls of the job would leave four
