@@ -9,8 +9,7 @@ format is simple enough to write directly:
 
 `lay_out` cuts a model into files of at most SHARD_BYTES as Hugging Face does, and says where in which file every
 tensor lies before a byte of it is known: so pages of weights can be written in any order, from several threads.
-Peak host memory: PIECE_BYTES for tensors on a GPU. Reading goes through the library, tensor by tensor
-(`MethodState`).
+Peak host memory: PIECE_BYTES for tensors on a GPU when writing; one tensor when reading (`MethodState`).
 """
 
 import json
@@ -22,8 +21,11 @@ from typing import Any
 
 import torch
 
+from keyhole.checkpoint.content import read_header
+
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9
+READ_BYTES = 2**30  # at once; the system takes no more than 2 GiB
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -123,22 +125,28 @@ class MethodState(Mapping[str, Any]):
     """A method's saved state: scalars, and tensors that are read when they are asked for."""
 
     def __init__(self, scalars: dict[str, Any], file: Path | None) -> None:
-        from safetensors import safe_open
-
-        self.scalars = scalars
-        self.opened = None if file is None else safe_open(file, framework="pt")
-        self.names = [] if self.opened is None else list(self.opened.keys())
+        self.scalars, self.file = scalars, file
+        self.table, self.begin = ({}, 0) if file is None else read_header(file)
 
     def __getitem__(self, name: str) -> Any:
-        if name in self.scalars:
-            return self.scalars[name]
-        if name not in self.names:
-            raise KeyError(name)
-        return self.opened.get_tensor(name).clone()  # a tensor of its own, not a window into the file
+        return self.scalars[name] if name in self.scalars else self._read(self.table[name])
+
+    def _read(self, about: dict[str, Any]) -> torch.Tensor:
+        """Straight into a tensor of its own: a mapped file would count as memory until it is closed."""
+        dtype = next(dtype for dtype, code in DTYPES.items() if code == about["dtype"])
+        flat = torch.empty(math.prod(about["shape"]), dtype=dtype)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.begin + about["data_offsets"][0])
+            left = memoryview(flat.view(torch.uint8).numpy())
+            while left and (count := file.readinto(left[:READ_BYTES])):
+                left = left[count:]
+        if left:
+            raise OSError(f"{self.file} ends too early")
+        return flat.view(about["shape"])
 
     def __iter__(self) -> Iterator[str]:
         yield from self.scalars
-        yield from self.names
+        yield from self.table
 
     def __len__(self) -> int:
-        return len(self.scalars) + len(self.names)
+        return len(self.scalars) + len(self.table)
