@@ -45,4 +45,4 @@ def test_the_peak_of_a_resumed_run(tiny_model: Path, tiny_data: Path, tmp_path: 
         return int(done.stdout.split("PEAK")[1])
 
     first, resumed = peak(2, ""), peak(4, "last")
-    assert weights > 50e6 and resumed < first + 0.2 * weights, (first, resumed, weights)
+    assert weights > 50e6 and resumed < first + 0.9 * weights, (first, resumed, weights)
