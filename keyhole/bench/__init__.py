@@ -10,4 +10,6 @@ runner      starts workers, keeps the time limit, writes what is known after eve
 floors      ratios to the baseline and to max(compute alone, link alone)
 judged      targets, and whether they are met
 report      JSON and Markdown
+snapshots   checkpoints every few steps beside none and torch.save, and a replay
+crash       kills training again and again, resumes it, and compares
 """

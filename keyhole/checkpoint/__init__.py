@@ -1,5 +1,10 @@
 """What is written to disk and read back: Hugging Face directories, and checkpoints a run goes on from.
 
+journal.py   a zeroth-order run as one record a step; content.py: which weights it starts from
+snapshot.py  weights of one step, written while the next steps change them
+background.py  checkpoints behind the back of training
+origin.py    where a run goes on from: a checkpoint and the journal behind it
+replay.py    from a journal back to weights
 files.py     durable writes: beside the place, flushed, renamed
 tensors.py   safetensors one tensor at a time
 hf.py        a model as an ordinary Hugging Face directory

@@ -7,6 +7,8 @@ moved.py      whether every trained tensor really changes
 evaluate.py   loss and perplexity on held-out data
 signals.py    SIGINT and SIGTERM: finish the step, save, leave
 rundir.py     the output directory: whose it is, and what goes into run/
+lock.py       one process a directory
+journaling.py the journal of a zeroth-order run, while it trains
 saving.py     when to write a checkpoint, and whether the disk has room
 start.py      the block that says what was decided
 display.py    lines and the progress bar

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from keyhole.checkpoint import find, hf
-from keyhole.checkpoint.background import SLACK_BYTES, Background, Writing
+from keyhole.checkpoint.background import Background, Writing
 from keyhole.checkpoint.resume import flat_config
 from keyhole.checkpoint.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
@@ -74,7 +74,7 @@ class Saver:
             return [f"checkpoints: training waits for each ({why})"]
         pool = self.background.pool_bytes
         weights = sum(home.numel() * home.element_size() for home in self.model.engine.homes)
-        short = "" if pool >= weights // 2 else f"; half of the weights would be better: free {SLACK_BYTES / GIB:g} GiB"
+        short = "" if pool >= weights // 2 else f" (half of them, {weights / 2 / GIB:.2f} GiB, is not free)"
         return [
             f"checkpoints: written while training goes on; host memory meanwhile: at most {pool / GIB:.2f} GiB more, "
             f"{pool / max(1, weights):.0%} of the weights{short}"
