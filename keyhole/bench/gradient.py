@@ -54,15 +54,15 @@ LOMO = [
     Trial("7B native sgd", "7B", "native", options={"optimizer": "sgd"}),
     Trial("7B native adamw", "7B", "native", options={"optimizer": "adamw"}),
     Trial("7B lomo", "7B", "lomo", options=HOST),
-    Trial("7B lomo streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True, compare="7B lomo", options=HOST),
-    Trial("7B lomo 8x512", "7B", "lomo", batch=8, length=512, options=HOST),
     Trial("7B lomo compiled", "7B", "lomo", options=FAST),
     Trial("7B lomo compiled, inputs on the GPU", "7B", "lomo", options={"compile": True}),
     Trial("7B adalomo compiled", "7B", "adalomo", options=FAST),
     Trial("7B lomo compiled 8x512", "7B", "lomo", batch=8, length=512, options=FAST),
     Trial("7B lomo compiled streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True,
           compare="7B lomo compiled", options=FAST),
-    Trial("7B lomo clipped", "7B", "lomo", options=FAST | {"max_grad_norm": 1.0}),
+    Trial("7B lomo streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True, compare="7B lomo", options=HOST),
+    Trial("7B lomo 8x512", "7B", "lomo", batch=8, length=512, options=HOST),
+    Trial("7B lomo compiled clipped", "7B", "lomo", options=FAST | {"max_grad_norm": 1.0}),
     Trial("30B lomo streamed 16GiB", "30B", "lomo", gpu_memory="16GiB", streamed=True, options=HOST),
 ]  # fmt: skip
 TABLES = {"lomo": LOMO}
@@ -112,18 +112,24 @@ class Native:
 
 def run_trial(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> dict[str, Any]:
     """Loads, times, and says what was seen; nothing stays on the device."""
-    import torch
-
-    from keyhole.bench import measure
     from keyhole.bench.link import measure_link
 
     found = _timed(trial, device, quick, timed, warm_up)
+    _clear(device)
+    if device.type == "cuda" and trial.streamed:
+        found["link"] = measure_link(192 * 2**20, rounds=3)
+    return found
+
+
+def _clear(device: Any) -> None:
+    """Everything off the device, and no budget."""
+    import torch
+
+    from keyhole.bench import measure
+
     measure.clean_up(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
-        if trial.streamed:
-            found["link"] = measure_link(192 * 2**20, rounds=3)
-    return found
 
 
 def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> dict[str, Any]:
@@ -208,9 +214,11 @@ def worker() -> None:
             emit(kind="trial", trial=given, error="the time limit has passed")
             continue
         try:
-            emit(kind="trial", trial=given, **run_trial(trial, device, job["quick"], job["timed"], job["warm_up"]))
+            found = run_trial(trial, device, job["quick"], job["timed"], job["warm_up"])
         except Exception as error:
-            emit(kind="trial", trial=given, error=f"{type(error).__name__}: {error}"[:1500])
+            found = {"error": f"{type(error).__name__}: {error}"[:600]}
+        _clear(device)  # here, where no traceback holds on to tensors any more
+        emit(kind="trial", trial=given, **found)
 
 
 def bench_gradient(

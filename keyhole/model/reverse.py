@@ -76,6 +76,8 @@ class Reverse:
             raise UserError("wire: fp8 weights have no gradient to add up in; use bf16, fp16 or fp32")
         if keep == "none" and model.engine.streamed:
             raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
+        if model.device.type == "cuda":  # activations of many sizes come and go: pieces that fit nothing add up
+            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
         self.model, self.layout, self.keep = model, model.layout, keep
         self.blocks = find_blocks(model.module)
         self.fused = fused
