@@ -92,8 +92,8 @@ def judged() -> list[Case]:
         *trio(model="13B"),
         *trio(model="13B", batch=4),
         *budgets,
-        *trio(model="6.7B", dtype="fp32"),
         *giant(),
+        *trio(model="6.7B", dtype="fp32"),
     ]
 
 

@@ -164,7 +164,8 @@ def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     import keyhole
     from keyhole.plan.memory import Workload
 
-    work = Workload(trial.system, tokens, 1, 1, trial.options.get("activations", "block"))
+    kept, compiled = trial.options.get("activations", "block"), bool(trial.options.get("compile"))
+    work = Workload(trial.system, tokens, 1, 1, kept, compiled)
     where = {"placement": "stream", "gpu_memory": None if quick else trial.gpu_memory} if trial.streamed else {}
     where |= {"dtype": "float32" if quick else "bfloat16", "device": device, "workload": work}
     return keyhole.load(config_of("quick" if quick else trial.shape), init="random", **where)

@@ -77,7 +77,7 @@ class Reverse:
         if keep == "none" and model.engine.streamed:
             raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
         if model.device.type == "cuda":  # activations of many sizes come and go: pieces that fit nothing add up
-            torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+            _expandable_segments()
         self.model, self.layout, self.keep = model, model.layout, keep
         self.blocks = find_blocks(model.module)
         self.fused = fused
@@ -351,6 +351,12 @@ class Reverse:
         self._sink = None
         for tensor in self.layout.tensors:
             tensor.param.grad = None
+
+
+def _expandable_segments() -> None:
+    """PYTORCH_ALLOC_CONF=expandable_segments:True, from here on."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    change("expandable_segments:True")
 
 
 def _calling(method: weakref.WeakMethod) -> Callable[[nn.Parameter], None]:

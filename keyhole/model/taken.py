@@ -2,12 +2,13 @@
 
 torch.compile sees two operations it does not look into:
 
-    linear(x, w, b)              y = x w^T + b; its reverse is dx = dy w (an ordinary product), and
-    take(dy, x, dx, w)           hands dy and x to whoever takes gradients now; w may be changed in place
+    linear(x, w, b)              y = x w^T + b
+    linear_reverse(dy, x, w)     dx = dy w; then dy and x go to whoever takes gradients now, and w may change in place
 
-`take` has dx as an input although it does not read it: so it cannot run before w was used for dx. Its result is the
-"gradient" of an anchor, a tensor of one zero that every linear layer has as an input: so it is not dropped as useless.
-The weight itself gets no gradient. Which parameter w is, is told by its address.
+One operation for both, so that w cannot change before it was used for dx, and so that the taker does not wait: whatever
+comes next needs dx. A second result is the "gradient" of an anchor, a zero that every linear layer has as an input: by
+it the operation is never useless, even where nobody wants dx. The weight itself gets no gradient. Which parameter w is,
+is told by its address.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,16 +34,17 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-@torch.library.custom_op("keyhole::take", mutates_args=())
-def _take(dy: torch.Tensor, x: torch.Tensor, dx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("keyhole::linear_reverse", mutates_args=())
+def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
+        dx = dy @ w
         _takers[-1](w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
-    return torch.zeros(1, device=dy.device)
+    return dx, torch.zeros(1, device=dy.device)
 
 
-@_take.register_fake
-def _take_shape(dy: torch.Tensor, x: torch.Tensor, dx: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(1, device=dy.device)
+@_linear_reverse.register_fake
+def _linear_reverse_shape(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return dy.new_empty((*dy.shape[:-1], w.shape[1])), torch.zeros(1, device=dy.device)
 
 
 def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -53,9 +55,9 @@ def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
 
 def _reverse(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, w = ctx.saved_tensors
-    dx = dy @ w
     db = dy.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
-    return dx, None, db, torch.ops.keyhole.take(dy, x, dx, w)
+    dx, anchored = torch.ops.keyhole.linear_reverse(dy, x, w)
+    return dx, None, db, anchored
 
 
 _linear.register_autograd(_reverse, setup_context=_setup)

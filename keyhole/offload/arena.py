@@ -83,11 +83,12 @@ def _unpin(address: int) -> None:
 def _forget_error(device: torch.device | None) -> None:
     """CUDA keeps the code of a refused call, and PyTorch would take it for the failure of its next kernel. It offers
     no way to ask for the code but a launch: its check fails, and takes the code with it."""
-    something = torch.empty(1, device=device or "cuda")
-    try:
-        something.fill_(1.0)
-    except RuntimeError:
-        pass
+    for _ in range(2):  # the allocator's own check may be the one that takes it
+        try:
+            torch.empty(1, device=device or "cuda").fill_(1.0)
+        except RuntimeError:
+            continue
+        return
 
 
 def split(flat: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, 
 
 A pre-norm block with a gated MLP saves, in H-wide tensors, two norms in fp32 with their inputs and outputs, queries,
 keys and values before and after rotation, and the attention's output; in W-wide ones gate, up, activation and product,
-with two gradients of them in flight. HIDDEN and WIDE count these, as measured on Llama shapes; compiled, fewer.
+with two gradients of them in flight. HIDDEN and WIDE count these, as measured on Llama shapes.
 Activations and logits are never alive together.
 """
 
@@ -24,6 +24,7 @@ from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, GIB, Workload
 
 METHODS = ("lomo", "adalomo", "adam-offload", "lsp")
 HIDDEN, WIDE = 18, 6
+COMPILED = 1.25  # compiled code orders its work for speed
 HEAD_TOKENS = 4096
 
 
@@ -73,7 +74,7 @@ def gradient_device_bytes(
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
         gradients=b * (block if work.passes > 1 else 2 * largest),
         kept=b * kept_blocks * work.passes * work.tokens * hidden,
-        activations=b * work.tokens * (HIDDEN * hidden + WIDE * wide),
+        activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide) * (COMPILED if work.compiled else 1.0)),
         logits=tokens * rows * (2 * b + 4) + b * rows * hidden * 2 + work.passes * work.tokens * hidden * (b + 4),
         workspace=workspace_bytes * (work.passes + 2),
     )

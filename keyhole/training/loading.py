@@ -28,8 +28,9 @@ def workload(config: TrainConfig) -> Workload:
     directions = config.zo.directions if config.method == "zo" else 1
     passes = config.gradient_accumulation_steps * (2 * directions if config.method == "zo" else 1)
     tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
-    kept = getattr(getattr(config, section_of(config.method), None), "activations", "block")
-    return Workload(config.method, tokens, passes, directions, kept)
+    own = getattr(config, section_of(config.method), None)
+    kept, compiled = getattr(own, "activations", "block"), getattr(own, "compile", False)
+    return Workload(config.method, tokens, passes, directions, kept, compiled)
 
 
 def load_model(config: TrainConfig, choice: find.Choice) -> Model:

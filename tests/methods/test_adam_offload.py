@@ -45,7 +45,7 @@ def trained(model: keyhole.Model, steps: int = 4, **options: Any) -> dict[str, t
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name], b[name]) for name in a)
+    return all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 
 @pytest.mark.parametrize("clip", [0.5, None])
