@@ -14,6 +14,7 @@ from keyhole.config.schema import (
     AdamWConfig,
     GaLoreConfig,
     LoRAConfig,
+    LSPConfig,
     OffloadConfig,
     SGDConfig,
     TrainConfig,
@@ -22,6 +23,6 @@ from keyhole.config.schema import (
 from keyhole.config.sizes import Bytes
 
 __all__ = [
-    "AdamOffloadConfig", "AdamWConfig", "Bytes", "GaLoreConfig", "LoRAConfig", "OffloadConfig", "SGDConfig",
-    "TrainConfig", "ZOConfig", "load_config", "resolve", "to_dict", "to_yaml",
+    "AdamOffloadConfig", "AdamWConfig", "Bytes", "GaLoreConfig", "LSPConfig", "LoRAConfig", "OffloadConfig",
+    "SGDConfig", "TrainConfig", "ZOConfig", "load_config", "resolve", "to_dict", "to_yaml",
 ]  # fmt: skip

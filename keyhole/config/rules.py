@@ -22,14 +22,15 @@ from keyhole.demo import paths
 
 DEFAULT_LR = {
     "adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lomo": 5e-3, "adalomo": 5e-4, "lora": 2e-4, "galore": 1e-4,
-    "adam-offload": 2e-5,
+    "adam-offload": 2e-5, "lsp": 2e-5,
 }  # fmt: skip
 SANE_LR = {
     "adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5), "lomo": (1e-5, 1e-1),
     "adalomo": (1e-5, 5e-3), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2), "adam-offload": (1e-7, 5e-4),
+    "lsp": (1e-7, 1e-3),
 }  # fmt: skip
-STREAMS = ("zo", "lomo", "adalomo", "adam-offload")
-WIRES = ("zo", "lomo", "adalomo")
+STREAMS = ("zo", "lomo", "adalomo", "adam-offload", "lsp")
+WIRES = ("zo", "lomo", "adalomo", "lsp")
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -54,6 +55,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip")
     if config.method in ("lomo", "adalomo"):
         yield from _lomo_faults(config)
+    if config.method == "lsp":
+        yield from _lsp_faults(config)
     if config.method not in WIRES and config.wire is not None:
         yield Finding("wire", f"{config.method} cannot use a format of its own; set wire=null and choose dtype")
     if config.method not in STREAMS and config.placement == "stream":
@@ -73,6 +76,16 @@ def _lomo_faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding(f"{name}.activations", "none needs all weights on the device; use block or host, or resident")
     if config.placement == "stream" and own.rounding == "kahan":
         yield Finding(f"{name}.rounding", "kahan is for weights on the device; use stochastic, or wire=fp32")
+
+
+def _lsp_faults(config: TrainConfig) -> Iterator[Finding]:
+    own = config.lsp
+    if own.r > own.d:
+        yield Finding("lsp.r", f"{own.r} numbers a row do not fit into lsp.d={own.d} columns; set r <= d")
+    if config.dtype == "float16":
+        yield Finding("dtype", "lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
+    if config.wire == "fp8":
+        yield Finding("wire", "lsp cannot add updates up in 8 bits; use fp32, bf16 or fp16, or method=zo")
 
 
 def _warnings(config: TrainConfig) -> Iterator[Finding]:

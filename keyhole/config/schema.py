@@ -43,7 +43,7 @@ NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
-Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lora", "galore", "adam-offload"]
+Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lora", "galore", "adam-offload", "lsp"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -163,6 +163,46 @@ class AdamOffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LSPConfig:
+    """LSP-Offload: Adam in a learned sparse subspace of every matrix, its state on the GPU or the CPU. Streams."""
+
+    d: Count = 1024
+    """Size of the subspace: the optimizer sees d x d numbers a matrix; a side that is shorter is left as it is."""
+    r: Count = 8
+    """Numbers in a row of a projector; at most d."""
+    kind: Literal["blocks", "runs", "free"] = "blocks"
+    """Where they stand: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (the paper's)."""
+    alpha: Positive = 0.5
+    """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
+    check_freq: Count = 1000
+    """Steps between two checks; the first step fits all projectors."""
+    check_share: Annotated[float, Limit(0, 1, above=True)] = 0.25
+    """Share of the matrices that a check looks at, drawn anew each time."""
+    fit_steps: Count = 50
+    """Most steps of Adam in which projectors of kind runs and free are fitted."""
+    learn: bool = True
+    """Fit projectors to gradients; false = random ones for ever (to compare)."""
+    others: Literal["adam", "frozen"] = "adam"
+    """What is no matrix of a block (embeddings, head, vectors): trained by plain Adam, or not at all."""
+    optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
+    """Where Adam's moments are and its arithmetic runs; auto = gpu if it fits."""
+    threads: Count | None = None
+    """CPU threads of the updates (cpu); null = all cores but one."""
+    beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
+    activations: Literal["block", "host"] = "block"
+    """What the forward keeps: block inputs on the device, or in host memory; blocks run twice."""
+    compile: bool = False
+    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """The streaming engine. Switched off, a part costs time and changes no number: for ablations."""
 
@@ -211,7 +251,7 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Positive | None = None
-    """Peak; null: adamw 2e-5, adam-offload 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lora 2e-4, galore 1e-4."""
+    """Peak; null: adamw 2e-5, adam-offload 2e-5, lsp 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lora 2e-4, galore 1e-4."""  # noqa: E501
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0
@@ -258,3 +298,4 @@ class TrainConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     galore: GaLoreConfig = field(default_factory=GaLoreConfig)
     adam_offload: AdamOffloadConfig = field(default_factory=AdamOffloadConfig)
+    lsp: LSPConfig = field(default_factory=LSPConfig)

@@ -50,6 +50,7 @@ SETTINGS = {
     "adalomo": Settings(lr=1e-2),
     "lora": Settings(lr=1e-2),
     "galore": Settings(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
+    "lsp": Settings(lr=2e-3, options={"d": 32, "r": 4, "alpha": 0.3, "check_freq": 50}),
     "zo": Settings(steps=300, lr=1.5e-3, batch_size=32),
 }
 

@@ -6,6 +6,7 @@ from keyhole.methods.first_order import SGD, AdamW
 from keyhole.methods.galore import GaLore
 from keyhole.methods.lomo import LOMO
 from keyhole.methods.lora import LoRA
+from keyhole.methods.lsp import LSP
 from keyhole.methods.zo import ZO
 
 METHODS = {
@@ -17,6 +18,7 @@ METHODS = {
     "lora": LoRA,
     "galore": GaLore,
     "adam-offload": AdamOffload,
+    "lsp": LSP,
 }
 
-__all__ = ["LOMO", "METHODS", "SGD", "ZO", "AdaLOMO", "AdamOffload", "AdamW", "GaLore", "LoRA"]
+__all__ = ["LOMO", "LSP", "METHODS", "SGD", "ZO", "AdaLOMO", "AdamOffload", "AdamW", "GaLore", "LoRA"]

@@ -29,7 +29,7 @@ On a CPU device the same logic runs with plain copies.
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -121,6 +121,7 @@ class Engine:
         self.timeline: Timeline | None = None
         self.gate: Gate | None = None
         self.watch: Watch | None = None
+        self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # see acquire
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -148,12 +149,14 @@ class Engine:
             self.orders[name] = self.visited
 
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
-        """The page on the device. changes=False: it will only be read."""
+        """The page on the device. changes=False: it will only be read. `arrival` sees the page first and may change it
+        (an update that was due since the last use): if it says so, the page goes home."""
         if self.gate is not None:
             self.gate.wait(page)
         if page not in self.streamed:
             if changes and self.watch is not None:
                 self.watch.before_change(page)
+            self._arrived(page, self.homes[page])
             return self.homes[page]
         assert page not in self.held, f"page {page} is acquired already"
         while self.ahead and self.ahead[0].page != page and any(slot.page == page for slot in self.ahead):
@@ -171,7 +174,12 @@ class Engine:
         self._prefetch()
         if self.cuda:
             self.compute.wait_event(slot.ready)
-        return slot.like(self.homes[page])
+        return self._arrived(page, slot.like(self.homes[page]))
+
+    def _arrived(self, page: int, w: torch.Tensor) -> torch.Tensor:
+        if self.arrival is not None and self.arrival(page, w):
+            self.commit(page)
+        return w
 
     def commit(self, page: int) -> None:
         if page not in self.streamed:

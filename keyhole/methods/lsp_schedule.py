@@ -1,0 +1,38 @@
+"""Which layer's update is next on the host: first come first served, then last come first served.
+
+The reverse gives layers from the last to the first; the next forward wants them from the first to the last. As long as
+everything that has come can be done before the reverse ends, the order of arrival keeps all lanes busy. From a certain
+layer on it cannot, and then a layer deeper in the model must not hold up a shallower one, which is needed earlier
+(LSP-Offload, appendix):
+
+    transition = layers - (reverse - (down + up + update)) / max(down, up, update)
+
+with the time of the whole reverse, and of one layer's gradient on its way down, its step on its way up, and its update.
+Layers from the transition on are served in order of arrival, shallower ones before all of those and the newest first.
+The times are those of the last step, measured; before the first, nothing is known and every layer is "shallow".
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Times:
+    """Seconds of the last step: the whole reverse, and means of one layer."""
+
+    reverse_s: float = 0.0
+    down_s: float = 0.0
+    up_s: float = 0.0
+    update_s: float = 0.0
+
+    def transition(self, layers: int) -> int:
+        """The shallowest layer that is served in order of arrival; `layers`: none is."""
+        slowest_s = max(self.down_s, self.up_s, self.update_s)
+        if slowest_s <= 0.0:
+            return layers
+        in_time = (self.reverse_s - (self.down_s + self.up_s + self.update_s)) / slowest_s
+        return min(layers, max(0, round(layers - in_time)))
+
+
+def urgency(layer: int, layers: int, transition: int) -> int:
+    """Lower is served first. Units in front of the blocks (norms, tables) have layer -1."""
+    return layer if layer < transition else 2 * layers - layer

@@ -1,0 +1,306 @@
+"""LSP: AdamW in the whole space, the same steps on GPU and CPU, streamed == resident, and what a subspace changes."""
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods.lsp import LSP
+from keyhole.offload.workers import WorkerFailed
+from keyhole.ops.projector import identity_projector
+from tests.methods.test_first_order import plain_loss
+from tests.methods.test_lomo import SIX, close, micro_batches, weights
+from tests.model.decoders import NAMES, batch, config
+from tests.model.streaming import streamed
+
+EPS = 1e-4  # some biases have no gradient but rounding, which Adam would blow up
+SMALL = {"d": 16, "r": 4, "check_freq": 3, "alpha": 0.05}
+
+
+def load(name: str = "llama", **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", **options)
+
+
+def train(method: LSP, steps: int, micro: int = 1, first: int = 0) -> list[float]:
+    losses = []
+    for t in range(first, first + steps):
+        method.lr = 1e-2 * (1 - t / 20)
+        losses.append(float(method.step(micro_batches(t, micro))))
+    method.flush()
+    return losses
+
+
+def torch_adamw(name: str, steps: int, micro: int, clip: float | None) -> dict[str, torch.Tensor]:
+    """The weights after the loop anyone would write."""
+    module = load(name).module
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1.0, weight_decay=0.1, eps=EPS)
+    for t in range(steps):
+        plain_loss(module, micro_batches(t, micro)).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - t / 20)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: value.data for key, value in module.named_parameters()}
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """As a whole: single gradients that cancel to nothing are rounding, and Adam makes them large."""
+    return float((found - expected).norm()) <= 1e-5 * float(expected.norm().clamp(min=0.02))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("micro, clip", [(1, None), (3, 0.5)])
+def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
+    """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
+    model = load(name)
+    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, optimizer_on=where, eps=EPS), 8, micro)
+    expected = torch_adamw(name, 8, micro, clip)
+    assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
+
+
+def test_through_identity_projectors_it_is_adamw() -> None:
+    """The same by way of compressing, decompressing and adding up micro-batches in S."""
+    model = load()
+    opt = LSP(model, d=16, r=1, kind="free", learn=False, weight_decay=0.1, optimizer_on="gpu", eps=EPS)
+    for piece in opt.pieces.values():
+        if piece.p is not None:
+            piece.take(*(identity_projector(rows) for rows in piece.tensor.shape))
+    remade = type(opt.optimizer)(opt.units, model.device, opt.optimizer.rule, waits=False)
+    opt.optimizer = remade
+    train(opt, 8, 2)
+    expected = torch_adamw("llama", 8, 2, None)
+    assert sum(piece.p is not None for piece in opt.pieces.values()) == 21
+    assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
+
+
+CASES = [(name, "gpu", None) for name in NAMES] + [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None)]
+
+
+@pytest.mark.parametrize("name, where, clip", CASES)
+def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> None:
+    """Losses and weights, to the bit, with two micro-batches and projectors that change on the way."""
+    runs = []
+    for away in (False, True):
+        model = streamed(load(name), slot_count=2) if away else load(name)
+        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, **SMALL)
+        runs.append((train(opt, 4, 2), weights(model), float(opt.norm)))
+        opt.close()
+    assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
+    assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
+
+
+@pytest.mark.parametrize("kind", ["blocks", "runs", "free"])
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_host_and_device_take_the_same_steps(kind: str, clip: float | None) -> None:
+    """Where the moments are changes no more than rounding; the norm is that of what the optimizer sees."""
+    found, norms = [], []
+    for where in ("gpu", "cpu"):
+        model = load()
+        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
+        train(opt, 5, 2)
+        found.append(weights(model))
+        norms.append(float(opt.norm))
+    assert all(close(found[1][key], found[0][key], 1e-5) for key in found[0])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_accumulation_is_exact() -> None:
+    """Two micro-batches move a matrix as their gradient, computed by torch and compressed, does: S is P^T G Q."""
+    model, module = load(), load().module
+    opt = LSP(model, learn=False, **{**SMALL, "check_freq": 100})
+    plain_loss(module, micro_batches(0, 2)).backward()
+    kept = {}
+    opt.optimizer.deltas = lambda unit, given, clip, skip: (
+        kept.update({p.name: _copy(opt, p) for p in given}) or (torch.zeros(opt.optimizer.lengths[unit]))
+    )
+    opt.step(micro_batches(0, 2))
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    for piece in opt.pieces.values():
+        grad = grads[piece.name]
+        if piece.p is not None:
+            grad = piece.p.dense_Rd().T @ grad @ piece.q.dense_Rd()
+        torch.testing.assert_close(kept[piece.name], grad, rtol=1e-4, atol=1e-6)
+
+
+def _copy(opt: LSP, piece: Any) -> torch.Tensor:
+    at = slice(piece.begin, piece.begin + piece.numel)
+    return opt.optimizer.buffer(piece.unit)[at].view(piece.shape).clone()
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: float | None) -> None:
+    """State through a dict, in the middle of a subspace's life and after it was replaced: the same bits."""
+    straight, stopped = load(dtype=dtype), load(dtype=dtype)
+    options = {"optimizer_on": where, "max_grad_norm": clip, **SMALL}
+    whole = LSP(straight, **options)
+    train(whole, 8)
+    first = LSP(stopped, **options)
+    train(first, 5)
+    second = LSP(stopped, **options)
+    second.load_state_dict(dict(first.state_dict().items()))
+    first.close()
+    train(second, 3, first=5)
+    assert max(piece.generation for piece in second.pieces.values()) > 1
+    assert all(torch.equal(value, weights(stopped)[key]) for key, value in weights(straight).items())
+
+
+def test_good_projectors_stay_and_bad_ones_go() -> None:
+    """At a check only matrices above alpha get new projectors, and a sample of all is looked at."""
+    for alpha, replaced in ((1.0, False), (1e-6, True)):
+        opt = LSP(load(), **{**SMALL, "alpha": alpha, "check_share": 0.5})
+        train(opt, 4)
+        generations = [piece.generation for piece in opt.pieces.values() if piece.p is not None]
+        assert len(opt.biases) == 11 and set(generations) == ({1, 2} if replaced else {1})
+        assert 0 < float(opt.metrics()["bias"]) < 1
+
+
+def test_it_learns_in_a_subspace() -> None:
+    """On a batch it sees again and again the loss falls, though a quarter of the numbers is trained."""
+    model = load()
+    opt = LSP(model, 1e-2, **SMALL)
+    losses = [float(opt.step(batch())) for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert sum(piece.numel for piece in opt.pieces.values() if piece.p is not None) < 30_720 / 4
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_the_others_can_be_frozen(where: str) -> None:
+    """Matrices of blocks move, nothing else does, and that is said."""
+    model = load(dtype="bfloat16")
+    before = weights(model)
+    opt = LSP(model, 1e-2, others="frozen", optimizer_on=where, **SMALL)
+    train(opt, 2)
+    for name, tensor in weights(model).items():
+        assert torch.equal(tensor, before[name]) != (".layers." in name and "norm" not in name), name
+    assert any("not trained: " in line for line in opt.describe())
+
+
+def test_what_was_decided_is_said() -> None:
+    """A d that is more than a side has, stacks of experts, and what is trained as it is."""
+    lines = LSP(load(), d=48, r=4).describe()
+    assert any("21 matrices has" in line for line in lines) and any("plain Adam" in line for line in lines)
+    assert any("experts" in line for line in LSP(load("mixtral"), **SMALL).describe())
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_a_step_that_is_not_finite(where: str) -> None:
+    """All of it: nothing changes. Part of it: the run stops. Part of it, with max_grad_norm: nothing changes."""
+    for clip, bad in ((None, "model.norm.weight"), (0.5, "model.layers.1.mlp.up_proj.weight")):
+        model = load()
+        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, **SMALL)
+        dict(model.named_tensors())[bad].fill_(float("nan"))
+        before = weights(model)
+        opt.step(batch())
+        opt.flush()
+        assert all(torch.equal(before[key].nan_to_num(), value.nan_to_num()) for key, value in weights(model).items())
+    opt = LSP(load(), optimizer_on=where, **SMALL)
+    with pytest.raises(UserError, match="last checkpoint"):
+        _spoil_one_gradient(opt)
+
+
+def _spoil_one_gradient(opt: LSP) -> None:
+    inner = opt.gradient
+    opt.gradient = lambda tensor, w, grad: inner(tensor, w, grad * float("inf") if "norm" in tensor.name else grad)
+    opt.step(batch())
+    opt.flush()
+
+
+def test_a_failing_worker_ends_the_run() -> None:
+    """With its cause, at the next step, and without hanging."""
+    opt = LSP(load(), optimizer_on="cpu", **SMALL)
+    opt.step(batch())
+    opt.optimizer.rule = {"beta1": "no number"}
+    with pytest.raises(WorkerFailed, match="failed"):
+        for _ in range(2):
+            opt.step(batch())
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"d": 8, "r": 9}, "r <= d"),
+        ({"kind": "dense"}, "blocks"),
+        ({"others": "some"}, "adam, frozen"),
+        ({"optimizer_on": "tpu"}, "auto, gpu, cpu"),
+        ({"activations": "none"}, "block, host"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], says: str) -> None:
+    """With what to set instead."""
+    with pytest.raises(UserError, match=says):
+        LSP(load(), **options)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    """A bare module, float16, a state of another seed, too little host memory."""
+    opt = LSP(load(), **SMALL)
+    for make, says in [
+        (lambda: LSP(load().module), "keyhole.load"),
+        (lambda: LSP(load(dtype="float16")), "bfloat16"),
+        (lambda: opt.load_state_dict({"seed": 7}), "seed"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            make()
+
+
+def test_host_memory_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is reserved."""
+    from keyhole.methods import lsp_host
+    from keyhole.plan.host import HostMemory
+
+    monkeypatch.setattr(lsp_host, "host_memory", lambda: HostMemory(2**20, 2**10, None))
+    with pytest.raises(UserError, match="GiB more than is free"):
+        LSP(load(), optimizer_on="cpu", **SMALL)
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer_on": "cpu"}])
+def test_a_dropped_method_leaves_nothing(options: dict[str, str]) -> None:
+    """Neither hooks, the engine nor the worker keep it alive."""
+    model = load()
+    opt = LSP(model, **SMALL, **options)
+    opt.step(batch())
+    gone = weakref.ref(opt)
+    del opt
+    gc.collect()
+    assert gone() is None and model.engine.arrival is None
+
+
+def test_compiled_blocks() -> None:
+    """Traced by torch.compile (no compiler here): the steps of plain blocks within rounding, also accumulated."""
+    for micro in (1, 2):
+        found = []
+        for compiled in (False, "aot_eager"):
+            model = load()
+            train(LSP(model, compile=compiled, learn=False, **SMALL), 3, micro)
+            found.append(weights(model))
+        assert all(close(found[1][key], found[0][key], 1e-4) for key in found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("kind", ["blocks", "runs"])
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_streamed_equals_resident_on_a_gpu(name: str, clip: float | None, kind: str, where: str) -> None:
+    """bfloat16, with streams delayed at random and freed slots poisoned."""
+    runs = []
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = keyhole.load(config(name), init="random", device="cuda", dtype="bfloat16", **engine)
+        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
+        runs.append((train(opt, 5, 2), {k: v.cpu() for k, v in weights(model).items()}))
+        opt.close()
+        model.close()
+    for losses, found in runs[1:]:
+        assert losses == runs[0][0]
+        assert all(torch.equal(found[key], runs[0][1][key]) for key in found)
