@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,27 @@ FAST = {"activations": "host", "compile": True}
 LOMO = [
     Trial("7B native sgd", "7B", "native", options={"optimizer": "sgd"}),
     Trial("7B native adamw", "7B", "native", options={"optimizer": "adamw"}),
-    Trial("7B lomo", "7B", "lomo", options=HOST),
     Trial("7B lomo compiled", "7B", "lomo", options=FAST),
-    Trial("7B lomo compiled, inputs on the GPU", "7B", "lomo", options={"compile": True}),
-    Trial("7B adalomo compiled", "7B", "adalomo", options=FAST),
-    Trial("7B lomo compiled 8x512", "7B", "lomo", batch=8, length=512, options=FAST),
     Trial("7B lomo compiled streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True,
           compare="7B lomo compiled", options=FAST),
+    Trial("7B lomo compiled 8x512", "7B", "lomo", batch=8, length=512, options=FAST),
+    Trial("7B adalomo compiled", "7B", "adalomo", options=FAST),
+    Trial("7B lomo", "7B", "lomo", options=HOST),
     Trial("7B lomo streamed 4GiB", "7B", "lomo", gpu_memory="4GiB", streamed=True, compare="7B lomo", options=HOST),
     Trial("7B lomo 8x512", "7B", "lomo", batch=8, length=512, options=HOST),
     Trial("7B lomo compiled clipped", "7B", "lomo", options=FAST | {"max_grad_norm": 1.0}),
+    Trial("7B lomo compiled, inputs on the GPU", "7B", "lomo", options={"compile": True}),
     Trial("30B lomo streamed 16GiB", "30B", "lomo", gpu_memory="16GiB", streamed=True, options=HOST),
 ]  # fmt: skip
-TABLES = {"lomo": LOMO}
+
+
+def trials_of(table: str) -> list[Trial]:
+    """In the order in which they run."""
+    if table == "lsp":
+        from keyhole.bench.lsp import TRIALS
+
+        return TRIALS
+    return {"lomo": LOMO}[table]
 
 
 def config_of(shape: str) -> Any:
@@ -234,17 +243,17 @@ def bench_gradient(
     time_limit_s: float | None = None,
     say: Any = print,
 ) -> str:
-    """Runs the trials of a table, a process a shape, and writes JSON and Markdown after every one."""
+    """Runs the trials of a table, a process for each run of one shape, and writes JSON and Markdown after every one."""
     from keyhole.bench.gradient_report import Report
 
-    trials = [t for t in TABLES[table] if only in t.name]
+    trials = [t for t in trials_of(table) if only in t.name]
     if not trials:
         raise UserError(f"--only: no trial of {table} has {only!r} in its name")
     report = Report(table, out, command, quick)
     deadline_s = time.time() + (time_limit_s or 1e9)
-    for shape in dict.fromkeys(t.shape for t in trials):
+    for _, members in groupby(trials, lambda t: t.shape):
         job = {"quick": quick, "timed": steps, "warm_up": warm_up, "deadline_s": deadline_s}
-        job["trials"] = [asdict(t) for t in trials if t.shape == shape]
+        job["trials"] = [asdict(t) for t in members]
         process = subprocess.Popen(
             [sys.executable, "-c", "from keyhole.bench.gradient import worker; worker()"],
             stdin=subprocess.PIPE,
