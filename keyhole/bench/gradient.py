@@ -145,6 +145,7 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
     import torch
 
     from keyhole.bench import measure
+    from keyhole.bench.lsp import parts
 
     length = 16 if quick else trial.length
     begin_s = time.perf_counter()
@@ -164,7 +165,8 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
     found["bytes_down"] = (engine.bytes_down - before["down"]) // timed
     found |= {"device": measure.device_memory(device), "host_bytes": measure.host_memory()}
     found |= {"weights_bytes": model.layout.numel * model.dtype.itemsize, "decided": model.describe()}
-    found["planned_bytes"] = model.placed.device_bytes.total
+    found |= {"planned_bytes": model.placed.device_bytes.total, "parts": parts(method)}
+    found["decided"] += getattr(method, "describe", list)()
     model.close()
     return found
 
@@ -181,9 +183,10 @@ def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
 
 
 def _method(trial: Trial, model: Any, quick: bool) -> Any:
+    from keyhole.bench.lsp import adapted
     from keyhole.methods import METHODS
 
-    options = {k: ("aot_eager" if quick and k == "compile" else v) for k, v in trial.options.items()}
+    options = adapted(trial.options, quick)
     return Native(model, **options) if trial.system == "native" else METHODS[trial.system](model, 1e-5, **options)
 
 
@@ -251,7 +254,7 @@ def bench_gradient(
         raise UserError(f"--only: no trial of {table} has {only!r} in its name")
     report = Report(table, out, command, quick)
     deadline_s = time.time() + (time_limit_s or 1e9)
-    for _, members in groupby(trials, lambda t: t.shape):
+    for _, members in groupby(trials, lambda t: "quick" if quick else t.shape):
         job = {"quick": quick, "timed": steps, "warm_up": warm_up, "deadline_s": deadline_s}
         job["trials"] = [asdict(t) for t in members]
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""keyhole bench zo | snapshots [--quick] ..."""
+"""keyhole bench zo | lomo | lsp | snapshots [--quick] ..."""
 
 from pathlib import Path
 from typing import Annotated
@@ -24,9 +24,7 @@ def lomo(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes on a CPU: shows that it runs.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps a trial.")] = 5,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 2,
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")
-    ] = None,
+    time_limit: Annotated[float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")] = None,
 ) -> None:
     """LOMO and AdaLOMO on Llama shapes: native SGD and AdamW, resident and streamed."""
     from keyhole.bench.gradient import bench_gradient
@@ -38,14 +36,38 @@ def lomo(
 
 
 @app.command()
+def lsp(
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes on a CPU: shows that it runs.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps a trial.")] = 5,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 2,
+    bias: Annotated[
+        bool, typer.Option("--bias", help="Instead: how well projectors hold on unseen gradients (CPU, minutes).")
+    ] = False,
+    time_limit: Annotated[float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")] = None,
+) -> None:
+    """LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."""
+    if bias:
+        from keyhole.bench.lsp_bias import bench_bias
+
+        typer.echo("\n" + bench_bias(out=Path(out), quick=quick, say=typer.echo))
+        return
+    from keyhole.bench.gradient import bench_gradient
+
+    command = f"keyhole bench lsp --steps {steps} --warm-up {warm_up}"
+    command += f" --only '{only}'" if only else ""
+    options = {"only": only, "quick": quick, "steps": steps, "warm_up": warm_up, "time_limit_s": time_limit}
+    typer.echo("\n" + bench_gradient("lsp", out=Path(out), command=command, say=typer.echo, **options))
+
+
+@app.command()
 def zo(
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
     ] = "judged",
     out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps a case.")] = 5,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
     time_limit: Annotated[
@@ -54,9 +76,7 @@ def zo(
     timeline: Annotated[
         str | None, typer.Option(metavar="FILE", help="Save the trace of one streamed step (Perfetto).")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
@@ -97,12 +117,8 @@ def snapshots(
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 10,
     periods: Annotated[int, typer.Option(min=1, help="Checkpoints that are timed.")] = 2,
     replay_steps: Annotated[int, typer.Option(min=0, help="Length of the journal that is replayed.")] = 1000,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")
-    ] = False,
-    device: Annotated[
-        str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")
-    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
 ) -> None:
     """Streamed zeroth-order steps with a checkpoint every 10, beside none and torch.save."""
     from keyhole.bench.snapshots import bench_snapshots

@@ -89,7 +89,7 @@ class AdamOffload:
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
-        self.reverse = Reverse(model, keep=activations, compiled=compile)
+        self.reverse = Reverse(model, keep=activations, fused=not compile, compiled=compile)
         self.pool = Workers(threads)
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         self.state = AdamState(model.layout, rule, self.pool.threads)

@@ -208,6 +208,7 @@ class LSP:
         """The gradient goes to the host; what has come back from there meanwhile is applied."""
         self.optimizer.send(norm, due.share.numbers[unit])
         self.optimizer.leave(unit)
+        self.model.engine.bytes_down += 4 * self.optimizer.lengths[unit]
         if self.max_grad_norm is None:
             self.optimizer.submit(unit, due.given, due.share.numbers[unit], None)
         for page in [p for p in self.due if p in self.optimizer.coming and p not in self.model.engine.streamed]:
@@ -244,6 +245,7 @@ class LSP:
             self._apply(due, deltas, [view(w, piece.tensor, unit.start) for piece in due.given])
             if self.on_host:
                 opt.used(page)
+                self.model.engine.bytes_up += 4 * opt.lengths[page]
                 for following in list(self.due)[::-1][:1]:  # the reverse gave them last to first
                     opt.fetch(following)
         return True

@@ -1,0 +1,81 @@
+"""`keyhole bench lsp`: the trials. They are run and reported by gradient.py, the most telling first.
+
+    native adamw     torch's fused AdamW on the plain module, states in the dtype of the weights (bf16)
+    lsp d            (d, 4)-sparse projectors; Adam's moments on the GPU, or on the CPU ("cpu")
+    adam-offload     exact AdamW with fp32 states in host memory, layer by layer or monolithic (ZeRO-Offload's order)
+    lora, galore     baselines; GaLore's first SVD (minutes) is left out: its bases are drawn at random
+
+Projectors are random here, since the time of a step does not depend on their numbers; what learning them costs is a
+reverse and a fit every check_freq steps, outside of these times. The same for their bias: lsp_bias.py.
+"""
+
+from typing import Any
+
+from keyhole.bench.gradient import Trial
+
+
+def _lsp(shape: str, d: int, label: str = "", **options: Any) -> Trial:
+    how = {"d": d, "r": 4, "learn": False, "activations": "host", **options}
+    return Trial(f"{shape} lsp d={d}{label}", shape, "lsp", options=how)
+
+
+def _offload(shape: str, schedule: str, **options: Any) -> Trial:
+    how = {"schedule": schedule, "activations": "host", **options}
+    label = " compiled" if options.get("compile") else ""
+    return Trial(f"{shape} adam-offload {schedule}{label}", shape, "adam-offload", options=how)
+
+
+COMPILED = {"compile": True}
+LEAN = {"d": 1024, "r": 4, "learn": False, "activations": "host", "optimizer_on": "cpu", "others": "frozen"}
+TRIALS = [
+    Trial("7B native adamw", "7B", "native", options={"optimizer": "adamw"}),
+    _lsp("7B", 2048, " compiled", **COMPILED),
+    _lsp("7B", 2048, " cpu compiled", optimizer_on="cpu", **COMPILED),
+    _lsp("7B", 512, " compiled", **COMPILED),
+    _lsp("7B", 2048, " plain blocks"),
+    Trial("3.5B native adamw", "3.5B", "native", options={"optimizer": "adamw"}),
+    _offload("3.5B", "layerwise", **COMPILED),
+    _offload("3.5B", "monolithic", **COMPILED),
+    _lsp("3.5B", 2048, " compiled", **COMPILED),
+    _offload("7B", "layerwise"),
+    _lsp("7B", 256, " compiled", **COMPILED),
+    _lsp("7B", 1024, " compiled", **COMPILED),
+    _lsp("7B", 2048, " runs compiled", kind="runs", **COMPILED),
+    Trial("7B lsp d=1024 cpu streamed 8GiB", "7B", "lsp", gpu_memory="8GiB", streamed=True,
+          compare="7B lsp d=1024 compiled", options=LEAN | COMPILED),
+    Trial("7B lora r=8", "7B", "lora", options={"r": 8, "activations": "block"}),
+    Trial("7B galore rank=128", "7B", "galore", options={"rank": 128, "activations": "block", "svd": False}),
+    _lsp("3.5B", 512, " compiled", **COMPILED),
+    _offload("3.5B", "layerwise"),
+]  # fmt: skip
+
+
+def adapted(options: dict[str, Any], quick: bool) -> dict[str, Any]:
+    """The options of a trial for its method: small for quick runs; GaLore without its SVD where that was asked for."""
+    options = {key: ("aot_eager" if quick and key == "compile" else value) for key, value in options.items()}
+    if quick and "d" in options:
+        options["d"] = 16
+    if options.pop("svd", True) is False:
+        _leave_out_svd()
+    return options
+
+
+def _leave_out_svd() -> None:
+    import torch
+
+    from keyhole.methods import galore
+
+    def drawn(grad: torch.Tensor, rank: int) -> torch.Tensor:
+        side = min(grad.shape[-2:])
+        return torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
+
+    galore.projector = drawn
+
+
+def parts(method: Any) -> dict[str, float]:
+    """Where the time of the last step went, as far as the method knows."""
+    found = {key: float(value) for key, value in getattr(method, "metrics", dict)().items()}
+    if hasattr(method, "host_s"):
+        found["host_update_s"] = float(method.host_s)
+    times = getattr(getattr(method, "optimizer", None), "times", None)
+    return found | ({} if times is None else {f"layer_{key}": value for key, value in vars(times).items()})
