@@ -72,9 +72,7 @@ def test_the_surface_is_frozen() -> None:
     assert surface_of(typer.main.get_command(app)) == SURFACE
 
 
-@pytest.mark.parametrize(
-    "args", [("--help",), ("train", "--help"), ("config", "ls"), ("config", "show", "demo-zo")]
-)
+@pytest.mark.parametrize("args", [("--help",), ("train", "--help"), ("config", "ls"), ("config", "show", "demo-zo")])
 def test_help_and_recipes_do_not_import_torch(args: tuple[str, ...]) -> None:
     """What needs no model starts at once, also where torch is broken."""
     code = (
@@ -101,9 +99,7 @@ def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys
     assert "ZeroDivisionError" in message and "Traceback" in message and "keyhole env" in message
 
 
-@pytest.mark.parametrize(
-    ("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)]
-)
+@pytest.mark.parametrize(("raised", "code"), [(KeyboardInterrupt(), 130), (UserError("bad"), 2), (SystemExit(7), 7)])
 def test_exceptions_become_exit_codes(monkeypatch: Any, raised: BaseException, code: int) -> None:
     """Interrupted is 130, a user error 2, and a verb's own code is kept."""
 
