@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
@@ -44,7 +45,7 @@ class Visit:
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
         self.outputs: list[TensorWeakRef] = []  # as the model got them; those it dropped are gone
-        self.graph: list[torch.Tensor] = []  # the same with their graph, if it is kept
+        self.graph: list[GradientEdge | None] = []  # where their graph begins, if it is kept: edges hold no tensor
         self.random: Any = None
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -81,7 +82,7 @@ class Visit:
                 leaf.keyhole_origin = (self, len(self.outputs))
                 self.outputs.append(TensorWeakRef(leaf))
                 if self.has_graph:
-                    self.graph.append(value)
+                    self.graph.append(get_gradient_edge(value) if value.requires_grad else None)
         self.restart()
         return tree_unflatten(values, spec)
 
@@ -127,12 +128,13 @@ class Visit:
             del again, values
         if self.saved is not None:
             self.saved.last = last
-        pairs = [(y, g) for y, g in zip(outputs, self._output_grads(), strict=True) if g is not None]
-        pairs = [(y, g) for y, g in pairs if y.requires_grad]
+        edges = outputs if self.has_graph else [y if y.requires_grad else None for y in outputs]
+        grads = self._output_grads()
+        pairs = [(y, g) for y, g in zip(edges, grads, strict=True) if y is not None and g is not None]
         self.given, self.arrived = [], {}
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=self.has_graph and not last)
-        del outputs, pairs
+        del outputs, edges, pairs
         for i, origin in self.origins.items():
             grad = self.arrived.pop(i, None) if self.has_graph else inputs[i].grad
             if grad is not None:
