@@ -7,8 +7,9 @@ columns; the gradient never exists, and X Q is all that has to be kept of X.
 
     free, runs   a gather: every column (run of columns) has the list of its sources. x is read r times, mostly from
                  cache: the programs of one tile of tokens run side by side.
-    blocks       a batch of products [tokens, g] [g, r]: x is read once. For 16-bit x on tensor cores, where the
-                 projector's numbers count 11 bits (TF32); x itself is exact there.
+    blocks       a batch of products [tokens, g] [g, r]: x is read once. Neighbouring blocks are one product with a
+                 block-diagonal matrix, made in registers: blocks of a few rows would read memory in crumbs. For 16-bit
+                 x on tensor cores, where the projector's numbers count 11 bits (TF32); x itself is exact there.
 
 Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels add up in a fixed order.
 Reference and kernel differ by rounding.
@@ -18,12 +19,12 @@ Legend: T tokens, R rows, d columns, r numbers a row.
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.projector import Projector
+from keyhole.ops.projector import UNROLL, Projector
 from keyhole.ops.rounding import round_nearest
 from keyhole.ops.zo import DTYPES
 
 TOKENS, COLUMNS = 64, 64  # of a tile of the gather
-DEPTH = 64  # rows a step of the block product
+DEPTH, WIDTH = 64, 32  # rows a step of the block product, and columns of its result
 NOWHERE = 1 << 30  # a row that no projector has
 
 _NOWHERE = tl.constexpr(NOWHERE)
@@ -45,40 +46,45 @@ def compress_reference(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -
 
 @jit()
 def _gather_kernel(x_ptr, values_ptr, sources_ptr, out_ptr, T, R, D, stride, r, L, RUN: tl.constexpr,
-                   TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One program: a tile of the result. Where it lies in one run, its sources are named by one number."""
+                   TOKENS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr):
+    """One program: a tile of the result. Where it lies in one run, its sources are named by one number. UNROLL sources
+    are on their way at a time."""
     first = tl.program_id(0) * COLUMNS
     column, token = first + tl.arange(0, COLUMNS), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
-    for source in range(L):
-        if RUN % COLUMNS == 0:
-            entry = tl.load(sources_ptr + first // RUN * L + source)
-            row = tl.where(entry >= 0, entry // r * RUN, _NOWHERE) + first % RUN + tl.arange(0, COLUMNS)
-        else:
-            entry = tl.load(sources_ptr + column // RUN * L + source, column < D, -1)
-            row = tl.where(entry >= 0, entry // r * RUN + column % RUN, _NOWHERE)
-        value = tl.load(values_ptr + row * r + entry % r, row < R, 0.0)
-        x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < R)[None, :], 0.0)
-        total += x.to(tl.float32) * value[None, :]
+    for start in range(0, L, UNROLL):
+        for i in tl.static_range(UNROLL):
+            source = start + i
+            if RUN % COLUMNS == 0:
+                entry = tl.load(sources_ptr + first // RUN * L + source)
+                row = tl.where(entry >= 0, entry // r * RUN, _NOWHERE) + first % RUN + tl.arange(0, COLUMNS)
+            else:
+                entry = tl.load(sources_ptr + column // RUN * L + source, column < D, -1)
+                row = tl.where(entry >= 0, entry // r * RUN + column % RUN, _NOWHERE)
+            value = tl.load(values_ptr + row * r + entry % r, row < R, 0.0)
+            x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < R)[None, :], 0.0)
+            total += x.to(tl.float32) * value[None, :]
     at = token[:, None] * D + column[None, :]
     tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & (column < D)[None, :])
 
 
 @jit()
-def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, r, group, PRECISION: tl.constexpr,
+def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, r, group, per, PRECISION: tl.constexpr,
                    TOKENS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
-    """One program: TOKENS tokens through one block."""
-    block, k = tl.program_id(0), tl.arange(0, WIDTH)
+    """One program: TOKENS tokens through `per` neighbouring blocks, as one product with their block-diagonal matrix."""
+    first, k = tl.program_id(0) * per, tl.arange(0, WIDTH)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros([TOKENS, WIDTH], tl.float32)
-    stop = tl.minimum((block + 1) * group, R)
-    for start in range(block * group, stop, DEPTH):
+    stop, inside = tl.minimum((first + per) * group, R), (k < per * r) & (first * r + k < D)
+    for start in range(first * group, stop, DEPTH):
         row = start + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < stop)[None, :], 0.0)
-        value = tl.load(values_ptr + row[:, None] * r + k[None, :], (row < stop)[:, None] & (k < r)[None, :], 0.0)
+        same = (row // group - first)[:, None] == (k // r)[None, :]
+        value = tl.load(values_ptr + row[:, None] * r + (k % r)[None, :],
+                        same & (row < stop)[:, None] & inside[None, :], 0.0)
         total = tl.dot(x.to(tl.float32), value, total, input_precision=PRECISION)
-    at = token[:, None] * D + block * r + k[None, :]
-    tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & (k < r)[None, :])
+    at = token[:, None] * D + first * r + k[None, :]
+    tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & inside[None, :])
 
 
 def power_of_two(n: int) -> int:
@@ -91,14 +97,16 @@ def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> N
     (T, R), stride, values = x_TR.shape, x_TR.stride(0), p.values_Rr
     with on_device(x_TR):
         if p.group:
-            _blocks_kernel[(p.d // p.r, -(-T // TOKENS))](
-                x_TR, values, out_Td, T, R, p.d, stride, p.r, p.group,
+            per = max(1, WIDTH // p.r)
+            _blocks_kernel[(-(-p.d // (per * p.r)), -(-T // TOKENS))](
+                x_TR, values, out_Td, T, R, p.d, stride, p.r, p.group, per,
                 PRECISION="ieee" if x_TR.dtype == torch.float32 else "tf32", TOKENS=TOKENS,
-                DEPTH=min(DEPTH, power_of_two(p.group)), WIDTH=power_of_two(p.r), num_warps=4)
+                DEPTH=min(DEPTH, power_of_two(per * p.group)), WIDTH=power_of_two(per * p.r), num_warps=4)
         else:
-            _gather_kernel[(-(-p.d // COLUMNS), -(-T // TOKENS))](
+            columns = p.run if 16 <= p.run < COLUMNS else COLUMNS
+            _gather_kernel[(-(-p.d // columns), -(-T // TOKENS))](
                 x_TR, values, p.sources, out_Td, T, R, p.d, stride, p.r, p.sources.shape[1], RUN=p.run, TOKENS=TOKENS,
-                COLUMNS=COLUMNS, num_warps=4)
+                COLUMNS=columns, UNROLL=UNROLL, num_warps=4)
 
 
 def compress(x_TR: torch.Tensor, projector: Projector, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -16,7 +16,7 @@ in which column each of them stands:
 How many rows meet in a column: R r / d. For runs, the draws go through shuffled lists of all runs, so that every
 column has as many sources as any other, but for one. d is cut to what the matrix allows (d <= R; a multiple of the
 run length, which is halved until r runs exist; a whole number of blocks), so ask the projector for its d.
-Legend: R rows, d columns, r numbers a row, L most sources of a column.
+Legend: R rows, d columns, r numbers a row, L most sources of a column, rounded up.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 RUN = 64
+UNROLL = 4  # sources that a kernel reads at a time: lists of them are padded to a multiple
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def find_sources(runs: torch.Tensor, count: int) -> torch.Tensor:
     named = runs.flatten()[order].long()
     counts = torch.bincount(named, minlength=count)
     place = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[named]
-    sources = torch.full((count, max(1, int(counts.max()))), -1, dtype=torch.int32)
+    sources = torch.full((count, max(1, -(-int(counts.max()) // UNROLL)) * UNROLL), -1, dtype=torch.int32)
     sources[named, place] = order.int()
     return sources
 
@@ -147,4 +148,4 @@ def random_projector(
 def identity_projector(rows: int, device: torch.device | str = "cpu") -> Projector:
     """d = R, nothing lost: with it, training in the subspace is training."""
     positions = torch.arange(rows, dtype=torch.int32)[:, None]
-    return Projector(torch.ones(rows, 1), rows, runs=positions, sources=positions.clone()).to(device)
+    return Projector(torch.ones(rows, 1), rows, runs=positions, sources=find_sources(positions, rows)).to(device)

@@ -32,6 +32,8 @@ SURFACE = {
         "--timeline",
         "--device",
     },
+    "bench lomo": {"--only", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
+    "bench lsp": {"--only", "--out", "--quick", "--steps", "--warm-up", "--time-limit", "--bias"},
     "bench snapshots": {
         "--sizes",
         "--out",

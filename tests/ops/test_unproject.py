@@ -9,7 +9,8 @@ from keyhole.ops import backend
 from keyhole.ops.backend import force
 from keyhole.ops.project import compress
 from keyhole.ops.projector import KINDS, Projector, identity_projector, random_projector
-from keyhole.ops.rounding import bits_at_reference, stochastic_round_reference
+from keyhole.ops.rounding import stochastic_round_reference
+from keyhole.ops.strips import strip_bits_reference
 from keyhole.ops.unproject import decompress_add_
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
@@ -55,10 +56,10 @@ def test_identity_reproduces_the_gradient(kernel_device: torch.device, choice: s
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_stochastic_rounding_is_by_element_index(kernel_device: torch.device, kind: str, dtype: torch.dtype,
+def test_stochastic_rounding_is_by_element(kernel_device: torch.device, kind: str, dtype: torch.dtype,
                                                  choice: str) -> None:
-    """The stored values are the float32 result rounded with the bits of offset + position; changes are counted."""
-    w_mn, delta_dd, p, q = problem((kind, kind), 60, 140, 32, 4, kernel_device)
+    """The stored values are the float32 result rounded with the bits of their place; changes are counted."""
+    w_mn, delta_dd, p, q = problem((kind, kind), 150, 140, 32, 4, kernel_device)
     w_mn = w_mn.to(dtype)
     exact_mn, before_mn = w_mn.float(), w_mn.clone()
     changed = torch.zeros((), dtype=torch.int64, device=kernel_device)
@@ -66,7 +67,7 @@ def test_stochastic_rounding_is_by_element_index(kernel_device: torch.device, ki
         decompress_add_(exact_mn, delta_dd, p, q, 1e-3)
         decompress_add_(w_mn, delta_dd, p, q, 1e-3, rounding="stochastic", offset=OFFSET, seed=SEED, step=STEP,
                         changed=changed)
-    bits = bits_at_reference(OFFSET + torch.arange(60 * 140), seed=SEED, step=STEP).view(60, 140)
+    bits = strip_bits_reference(150, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
     assert torch.equal(w_mn.cpu(), stochastic_round_reference(exact_mn.cpu(), bits, dtype))
     assert changed == (w_mn != before_mn).sum()
 
