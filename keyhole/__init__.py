@@ -20,6 +20,7 @@ _WHERE = {
     "AdamOffload": "keyhole.methods",
     "AdamW": "keyhole.methods",
     "LOMO": "keyhole.methods",
+    "LOMOLoRA": "keyhole.methods",
     "LSP": "keyhole.methods",
     "GaLore": "keyhole.methods",
     "LoRA": "keyhole.methods",

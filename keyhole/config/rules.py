@@ -22,15 +22,15 @@ from keyhole.demo import paths
 
 DEFAULT_LR = {
     "adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lomo": 5e-3, "adalomo": 5e-4, "lora": 2e-4, "galore": 1e-4,
-    "adam-offload": 2e-5, "lsp": 2e-5,
+    "lomo-lora": 5e-3, "adam-offload": 2e-5, "lsp": 2e-5,
 }  # fmt: skip
 SANE_LR = {
     "adamw": (1e-7, 5e-4), "sgd": (1e-5, 1e-1), "zo": (1e-8, 2e-5), "lomo": (1e-5, 1e-1),
     "adalomo": (1e-5, 5e-3), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2), "adam-offload": (1e-7, 5e-4),
-    "lsp": (1e-7, 1e-3),
+    "lsp": (1e-7, 1e-3), "lomo-lora": (1e-5, 1e-1),
 }  # fmt: skip
-STREAMS = ("zo", "lomo", "adalomo", "adam-offload", "lsp")
-WIRES = ("zo", "lomo", "adalomo", "lsp")
+STREAMS = ("zo", "lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
+WIRES = ("zo", "lomo", "adalomo", "lomo-lora", "lsp")
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -53,7 +53,7 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
     if config.method == "zo" and config.max_grad_norm is not None:
         yield Finding("max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip")
-    if config.method in ("lomo", "adalomo"):
+    if config.method in ("lomo", "adalomo", "lomo-lora"):
         yield from _lomo_faults(config)
     if config.method == "lsp":
         yield from _lsp_faults(config)
@@ -64,7 +64,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _lomo_faults(config: TrainConfig) -> Iterator[Finding]:
-    own, name = getattr(config, config.method), config.method
+    name = section_of(config.method)
+    own = getattr(config, name)
     clips = {"max_grad_norm": config.max_grad_norm, f"{name}.clip_value": own.clip_value}
     clips[f"{name}.clip_group_norm"] = own.clip_group_norm
     given = [key for key, value in clips.items() if value is not None]
@@ -74,6 +75,8 @@ def _lomo_faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("wire", f"{name} cannot add updates up in 8 bits; use fp32, bf16 or fp16, or method=zo")
     if config.placement == "stream" and own.activations == "none":
         yield Finding(f"{name}.activations", "none needs all weights on the device; use block or host, or resident")
+    if config.method == "lomo-lora" and own.compile:
+        yield Finding(f"{name}.compile", "compiled blocks cannot have adapters; set it to false, or method=lomo")
     if config.placement == "stream" and own.rounding == "kahan":
         yield Finding(f"{name}.rounding", "kahan is for weights on the device; use stochastic, or wire=fp32")
 

@@ -43,7 +43,7 @@ NotNegative = Annotated[float, Limit(0)]
 Fraction = Annotated[float, Limit(0, 1)]
 BelowOne = Annotated[float, Limit(0, 0.999999)]
 
-Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lora", "galore", "adam-offload", "lsp"]
+Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lomo-lora", "lora", "galore", "adam-offload", "lsp"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -140,6 +140,20 @@ class LOMOConfig:
 @dataclass(frozen=True, kw_only=True)
 class AdaLOMOConfig(LOMOConfig):
     """AdaLOMO: LOMO with a step size for every weight, from a second moment kept by rows and columns. Streams."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LOMOLoRAConfig(LOMOConfig):
+    """LoRA + LOMO: the model by LOMO, low-rank adapters beside it (by peft) by AdamW. Streams."""
+
+    adapter_lr: Positive = 2e-4
+    """Peak rate of the adapters; follows the schedule of learning_rate."""
+    r: Count = 8
+    """Rank of the adapters."""
+    alpha: Positive = 16.0
+    """Adapters are scaled by alpha / r."""
+    target_modules: str | list[str] | None = None
+    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +265,7 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Positive | None = None
-    """Peak; null: adamw 2e-5, adam-offload 2e-5, lsp 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lora 2e-4, galore 1e-4."""  # noqa: E501
+    """Peak; null: adamw 2e-5, adam-offload 2e-5, lsp 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lomo-lora 5e-3, lora 2e-4, galore 1e-4."""  # noqa: E501
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0
@@ -295,6 +309,7 @@ class TrainConfig:
     sgd: SGDConfig = field(default_factory=SGDConfig)
     lomo: LOMOConfig = field(default_factory=LOMOConfig)
     adalomo: AdaLOMOConfig = field(default_factory=AdaLOMOConfig)
+    lomo_lora: LOMOLoRAConfig = field(default_factory=LOMOLoRAConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     galore: GaLoreConfig = field(default_factory=GaLoreConfig)
     adam_offload: AdamOffloadConfig = field(default_factory=AdamOffloadConfig)

@@ -48,6 +48,7 @@ SETTINGS = {
     "adam-offload": Settings(),
     "lomo": Settings(lr=0.05),
     "adalomo": Settings(lr=1e-2),
+    "lomo-lora": Settings(lr=0.02, options={"adapter_lr": 1e-3}),
     "lora": Settings(lr=1e-2),
     "galore": Settings(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
     "lsp": Settings(lr=2e-3, options={"d": 32, "r": 4, "alpha": 0.3, "check_freq": 50}),

@@ -88,7 +88,7 @@ class LOMO:
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "LOMO":
-        own = getattr(config, cls.name)
+        own = getattr(config, cls.name.replace("-", "_"))
         return cls(
             model,
             config.learning_rate,
@@ -139,6 +139,8 @@ class LOMO:
         self.scale = None if self.loss_scale is None else torch.full_like(self.sum_squares, 1 / self._factor)
         if self._looks_first:
             reverse(_Squares(self), False)
+            self._beside_squares()
+            self._beside_forget()
             self.norm = self.sum_squares.sqrt()
             finite = bool(torch.isfinite(self.norm))
             if self.loss_scale is not None:
@@ -151,9 +153,20 @@ class LOMO:
         self.step_count += 1
         reverse(self, True)
         if self.norm is None and self.measures:
+            self._beside_squares()
             self.norm = self.sum_squares.sqrt()
+        self._beside_step()
         if self.step_count == 1:
             self._look_for_untouched()
+
+    def _beside_squares(self) -> None:
+        """For parameters beside the model's (lomo_lora.py): adds their squares,"""
+
+    def _beside_forget(self) -> None:
+        """drops their gradients,"""
+
+    def _beside_step(self) -> None:
+        """and updates them."""
 
     def _look_for_untouched(self) -> None:
         in_blocks = {t.name for t in self.trained if t.block is not None}

@@ -23,7 +23,7 @@ from keyhole.model.layout import CHUNK_ROWS, Layout
 from keyhole.offload.wire import Wire
 from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, GIB, Workload
 
-METHODS = ("lomo", "adalomo", "adam-offload", "lsp")
+METHODS = ("lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
 HIDDEN, WIDE = 18, 6
 COMPILED = 1.25  # compiled code orders its work for speed
 HEAD_TOKENS = 4096
