@@ -16,6 +16,8 @@ Reference and kernel differ by rounding.
 Legend: T tokens, R rows, d columns, r numbers a row.
 """
 
+from math import gcd
+
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
@@ -69,15 +71,18 @@ def _gather_kernel(x_ptr, values_ptr, sources_ptr, out_ptr, T, R, D, stride, r, 
 
 
 @jit()
-def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, r, group, per, PRECISION: tl.constexpr,
-                   TOKENS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
-    """One program: TOKENS tokens through `per` neighbouring blocks, as one product with their block-diagonal matrix."""
-    first, k = tl.program_id(0) * per, tl.arange(0, WIDTH)
+def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, group, r: tl.constexpr, PER: tl.constexpr,
+                   ALIGNED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
+                   WIDTH: tl.constexpr):
+    """One program: TOKENS tokens through PER neighbouring blocks, as one product with their block-diagonal matrix.
+    ALIGNED: a power of two that divides where their rows begin and end."""
+    first, k = tl.program_id(0) * PER, tl.arange(0, WIDTH)
     token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros([TOKENS, WIDTH], tl.float32)
-    stop, inside = tl.minimum((first + per) * group, R), (k < per * r) & (first * r + k < D)
-    for start in range(first * group, stop, DEPTH):
-        row = start + tl.arange(0, DEPTH)
+    begin, stop = tl.multiple_of(first * group, ALIGNED), tl.multiple_of(tl.minimum((first + PER) * group, R), ALIGNED)
+    inside = (k < PER * r) & (first * r + k < D)
+    for start in range(begin, stop, DEPTH):
+        row = tl.multiple_of(start, ALIGNED) + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < stop)[None, :], 0.0)
         same = (row // group - first)[:, None] == (k // r)[None, :]
         value = tl.load(values_ptr + row[:, None] * r + (k % r)[None, :],
@@ -99,7 +104,7 @@ def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> N
         if p.group:
             per = max(1, WIDTH // p.r)
             _blocks_kernel[(-(-p.d // (per * p.r)), -(-T // TOKENS))](
-                x_TR, values, out_Td, T, R, p.d, stride, p.r, p.group, per,
+                x_TR, values, out_Td, T, R, p.d, stride, p.group, r=p.r, PER=per, ALIGNED=gcd(per * p.group, R, 16),
                 PRECISION="ieee" if x_TR.dtype == torch.float32 else "tf32", TOKENS=TOKENS,
                 DEPTH=min(DEPTH, power_of_two(per * p.group)), WIDTH=power_of_two(per * p.r), num_warps=4)
         else:

@@ -135,9 +135,9 @@ def _apply_kernel(w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr, m, 
 
 
 @jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
-def _blocks_kernel(w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr, m, n, A, D, r_p, group_p, r_q, group_q, alpha,
-                   keep, offset, step, k0, k1, DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr, STOCHASTIC: tl.constexpr,
-                   PRECISION: tl.constexpr, COLUMNS: tl.constexpr):
+def _blocks_kernel(w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr, m, n, A, D, group_p, group_q, alpha, keep,
+                   offset, step, k0, k1, r_p: tl.constexpr, r_q: tl.constexpr, DEPTH_P: tl.constexpr,
+                   DEPTH_Q: tl.constexpr, STOCHASTIC: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr):
     """Both stages for blocks, one program: a strip of some columns of W."""
     step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -203,9 +203,10 @@ def blocks_triton_(w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: 
     m, n = w_mn.shape
     with on_device(w_mn):
         _blocks_kernel[(-(-m // STRIP_ROWS), -(-n // BLOCK_COLUMNS))](
-            w_mn, c_mn, delta_Ad, p.values_Rr, q.values_Rr, changed, m, n, p.d, q.d, p.r, p.group, q.r, q.group, alpha,
-            keep, offset, int32(step), *key(seed), DEPTH_P=depth(p, LANE_ROWS), DEPTH_Q=depth(q, BLOCK_COLUMNS),
-            STOCHASTIC=stochastic, PRECISION=EXACT, COLUMNS=BLOCK_COLUMNS, num_warps=4, enable_fp_fusion=False)
+            w_mn, c_mn, delta_Ad, p.values_Rr, q.values_Rr, changed, m, n, p.d, q.d, p.group, q.group, alpha, keep,
+            offset, int32(step), *key(seed), r_p=p.r, r_q=q.r, DEPTH_P=depth(p, LANE_ROWS),
+            DEPTH_Q=depth(q, BLOCK_COLUMNS), STOCHASTIC=stochastic, PRECISION=EXACT, COLUMNS=BLOCK_COLUMNS, num_warps=4,
+            enable_fp_fusion=False)
 
 
 def is_one_stage(p: Projector, q: Projector) -> bool:
