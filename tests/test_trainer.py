@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import trainer
-from keyhole.config import AdamWConfig, SGDConfig, TrainConfig, ZOConfig, load_config, resolve
+from keyhole.config import AdamWConfig, LSPConfig, SGDConfig, TrainConfig, ZOConfig, load_config, resolve
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.trainer import train
@@ -54,6 +54,13 @@ VARIANTS = {
     "lomo-streamed-bf16": {"method": "lomo", "learning_rate": 1e-2, "placement": "stream", "dtype": "bfloat16"},
     "adalomo-streamed": {"method": "adalomo", "learning_rate": 1e-3, "placement": "stream"},
     "galore": {"method": "galore", "learning_rate": 1e-3},
+    "lsp-streamed-bf16": {
+        "method": "lsp",
+        "learning_rate": 1e-3,
+        "placement": "stream",
+        "dtype": "bfloat16",
+        "lsp": LSPConfig(d=16, r=4, check_freq=2, alpha=0.05, optimizer_on="cpu"),
+    },
     "adam-offload-streamed": {"method": "adam-offload", "learning_rate": 1e-3, "placement": "stream", "save_steps": 2},
 }
 

@@ -112,7 +112,7 @@ class LSP:
             layers = {u: -1 if (b := model.layout.units[u].block) is None else b for u in self.units}
             self.optimizer = HostAdam(self.units, model.device, rule, layers, threads)
         self.on_host = self.optimizer.on == "host"
-        self.step_count, self.biases = 0, {}  # biases: of a matrix, when it was last looked at
+        self.step_count, self.biases = 0, {}  # biases: of the matrices that this step looked at
         self.now = _Step()
         self.due: dict[int, _Due] = {}
         self.norm: torch.Tensor | None = None
@@ -138,6 +138,7 @@ class LSP:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         batches = [to_device(b, self.model.device) for b in as_list(batch)]
         looks = self.learn and self.step_count % self.check_freq == 0
+        self.biases = {}
         if looks:
             self.flush()
         self._move_due(lambda unit: unit.kind != "block")  # read without being asked for

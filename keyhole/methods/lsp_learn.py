@@ -38,7 +38,6 @@ class Learner:
             count = math.ceil(method.check_share * len(matrices))
             matrices = random.Random(f"{method.seed} {method.step_count}").sample(matrices, count)
         self.wanted = set(matrices)
-        method.biases = {}
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """The first micro-batch that comes by is the sample."""
