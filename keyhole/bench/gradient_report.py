@@ -13,6 +13,11 @@ HEADER = (
     "trial|s/step|+-|tok/s|vs sgd|vs adamw|floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB"
 ).split("|")
 
+HOST_PARTS = ("layer_reverse_s", "layer_down_s", "layer_update_s", "layer_up_s", "host_update_s", "host_wait_s")
+HOST_HEADER = (
+    "trial|step|reverse, GPU|layer down|its update, CPU|layer up|all updates, CPU|waited for the CPU|GiB up|GiB down"
+).split("|")
+
 
 class Report:
     """Collects records and keeps both files up to date."""
@@ -82,8 +87,22 @@ class Report:
         about += [f"- reproduce: `{self.about['command']}`"]
         note = ["**Quick run on tiny shapes: its numbers mean nothing.**"] if self.quick else []
         rows = [self.cells(r) for r in self.records]
-        parts = [f"# keyhole bench {self.table}", "\n".join(about), *note, grid(HEADER, rows)]
+        parts = [f"# keyhole bench {self.table}", "\n".join(about), *note, grid(HEADER, rows), *self.breakdown()]
         return "\n\n".join(parts) + "\n"
+
+    def breakdown(self) -> list[str]:
+        """Of methods that update on the host: where the parts of a step went, and what of the host was waited for."""
+        found = [r for r in self.records if "host_wait_s" in r.get("parts", {})]
+        rows = [
+            [
+                r["trial"]["name"],
+                f"{r['step_s']:.4f}",
+                *(f"{r['parts'][key]:.4f}" if key in r["parts"] else "" for key in HOST_PARTS),
+                *(f"{r[key] / GIB:.2f}" for key in ("bytes_up", "bytes_down")),
+            ]
+            for r in found
+        ]
+        return ["Seconds of the last step, where the CPU updates:", grid(HOST_HEADER, rows)] if rows else []
 
     def save(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)

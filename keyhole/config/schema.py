@@ -182,7 +182,7 @@ class LSPConfig:
 
     d: Count = 1024
     """Size of the subspace: the optimizer sees d x d numbers a matrix; a side that is shorter is left as it is."""
-    r: Count = 8
+    r: Count = 4
     """Numbers in a row of a projector; at most d."""
     kind: Literal["blocks", "runs", "free"] = "blocks"
     """Where they stand: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (the paper's)."""

@@ -77,7 +77,7 @@ class LSP:
         lr: float = 1e-4,
         *,
         d: int = 1024,
-        r: int = 8,
+        r: int = 4,
         kind: str = "blocks",
         alpha: float = 0.5,
         check_freq: int = 1000,
