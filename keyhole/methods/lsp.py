@@ -17,6 +17,10 @@ max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and 
 the whole gradient is not known, that being the point). It is known at the end of the reverse; all units then move when
 the next forward asks for them. Nothing is stale either way.
 
+A streamed unit goes home with its update, once a step. (To leave the host's weights as they are and add up all deltas
+since the last change of projectors would save that way down, but the other way is the busy one, and each use of the
+unit would need the sum of the deltas up as well; and weights that move by in-place rounding could not follow its bits.)
+
 Projectors are learned on the gradients of the first batch, one matrix at a time, in a reverse of its own; every
 check_freq steps a sample of the matrices is looked at again (lsp_learn.py).
 """

@@ -39,6 +39,7 @@ from keyhole.ops.unproject import decompress_add_
 Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A weight gradient: [m, n], or its factors dY [T, m] and X [T, n]."""
 
+BATCHED = 32  # CUDA's solver takes symmetric matrices up to this side many at a time; larger ones are for the CPU
 RIDGE = 1e-10  # relative; columns without a number have a zero row in P^T P
 
 
@@ -179,8 +180,11 @@ def _block_bases(pairs: list[tuple[torch.Tensor, torch.Tensor]], totals: list[to
         gram_Bgg += torch.einsum("tbg,tbh->bgh", u_TBg, v_TBg) / total
     if lost:  # rows that do not exist come last among the eigenvectors
         gram_Bgg[-1].diagonal()[p.group - lost :] = -1
-    basis_Bgr = torch.linalg.eigh((gram_Bgg + gram_Bgg.mT) / 2).eigenvectors.flip(2)[:, :, : p.r]
-    return p.with_values(basis_Bgr.reshape(-1, p.r)[: p.rows].contiguous())
+    gram_Bgg = (gram_Bgg + gram_Bgg.mT) / 2
+    if p.group > BATCHED:
+        gram_Bgg = gram_Bgg.cpu()
+    basis_Bgr = torch.linalg.eigh(gram_Bgg).eigenvectors.flip(2)[:, :, : p.r]
+    return p.with_values(basis_Bgr.reshape(-1, p.r)[: p.rows].contiguous().to(p.values_Rr.device))
 
 
 def change_of_basis(old: Projector, new: Projector) -> torch.Tensor:
