@@ -113,7 +113,7 @@ def _apply_kernel(w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr, m, 
     """Stage 2, one program: a strip of some columns of W."""
     step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    w0, w1, w2, w3, count = k0, k0, k0, k0, 0
+    w0, w1, w2, w3, count = k0, k0, k0, k0, strip * 0
     if STOCHASTIC:
         w0, w1, w2, w3 = strip_words(strip, column, n, offset, step, k0, k1)
     for lane in range(_LANES):
@@ -146,7 +146,7 @@ def _blocks_kernel(w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr, m, n, A, 
     same_q = (c_q // r_q)[:, None] + block_q == (column // group_q)[None, :]
     q = tl.load(q_ptr + column[None, :] * r_q + (c_q % r_q)[:, None], same_q & (column < n)[None, :], 0.0)
     at_q = block_q * r_q + c_q
-    w0, w1, w2, w3, count = k0, k0, k0, k0, 0
+    w0, w1, w2, w3, count = k0, k0, k0, k0, strip * 0
     if STOCHASTIC:
         w0, w1, w2, w3 = strip_words(strip, column, n, offset, step, k0, k1)
     for lane in range(_LANES):
