@@ -35,7 +35,7 @@ from keyhole.ops.zo import float32
 
 ROWS, COLUMNS = 32, 128  # of a tile of E; a tile of W has LANE_ROWS rows
 BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit the registers
-DEEPEST = 128  # columns of a projector that one stage holds at a time
+MOST = 64 * 64  # numbers of delta that one stage holds at a time: three times that is on its way in shared memory
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
 _LANE_ROWS, _LANES = tl.constexpr(LANE_ROWS), tl.constexpr(LANES)
@@ -211,7 +211,7 @@ def blocks_triton_(w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: 
 
 def is_one_stage(p: Projector, q: Projector) -> bool:
     """Whether the kernel for blocks takes these."""
-    return p.group > 0 and q.group > 0 and max(depth(p, LANE_ROWS), depth(q, BLOCK_COLUMNS)) <= DEEPEST
+    return p.group > 0 and q.group > 0 and depth(p, LANE_ROWS) * depth(q, BLOCK_COLUMNS) <= MOST
 
 
 def expand(delta_Ad: torch.Tensor, q: Projector) -> torch.Tensor:

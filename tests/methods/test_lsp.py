@@ -55,8 +55,7 @@ def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])
-@pytest.mark.parametrize("where", ["gpu", "cpu"])
-@pytest.mark.parametrize("micro, clip", [(1, None), (3, 0.5)])
+@pytest.mark.parametrize("where, micro, clip", [("gpu", 1, None), ("gpu", 3, 0.5), ("cpu", 3, None), ("cpu", 1, 0.5)])
 def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
     """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
     model = load(name)
@@ -80,7 +79,8 @@ def test_through_identity_projectors_it_is_adamw() -> None:
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
-CASES = [(name, "gpu", None) for name in NAMES] + [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None)]
+CASES = [(name, "gpu", None) for name in NAMES if name not in SIX]
+CASES += [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None), ("qwen2", "gpu", 0.7)]
 
 
 @pytest.mark.parametrize("name, where, clip", CASES)
@@ -96,8 +96,7 @@ def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> 
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
 
 
-@pytest.mark.parametrize("kind", ["blocks", "runs", "free"])
-@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("kind, clip", [("blocks", None), ("runs", 0.7), ("free", None)])
 def test_host_and_device_take_the_same_steps(kind: str, clip: float | None) -> None:
     """Where the moments are changes no more than rounding; the norm is that of what the optimizer sees."""
     found, norms = [], []
@@ -134,9 +133,7 @@ def _copy(opt: LSP, piece: Any) -> torch.Tensor:
     return opt.optimizer.buffer(piece.unit)[at].view(piece.shape).clone()
 
 
-@pytest.mark.parametrize("where", ["gpu", "cpu"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("where, dtype, clip", [("gpu", "bfloat16", None), ("cpu", "float32", 0.7)])
 def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: float | None) -> None:
     """State through a dict, in the middle of a subspace's life and after it was replaced: the same bits."""
     straight, stopped = load(dtype=dtype), load(dtype=dtype)

@@ -1,4 +1,4 @@
-"""LSP on the embedded model and task: as good as AdamW, with a twelfth of its numbers in the optimizer."""
+"""LSP on the embedded model and task: as good as AdamW, with a seventh of its numbers in the optimizer."""
 
 from keyhole.demo.run import SETTINGS, settings_of, start, train
 from keyhole.eval.scoring import score_task
