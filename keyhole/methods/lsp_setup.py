@@ -17,7 +17,7 @@ from keyhole.methods.lsp_device import Pieces
 from keyhole.methods.lsp_piece import Piece, is_plain
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
-from keyhole.model.reverse import chunk
+from keyhole.model.sink import chunk
 from keyhole.ops.projector import KINDS
 
 GIB = 2**30
