@@ -158,6 +158,8 @@ def bench_size(name: str, where: dict[str, Any], say: Say) -> list[dict[str, Any
         workload=Workload(tokens=where["batch"] * length),
     )
     rows = []
+    if where["scratch"] is not None:
+        Path(where["scratch"]).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=where["scratch"], prefix="keyhole-bench-") as scratch:
         generator = torch.Generator().manual_seed(1)
         ids_BT = torch.randint(4, config.vocab_size, (where["batch"], length), generator=generator)

@@ -29,6 +29,7 @@ SANE_LR = {
     "adalomo": (1e-5, 5e-3), "lora": (1e-5, 5e-3), "galore": (1e-6, 1e-2), "adam-offload": (1e-7, 5e-4),
     "lsp": (1e-7, 1e-3), "lomo-lora": (1e-5, 1e-1),
 }  # fmt: skip
+UNDERFLOW_SAFE = ("zo", "lomo", "adalomo", "lomo-lora")  # no gradient, or a loss scale
 STREAMS = ("zo", "lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
 WIRES = ("zo", "lomo", "adalomo", "lomo-lora", "lsp")
 
@@ -60,7 +61,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
     if config.method not in WIRES and config.wire is not None:
         yield Finding("wire", f"{config.method} cannot use a format of its own; set wire=null and choose dtype")
     if config.method not in STREAMS and config.placement == "stream":
-        yield Finding("placement", f"{config.method} cannot stream yet; set placement=resident, or method=zo")
+        streams = ", ".join(STREAMS[:-1]) + f" or {STREAMS[-1]}"
+        yield Finding("placement", f"{config.method} cannot stream; set placement=resident, or method={streams}")
 
 
 def _lomo_faults(config: TrainConfig) -> Iterator[Finding]:
@@ -100,7 +102,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
     if config.journal_sync != 1 and config.method != "zo":
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal, only zo does")
-    if config.dtype == "float16" and config.method not in STREAMS:
+    if config.dtype == "float16" and config.method not in UNDERFLOW_SAFE:
         yield Finding("dtype", "float16 gradients underflow without loss scaling; bfloat16 is safer")
     low, high = SANE_LR[config.method]
     rate = config.learning_rate

@@ -307,7 +307,7 @@ def test_the_first_update_on_the_gpu_is_that_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("wire", [None, "fp8"])
 def test_replayed_updates_are_the_updates(tiny_model: Any, wire: str | None) -> None:
-    """All updates of a unit before the next unit: the weights of the run, bit for bit, and the same count of changed."""
+    """All updates of a unit before the next unit: the weights of the run, bit for bit, as many of them changed."""
     how = {"device": "cpu", "dtype": "bfloat16", "placement": "stream", "wire": wire}
     model, again = keyhole.load(tiny_model, **how), keyhole.load(tiny_model, **how)
     zo, other = (keyhole.ZO(m, lr=1e-3, directions=2, weight_decay=0.1) for m in (model, again))
