@@ -78,6 +78,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("MambaConfig", {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "vocab_size": VOCAB, "state_size": 4}),
 }
 NAMES = list(DECODERS)
+TWELVE = "opt bloom gpt2 gpt_neox llama mistral qwen2 qwen3 gemma3 phi falcon mixtral".split()
 
 
 def config(name: str, **changes: Any) -> Any:
