@@ -11,7 +11,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/ruff check keyhole tests benchmarks scripts
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(STAMP)
 	$(BIN)/ruff check keyhole tests benchmarks scripts

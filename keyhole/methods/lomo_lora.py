@@ -81,6 +81,11 @@ class LOMOLoRA(LOMO):
         self.optimizer.step()
         self._beside_forget()
 
+    @property
+    def params(self) -> dict[str, torch.nn.Parameter]:
+        """The adapters, for those who look whether they move."""
+        return self.adapters
+
     # -- what others see of it: Model.addon ------------------------------------------------------------------------
 
     def seen(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:

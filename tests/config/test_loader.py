@@ -91,7 +91,7 @@ words = st.text(max_size=12)
 known_keys = st.sampled_from([*table.settings(), *table.sections()])
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.dictionaries(known_keys | st.text(max_size=6), trees, max_size=6))
 def test_any_tree_is_read_or_refused(tree: dict[str, Any]) -> None:
     """Random values under real and invented keys give a config or a UserError, nothing else."""
@@ -101,7 +101,7 @@ def test_any_tree_is_read_or_refused(tree: dict[str, Any]) -> None:
         assert str(error).startswith("config")
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.text(st.characters() | st.sampled_from(list("[]{}:,-&*!|>'\"#%@`\n\t  ?~=<")), max_size=60))
 def test_any_text_is_read_or_refused(text: str) -> None:
     """Random characters, YAML's own signs among them, never end in a traceback."""
@@ -109,7 +109,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         read_config(text)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(words | st.builds("{}={}".format, known_keys, words), max_size=3))
 def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
     """Random key=value words are applied or refused."""

@@ -193,7 +193,7 @@ def _spoilt(method: AdamOffload) -> Any:
 
     def spoilt(batches: list) -> torch.Tensor:
         loss = forward(batches)
-        method.reverse.token_count = float("nan")
+        method.reverse.ends.token_count = float("nan")
         return loss * float("nan")
 
     return spoilt

@@ -76,8 +76,11 @@ def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
     assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
-@pytest.mark.parametrize("name", SIX)
-@pytest.mark.parametrize("micro, clip, direct", [(1, None, True), (1, None, False), (4, None, False), (4, 0.5, False)])
+@pytest.mark.parametrize(
+    "name, micro, clip, direct",
+    [(name, *how) for how in [(1, None, True), (1, None, False), (4, 0.5, False)] for name in SIX]
+    + [("llama", 4, None, False)],
+)
 def test_fused_accumulated_and_clipped_it_is_torch_sgd(name: str, micro: int, clip: float | None, direct: bool) -> None:
     """Within 1e-6 after twenty steps: straight into the weight, by way of the buffer, accumulated, clipped."""
     model = load(name)
