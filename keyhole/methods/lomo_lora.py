@@ -94,13 +94,7 @@ class LOMOLoRA(LOMO):
 
     def write(self, path: Path) -> None:
         """Adds the adapters in peft's own layout to a model directory."""
-        from safetensors.torch import save_file
-
-        (path / "adapter").mkdir()
-        plain = {name.replace(f".{lora.ADAPTER}.", "."): p.detach().cpu() for name, p in self.adapters.items()}
-        named = {f"base_model.model.{name}": p for name, p in plain.items()}
-        save_file(named, path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
-        self.config.save_pretrained(str(path / "adapter"))
+        lora.write_adapter(path, self.adapters, self.config)
 
     def describe(self) -> list[str]:
         count = sum(p.numel() for p in self.adapters.values())

@@ -115,13 +115,7 @@ class LoRA(_TorchMethod):
         """Adds the adapters in peft's own layout to a model directory, unless they are in its weights."""
         if self.merge:
             return
-        from safetensors.torch import save_file
-
-        (path / "adapter").mkdir()
-        plain = {name.replace(f".{ADAPTER}.", "."): p.detach().cpu() for name, p in self.params.items()}
-        named = {f"base_model.model.{name}": p for name, p in plain.items()}
-        save_file(named, path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
-        self.config.save_pretrained(str(path / "adapter"))
+        write_adapter(path, self.params, self.config)
 
     def describe(self) -> list[str]:
         """For the start block."""
@@ -154,6 +148,17 @@ class LoRA(_TorchMethod):
         """Tells one set of frozen weights from another: the sums of the first and the last adapted matrix."""
         weights = [layer.base_layer.weight for layer in self.layers.values()]
         return [float(w.detach().double().sum().cpu()) for w in (weights[0], weights[-1])]
+
+
+def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any) -> None:
+    """path/adapter/, as peft writes it."""
+    from safetensors.torch import save_file
+
+    (path / "adapter").mkdir()
+    plain = {name.replace(f".{ADAPTER}.", "."): p.detach().cpu() for name, p in params.items()}
+    named = {f"base_model.model.{name}": p for name, p in plain.items()}
+    save_file(named, path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(str(path / "adapter"))
 
 
 def _peft_config(**settings: Any) -> Any:
