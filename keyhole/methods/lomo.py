@@ -28,6 +28,7 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.loss_scale import LossScale
+from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch, as_list, to_device
 from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
@@ -88,15 +89,7 @@ class LOMO:
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "LOMO":
-        own = getattr(config, cls.name.replace("-", "_"))
-        return cls(
-            model,
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
-            **vars(own),
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     # -- one step --------------------------------------------------------------------------------------------------
 

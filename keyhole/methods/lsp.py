@@ -39,11 +39,13 @@ from keyhole.methods.lsp_device import DeviceAdam, seen
 from keyhole.methods.lsp_host import HostAdam
 from keyhole.methods.lsp_piece import Piece
 from keyhole.methods.lsp_setup import check_settings, choose_place, find_pieces, say_pieces
+from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch, as_list, to_device
 from keyhole.model.homes import view
 from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
+from keyhole.weak import weakly
 
 
 @dataclass
@@ -122,19 +124,12 @@ class LSP:
         self.norm: torch.Tensor | None = None
         self.reports: list[tuple[Any, torch.Tensor, int]] = []  # how many units skipped a step, on their way here
         if self.on_host or max_grad_norm is not None:
-            model.engine.arrival = _calling(weakref.WeakMethod(self._arrived))
+            model.engine.arrival = weakly(self._arrived)
         self._end = weakref.finalize(self, _end, self.optimizer, model.engine, model.engine.arrival)
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "LSP":
-        return cls(
-            model,
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
-            **vars(config.lsp),
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -342,16 +337,6 @@ class LSP:
     def close(self) -> None:
         """Ends the worker. Flush first."""
         self._end()
-
-
-def _calling(method: weakref.WeakMethod) -> Callable[[int, torch.Tensor], bool]:
-    """The method, without keeping its owner alive."""
-
-    def arrival(page: int, w: torch.Tensor) -> bool:
-        call = method()
-        return call is not None and call(page, w)
-
-    return arrival
 
 
 def _end(optimizer: Any, engine: Any, arrival: Any) -> None:

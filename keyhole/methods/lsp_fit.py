@@ -80,8 +80,16 @@ def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
     return error_MN.norm() / grad.float().norm()
 
 
-def fit(grads: list[Gradient], p: Projector, q: Projector, *, steps: int = 50, lr: float = 0.3, beta: float = 1e-4,
-        alpha: float = 0.0) -> tuple[Projector, Projector]:
+def fit(
+    grads: list[Gradient],
+    p: Projector,
+    q: Projector,
+    *,
+    steps: int = 50,
+    lr: float = 0.3,
+    beta: float = 1e-4,
+    alpha: float = 0.0,
+) -> tuple[Projector, Projector]:
     """Projectors of the same positions, fitted to these gradients.
 
     For free and runs: Adam's step is lr times the rms of the numbers, falling to a tenth of that; it stops early when
@@ -109,8 +117,9 @@ def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torc
     return s_dd.square().sum(), ((p_MD.T @ p_MD) @ s_dd @ (q_ND.T @ q_ND) * s_dd).sum()
 
 
-def _fit_values(grads: list[Gradient], p: Projector, q: Projector, steps: int, lr: float, beta: float,
-                alpha: float) -> tuple[Projector, Projector]:
+def _fit_values(
+    grads: list[Gradient], p: Projector, q: Projector, steps: int, lr: float, beta: float, alpha: float
+) -> tuple[Projector, Projector]:
     sides = _sides(grads)
     values_p, values_q = _scaled_start(sides, p, q)
     both = [(values, values.detach().square().mean().sqrt().item()) for values in (values_p, values_q)]
@@ -132,8 +141,9 @@ def _fit_values(grads: list[Gradient], p: Projector, q: Projector, steps: int, l
     return p.with_values(values_p.detach()), q.with_values(values_q.detach())
 
 
-def _scaled_start(sides: list[tuple[Gradient, torch.Tensor]], p: Projector,
-                  q: Projector) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled_start(
+    sides: list[tuple[Gradient, torch.Tensor]], p: Projector, q: Projector
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The values, scaled so that c P P^T G Q Q^T has the least squared relative bias; c is split evenly."""
     with torch.no_grad():
         p_MD, q_ND = p.dense_Rd(), q.dense_Rd()
@@ -170,8 +180,7 @@ def _left_pair(grad: Gradient, q: Projector | None) -> tuple[torch.Tensor, torch
     return half_DM, half_DM
 
 
-def _block_bases(pairs: list[tuple[torch.Tensor, torch.Tensor]], totals: list[torch.Tensor],
-                 p: Projector) -> Projector:
+def _block_bases(pairs: list[tuple[torch.Tensor, torch.Tensor]], totals: list[torch.Tensor], p: Projector) -> Projector:
     """For each block, the r leading eigenvectors of the sum over gradients of u_b^T v_b / ||G||^2."""
     blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
     gram_Bgg = torch.zeros(blocks, p.group, p.group, device=p.values_Rr.device)
@@ -197,8 +206,9 @@ def change_of_basis(old: Projector, new: Projector) -> torch.Tensor:
     return torch.cholesky_solve(across_dd.double().T, torch.linalg.cholesky(gram_dd)).T.float()
 
 
-def transfer_moments(m_dd: torch.Tensor, v_dd: torch.Tensor, old_p: Projector, old_q: Projector, new_p: Projector,
-                     new_q: Projector) -> tuple[torch.Tensor, torch.Tensor]:
+def transfer_moments(
+    m_dd: torch.Tensor, v_dd: torch.Tensor, old_p: Projector, old_q: Projector, new_p: Projector, new_q: Projector
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Adam's moments in the coordinates of new_p, new_q. The step count stays."""
     x_p, x_q = change_of_basis(old_p, new_p), change_of_basis(old_q, new_q)
     return x_p @ m_dd @ x_q.T, x_p.square() @ v_dd @ x_q.square().T

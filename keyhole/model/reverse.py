@@ -14,9 +14,8 @@ Over the link: each block up twice, and down once if the sink changed it. Clippi
 one more reverse, which changes nothing: up three times.
 """
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -36,6 +35,7 @@ from keyhole.model.sink import Sink, chunk
 from keyhole.model.taken import taken_by
 from keyhole.model.tape import Tape
 from keyhole.offload.wire import PACKED
+from keyhole.weak import weakly
 
 
 class Reverse:
@@ -64,7 +64,7 @@ class Reverse:
         self._tensor = {id(t.param): t for t in self.layout.tensors}
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
-                tensor.param.register_post_accumulate_grad_hook(_calling(weakref.WeakMethod(self._accumulated)))
+                tensor.param.register_post_accumulate_grad_hook(weakly(self._accumulated))
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -230,13 +230,3 @@ def _expandable_segments() -> None:
     """PYTORCH_ALLOC_CONF=expandable_segments:True, from here on."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     change("expandable_segments:True")
-
-
-def _calling(method: weakref.WeakMethod) -> Callable[[nn.Parameter], None]:
-    """A hook that does not keep its owner alive: a parameter's hooks are out of the garbage collector's sight."""
-
-    def hook(param: nn.Parameter) -> None:
-        if (call := method()) is not None:
-            call(param)
-
-    return hook
