@@ -24,7 +24,15 @@ def rate(numel: int, work: object, repeats: int = 3) -> float:
     return numel / best_s
 
 
-def by_workers(workers: int, threads: int, chunk_per_thread: int, state: list[torch.Tensor], grad: torch.Tensor) -> None:
+def by_torch(state: list, grad: torch.Tensor) -> object:
+    """torch's kernel, all in fp32, in one go."""
+    full, count = grad.float(), [torch.tensor(1.0)]
+    how = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    how |= {"amsgrad": False, "maximize": False}
+    return lambda: torch._fused_adamw_([state[0]], [full], [state[1]], [state[2]], [], count, **how)
+
+
+def by_workers(workers: int, threads: int, chunk_per_thread: int, state: list, grad: torch.Tensor) -> None:
     """The range shared out among `workers` Python threads of `threads` torch threads each."""
     numel = grad.numel()
     cuts = [numel * i // workers // 16 * 16 for i in range(workers)] + [numel]
@@ -56,11 +64,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         copied = rate(numel, lambda: state[0].copy_(state[1]))
         state[0].normal_()
-        full = grad.float()
-        how = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
-        count = [torch.tensor(1.0)]
-        alone = rate(numel, lambda: torch._fused_adamw_([state[0]], [full], [state[1]], [state[2]], [], count, **how))  # noqa: B023
-        del full
+        alone = rate(numel, by_torch(state, grad))
         print(f"threads {threads:2d}: copy {copied * 8 / 1e9:6.1f} GB/s, torch fp32 {alone / 1e9:5.2f} G/s")
     torch.set_num_threads(cores)
     for kib in (8, 16, 32, 64, 128, 256):

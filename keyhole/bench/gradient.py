@@ -6,7 +6,8 @@
 Floors:
     compute    operations of the matrix products (forward 2 P, second forward 2 P, backward 4 P a token, minus the one
                product of a block that is left out) at the rate of a large product of the same run
-    link       the bytes that crossed, the larger way, at the duplex rate of the same run
+    link       two uploads of what is streamed, or the bytes that crossed if more (pages that are still there at the turn
+               from forward to reverse do not cross again), at the duplex rate of the same run
     a streamed step is compared with max(resident step of the same method, link)
 
 Random weights of the true shapes; median of the timed steps. GPU GiB: peak handed out, and reserved, by the allocator.
@@ -163,6 +164,7 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
     found |= measure.time_steps(step, device, warm_up, timed, mark)
     found["bytes_up"] = (engine.bytes_up - before["up"]) // timed
     found["bytes_down"] = (engine.bytes_down - before["down"]) // timed
+    found["streamed_bytes"] = sum(engine.homes[i].numel() * engine.homes[i].element_size() for i in engine.streamed)
     found |= {"device": measure.device_memory(device), "host_bytes": measure.host_memory()}
     found |= {"weights_bytes": model.layout.numel * model.dtype.itemsize, "decided": model.describe()}
     found |= {"planned_bytes": model.placed.device_bytes.total, "parts": parts(method)}
@@ -175,8 +177,7 @@ def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     import keyhole
     from keyhole.plan.memory import Workload
 
-    kept, compiled = trial.options.get("activations", "block"), bool(trial.options.get("compile"))
-    work = Workload(trial.system, tokens, 1, 1, kept, compiled)
+    work = Workload(trial.system, tokens, 1, 1, trial.options.get("activations", "block"))
     where = {"placement": "stream", "gpu_memory": None if quick else trial.gpu_memory} if trial.streamed else {}
     where |= {"dtype": "float32" if quick else "bfloat16", "device": device, "workload": work}
     return keyhole.load(config_of("quick" if quick else trial.shape), init="random", **where)

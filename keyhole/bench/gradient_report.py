@@ -71,7 +71,8 @@ class Report:
         other = self.find(r["trial"]["compare"])
         compute_s = other["step_s"] if other else products_s
         link = r.get("link")
-        link_s = max(r["bytes_up"], r["bytes_down"]) / link["duplex"] / 1e9 if link else 0.0
+        crossed = max(2 * r.get("streamed_bytes", 0), r["bytes_up"], r["bytes_down"])
+        link_s = crossed / link["duplex"] / 1e9 if link else 0.0
         if compute_s is None:
             return None, ""
         return max(compute_s, link_s), "link" if link_s > compute_s else "compute"

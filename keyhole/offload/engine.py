@@ -16,6 +16,9 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
 The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
+A freed slot keeps its page until another needs the memory, and a page that is wanted again while its slot still has it
+as it is at home does not cross again: a sweep that turns round (forward, then reverse) finds its last pages there.
+
 A page whose home is rewritten on the host (offload/exchange.py) has a gate: prefetch stops at a page that is not
 ready, without waiting, and acquire waits for it.
 
@@ -76,7 +79,8 @@ class _Slot:
     def __init__(self, buffer: torch.Tensor, cuda: bool) -> None:
         self.buffer = buffer
         self.page: int | None = None  # what it holds, or will
-        self.last_page: int | None = None  # what it held before, perhaps still on its way home
+        self.last_page: int | None = None  # what lies in it, perhaps still on its way home
+        self.intact = False  # it lies there as it is at home
         if cuda:
             self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
 
@@ -172,8 +176,11 @@ class Engine:
         elif page in self.order:
             self.cursor = self.order.index(page) + 1
         self._prefetch()
+        slot.intact = slot.intact and not changes and self.arrival is None
         if self.cuda:
             self.compute.wait_event(slot.ready)
+            if not slot.intact:  # it may have been here since its last visit, and still be on its way home
+                self.compute.wait_event(self.home_written[page])
         return self._arrived(page, slot.like(self.homes[page]))
 
     def _arrived(self, page: int, w: torch.Tensor) -> torch.Tensor:
@@ -186,6 +193,7 @@ class Engine:
             self._tell(page, self.compute if self.cuda else None)
             return
         slot, home = self.held[page], self.homes[page]
+        slot.intact = self.gate is None
         self.bytes_down += _bytes(home)
         if self.watch is not None:
             self.watch.before_change(page)
@@ -214,14 +222,18 @@ class Engine:
         slot = self.held.pop(page)
         if self.cuda:
             slot.computed.record(self.compute)
-        if self.chaos and not self.cuda:
-            slot.buffer.fill_(POISON)
+        if self.chaos and self.chaos.random() < 0.5:
+            slot.intact = False
+            if not self.cuda:
+                slot.buffer.fill_(POISON)
         self._give_back(slot)
         self._prefetch()
 
     def invalidate(self) -> None:
-        """Homes were written by somebody else: forget what was uploaded ahead."""
+        """Homes were written by somebody else: forget what was uploaded."""
         self._drop_ahead()
+        for slot in self.slots:
+            slot.intact = False
 
     def wait_for_homes(self, pages: Iterable[int] | None = None) -> None:
         """Blocks the host until every write-back has arrived: before anyone reads the homes (or these)."""
@@ -241,9 +253,11 @@ class Engine:
             self.compute.wait_event(self.home_written[page])
 
     def _upload(self, page: int) -> None:
-        slot, home = self.free.popleft(), self.homes[page]
+        slot, home = self._free_slot(page), self.homes[page]
         slot.page = page
         self.ahead.append(slot)
+        if slot.intact and slot.last_page == page:
+            return  # it has not left
         self.bytes_up += _bytes(home)
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()
@@ -251,13 +265,14 @@ class Engine:
                 for stream in (self.up, self.down):
                     slot.buffer.record_stream(stream)
                 self.up.wait_stream(self.compute)
+        last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
         if not self.cuda:
             slot.like(home).copy_(home)
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
-            if slot.last_page is not None:
-                self.up.wait_event(self.home_written[slot.last_page])
+            if last_page is not None:
+                self.up.wait_event(self.home_written[last_page])
             self.up.wait_event(self.home_written[page])
             self._delay()
             if self.chaos:
@@ -265,9 +280,18 @@ class Engine:
             with self._span("upload", page):
                 slot.like(home).copy_(home, non_blocking=True)
             slot.ready.record(self.up)
-        slot.last_page = page
         if not self.overlap:
             torch.cuda.synchronize(self.device)
+
+    def _free_slot(self, page: int) -> _Slot:
+        """The one that has the page still, else the one that is free for longest."""
+        for slot in self.free:
+            if self.gate is not None or not self.reuse_slots:
+                slot.intact = False  # homes change without the engine, or buffers do
+            elif slot.intact and slot.last_page == page:
+                self.free.remove(slot)
+                return slot
+        return self.free.popleft()
 
     def _new_buffer(self) -> torch.Tensor:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)

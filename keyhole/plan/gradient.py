@@ -25,7 +25,6 @@ from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, GIB, Workload
 
 METHODS = ("lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
 HIDDEN, WIDE = 18, 6
-COMPILED = 1.25  # compiled code orders its work for speed
 HEAD_TOKENS = 4096
 
 
@@ -75,7 +74,7 @@ def gradient_device_bytes(
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
         gradients=b * (block if work.passes > 1 else 2 * largest) + (16 * rows * hidden if work.method == "lsp" else 0),
         kept=b * kept_blocks * work.passes * work.tokens * hidden,
-        activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide) * (COMPILED if work.compiled else 1.0)),
+        activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide)),
         logits=tokens * rows * (2 * b + 4) + b * rows * hidden * 2 + work.passes * work.tokens * hidden * (b + 4),
         workspace=workspace_bytes * (work.passes + 2),
     )

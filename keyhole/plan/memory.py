@@ -41,7 +41,6 @@ class Workload:
     passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
     directions: int = 1
     kept: str = "block"  # where block inputs are between forward and backward: block (device) or host
-    compiled: bool = False  # blocks run through torch.compile
 
 
 @dataclass(frozen=True)

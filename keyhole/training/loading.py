@@ -29,8 +29,7 @@ def workload(config: TrainConfig) -> Workload:
     passes = config.gradient_accumulation_steps * (2 * directions if config.method == "zo" else 1)
     tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
     own = getattr(config, section_of(config.method), None)
-    kept, compiled = getattr(own, "activations", "block"), getattr(own, "compile", False)
-    return Workload(config.method, tokens, passes, directions, kept, compiled)
+    return Workload(config.method, tokens, passes, directions, getattr(own, "activations", "block"))
 
 
 def load_model(config: TrainConfig, choice: find.Choice) -> Model:

@@ -122,7 +122,7 @@ def test_generate_samples_beams_and_left_padding() -> None:
 
 def test_generate_crosses_the_link_once_a_token() -> None:
     """All rows of a batch share each upload; only what was prefetched past the end may come on top."""
-    model = load("llama", placement="stream")
+    model = streamed(load("llama"), slot_count=2)
     weights = 4 * sum(model.layout.units[i].numel for i in model.engine.streamed)
     slots = model.engine.slot_count * model.engine.slot_bytes
     model.generate(batch(4, 6)["input_ids"], max_new_tokens=5, min_new_tokens=5, do_sample=False)

@@ -94,6 +94,53 @@ def test_a_page_crosses_once_a_sweep() -> None:
         assert engine.bytes_down == sweep * weights
 
 
+@given(st.integers(1, 6), st.booleans())
+def test_what_has_not_left_does_not_cross_again(slots: int, changes: bool) -> None:
+    """Forward and back: the pages that lie in the slots at the turn, and at the next start, are uploaded once."""
+    engine, there = make(slot_count=slots), [1, 2, 3, 4, 5]
+    for _ in range(3):
+        before = engine.bytes_up
+        with engine.sweep("train", there + there[::-1]):
+            for page in there:
+                engine.acquire(page, changes=False)
+                engine.release(page)
+            for page in there[::-1]:
+                engine.acquire(page).add_(1)
+                if changes:
+                    engine.commit(page)
+                engine.release(page)
+    kept = min(slots, 5)
+    turn, start = sum(BYTES[page] for page in there[5 - kept :]), sum(BYTES[page] for page in there[:kept])
+    expected = 2 * sum(BYTES[1:]) - turn - start if changes else 2 * sum(BYTES[1:]) - turn
+    assert engine.bytes_up - before == expected
+
+
+def test_what_somebody_else_rewrites_is_never_taken_for_intact() -> None:
+    """A gate's homes change without the engine: no slot that it has seen is used again, also once it is gone."""
+
+    class Open:
+        def ready(self, page: int) -> bool:
+            return True
+
+        def wait(self, page: int) -> None:
+            pass
+
+    engine = make(slot_count=5)
+    for gate in (None, Open(), None):
+        engine.gate = gate
+        with engine.sweep("read", [1, 2, 3]):
+            for page in (1, 2, 3):
+                assert torch.equal(engine.acquire(page, changes=False), engine.homes[page])
+                engine.release(page)
+        if gate is not None:
+            engine.homes[2].add_(1)
+            engine.invalidate()
+    crossed = engine.bytes_up
+    with engine.sweep("read", [1, 2, 3]):
+        pass
+    assert engine.bytes_up == crossed
+
+
 def test_prefetch_runs_ahead_in_order() -> None:
     """While a page is held the next ones are on their way, as many as there are slots, past the end of the sweep."""
     engine = make(slot_count=3)
