@@ -114,7 +114,7 @@ class Lockstep:
         self.device = device
         self.passes: list[Pass] = []
         self.current: Pass | None = None
-        self.abandoned = False
+        self.abandoned = self.whole = False
 
     def thread_state(self) -> Any:
         _stay_on(self.core)

@@ -113,20 +113,22 @@ class Model:
                 self.binding.bind_homes()
 
     def lockstep(
-        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False
+        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False, whole: bool = False
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
-        steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used."""
+        steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
+        whole: a pass meets all units of a block at its door, and goes in when it has them."""
         self._lockstep.rows, self._lockstep.steady = rows, steady and self.engine.reuse_slots
+        self._lockstep.whole = whole
         with self._conducted_by(self._lockstep):
             try:
                 return self._lockstep.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
                 self._lockstep.rows = None
 
-    def clean(self, unit: Unit) -> torch.Tensor:
+    def clean(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
-        return self.as_compute(unit, self.engine.acquire(unit.index, changes=False))
+        return self.as_compute(unit, self.engine.acquire(unit.index, changes=False), place)
 
     def as_compute(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
         """The unit in the dtype of compute: itself, or a copy in memory that the next unit of this place uses again."""
@@ -196,16 +198,21 @@ class Model:
     def _install_hooks(self) -> None:
         def on_enter(unit: Unit) -> Callable:
             def hook(module: nn.Module, args: tuple) -> None:
+                if torch.compiler.is_compiling():  # met at the door
+                    return
                 current = self.conductor and self.conductor.current
-                if current and current.wants is not unit:
+                if current and not self.conductor.whole and current.wants is not unit:
                     current.meet(unit)
 
             return hook
 
-        def on_block(block: int) -> Callable:
+        def on_block(block: int, units: list[Unit]) -> Callable:
             def hook(module: nn.Module, args: tuple) -> None:
-                if self.conductor is not None:
-                    self.binding.enter_block(block)
+                if self.conductor is None:
+                    return
+                for unit in units if self.conductor.whole else ():
+                    self.conductor.current.meet(unit)
+                self.binding.enter_block(block)
 
             return hook
 
@@ -220,11 +227,12 @@ class Model:
                 module.weight.data = rows_MH
             return (torch.arange(ids.numel(), device=ids.device).view(ids.shape),)
 
-        for unit in self.layout.of_kind("block"):
+        blocks = self.layout.of_kind("block")
+        for unit in blocks:
             for owner in unit.modules:
                 owner.register_forward_pre_hook(on_enter(unit))
         for block, owner in enumerate(find_blocks(self.module)):  # after on_enter: the unit's pass is bound by then
-            owner.register_forward_pre_hook(on_block(block))
+            owner.register_forward_pre_hook(on_block(block, [u for u in blocks if u.block == block]))
         self.embedding.register_forward_pre_hook(on_embed)
 
     # -- looking at it, and saving ---------------------------------------------------------------------------------

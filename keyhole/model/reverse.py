@@ -87,18 +87,29 @@ class Reverse:
         model, self.tape = self.model, Tape(self.keep, self.keeper, self.compiled)
         self.spine = model.as_compute(self.layout.spine, model.engine.homes[0])
 
+        held: list[Unit] = []
+
+        def let_go(next_unit: Unit | None) -> None:
+            of_same = whole and next_unit is not None and held and next_unit.block == held[0].block
+            if not of_same or next_unit is held[0]:  # the block again: a model may use one twice
+                for unit in held:
+                    model.engine.release(unit.index)
+                held.clear()
+
         def serve(unit: Unit | None, resume: Any) -> None:
-            model.binding.bind(unit, model.clean(unit) if unit else None, self.spine)
+            let_go(unit)
+            model.binding.bind(unit, model.clean(unit, len(held)) if unit else None, self.spine)
+            held.extend([unit] if unit else [])
             for i in range(len(batches)):
                 resume(i)
-            if unit:
-                model.engine.release(unit.index)
 
+        whole = self.compiled is not None  # compiled code cannot stop inside a block
         if self.compiled is not None:  # one micro-batch: what a linear layer offers is its whole gradient
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None
         recording = self.tape.recording(self.blocks, lambda: model.conductor.current.index)
         with torch.enable_grad(), recording:
-            self.hidden = model.lockstep(batches, serve, self.ends.rows)
+            self.hidden = model.lockstep(batches, serve, self.ends.rows, whole=whole)
+            let_go(None)
         model.binding.bind(None, None, self.spine)
         return self.ends.loss(self.hidden, batches, self.spine)
 

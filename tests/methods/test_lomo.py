@@ -78,8 +78,8 @@ def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, micro, clip, direct",
-    [(name, *how) for how in [(1, None, True), (1, None, False), (4, 0.5, False)] for name in SIX]
-    + [("llama", 4, None, False)],
+    [(name, *how) for how in [(1, None, True), (4, 0.5, False)] for name in SIX]
+    + [("llama", 1, None, False), ("mixtral", 1, None, False), ("llama", 4, None, False)],
 )
 def test_fused_accumulated_and_clipped_it_is_torch_sgd(name: str, micro: int, clip: float | None, direct: bool) -> None:
     """Within 1e-6 after twenty steps: straight into the weight, by way of the buffer, accumulated, clipped."""
@@ -97,7 +97,7 @@ def test_streamed_equals_resident(name: str, method: type) -> None:
     runs = []
     for model in (resident, other):
         opt = method(model, max_grad_norm=0.7)
-        runs.append((train(opt, 3, 2), weights(model), float(opt.norm)))
+        runs.append((train(opt, 2, 2), weights(model), float(opt.norm)))
     assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
 
@@ -129,13 +129,16 @@ def test_what_is_kept_changes_nothing(activations: str) -> None:
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
-    """Traced by torch.compile (without a compiler here): streamed == resident, and torch's SGD within rounding."""
-    found = []
-    for away in (False, True):
-        model = streamed(load(), slot_count=2) if away else load()
+    """Traced by torch.compile (without a compiler here): streamed, in whole blocks or cut, == resident, and torch's SGD
+    within rounding. Nothing breaks the graph of a block."""
+    found, counters = [], torch._dynamo.utils.counters
+    counters.clear()
+    for how in (None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 9}):
+        model = streamed(load(), **how) if how else load()
         train(LOMO(model, compile="aot_eager", max_grad_norm=clip), 3, micro)
         found.append(weights(model))
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    assert all(torch.equal(found[0][key], other[key]) for other in found[1:] for key in found[0])
+    assert not counters["graph_break"]
     expected = torch_sgd("llama", 3, micro, clip, 0.0)
     assert all(close(tensor, expected[key], 1e-6) for key, tensor in found[0].items())
 
