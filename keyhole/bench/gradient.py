@@ -6,8 +6,8 @@
 Floors:
     compute    operations of the matrix products (forward 2 P, second forward 2 P, backward 4 P a token, minus the one
                product of a block that is left out) at the rate of a large product of the same run
-    link       two uploads of what is streamed, or the bytes that crossed if more (pages that are still there at the turn
-               from forward to reverse do not cross again), at the duplex rate of the same run
+    link       two uploads of what is streamed, or the bytes that crossed if more (what is still there at the turn from
+               forward to reverse does not cross again), at the duplex rate of the same run
     a streamed step is compared with max(resident step of the same method, link)
 
 Random weights of the true shapes; median of the timed steps. GPU GiB: peak handed out, and reserved, by the allocator.

@@ -4,7 +4,7 @@ The rule is torch's AdamW, exactly, on fp32 masters (ops/host_adam.py). Bytes a 
 
     host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: offload/exchange.py) = 14
     device   2 where the model is resident; two blocks or so where it is streamed. Gradients: one block's, in passing.
-    link     2 down (gradient), 2 up (weight) a step; streamed 4 up (forward and reverse)
+    link     2 down (gradient), 4 up (master; the GPU rounds it) a step; streamed 4 up (forward and reverse)
 
 One step, layer by layer (schedule: layerwise):
 
@@ -39,6 +39,7 @@ from keyhole.model.batch import Batch, as_list, to_device
 from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
+from keyhole.offload import arena
 from keyhole.offload.exchange import Exchange
 from keyhole.offload.workers import Workers
 from keyhole.plan.states import check_host_state
@@ -93,10 +94,13 @@ class AdamOffload:
         self.pool = Workers(threads)
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         self.state = AdamState(model.layout, rule, self.pool.threads)
-        self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool)
+        masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.streamed}
+        self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool, masters)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
         for unit in self.state.units:
             self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.homes[unit.index]))
+        if model.engine.cuda and masters:
+            arena.pin(arena.whole(self.state.flats[0]), model.device)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.now: _Step | None = None
         self.host_s = 0.0
@@ -135,7 +139,7 @@ class AdamOffload:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
         for page in self.exchange.take_back():
             unit = self.model.layout.units[page]
-            self.state.write(unit, self.exchange.staging[page])
+            self._write(unit)
         step.bad = step.applied = step.submitted
 
     @property
@@ -192,12 +196,17 @@ class AdamOffload:
         begin_s, staging = time.perf_counter(), self.exchange.staging[unit.index]
         if self._is_bad(step, given):
             step.bad = True
-            self.state.write(unit, staging)
+            self._write(unit)
             return
         step.applied = True
         clip = float(step.numbers[-2]) if self._clips_at_end else 1.0
-        self.state.update(unit, given, staging, step.lr, clip)
+        self.state.update(unit, given, staging, step.lr, clip, in_place=unit.index in self.model.engine.streamed)
         self.host_s += time.perf_counter() - begin_s
+
+    def _write(self, unit: Unit) -> None:
+        """The weights as they are, over a gradient that is not used."""
+        if unit.index in self.model.engine.streamed:
+            self.state.write(unit, self.exchange.staging[unit.index])
 
     def _is_bad(self, step: _Step, given: list[int]) -> bool:
         if self._clips_at_end:
@@ -244,7 +253,7 @@ class AdamOffload:
         self.flush()
         self.state.load_state_dict(state)
         for unit in self.state.units:
-            self.state.write(unit, self.exchange.staging[unit.index])
+            self._write(unit)
             self.exchange.send_back(unit.index, [(0, unit.numel)])
         self.exchange.drain()
         self.model.engine.invalidate()

@@ -76,12 +76,16 @@ class AdamState:
                 ranges.append([begin, end, self.steps[at]])
         return [(begin, end) for begin, end, _ in ranges]
 
-    def update(self, unit: Unit, given: list[int], page: torch.Tensor, lr: float, clip: float) -> None:
-        """The gradients in `page`, of the tensors that begin at `given`, become new weights in the same place."""
+    def update(
+        self, unit: Unit, given: list[int], page: torch.Tensor, lr: float, clip: float, in_place: bool = True
+    ) -> None:
+        """From the gradients in `page`, of the tensors that begin at `given`. in_place: they become new weights, in the
+        same place; else the master alone is new."""
         for begin, end in self.ranges(given):
             part, step = page[begin:end], self.steps[unit.start + begin] + 1
+            weight = part if in_place else None
             state = self.of(unit, begin, end)
-            host_adamw_(*state, part, part, step=step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
+            host_adamw_(*state, part, weight, step=step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
         for at in given:
             self.steps[at] += 1
 

@@ -33,7 +33,7 @@ def host_adamw_(
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
     grad: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     *,
     step: int,
     lr: float,
@@ -44,8 +44,9 @@ def host_adamw_(
     clip: float = 1.0,
     scratch: torch.Tensor | None = None,
 ) -> None:
-    """One update of flat host tensors of equal length; step counts from 1. `weight` may be the memory of `grad`; what
-    `grad` holds afterwards is unspecified. scratch: fp32, its length is the chunk; made here when None."""
+    """One update of flat host tensors of equal length; step counts from 1. `weight` may be the memory of `grad` (what
+    `grad` holds afterwards is unspecified), or None where only the master is wanted. scratch: fp32, its length is the
+    chunk; made here when None."""
     if scratch is None:
         scratch = new_scratch()
     chunk = scratch.numel()
@@ -53,11 +54,12 @@ def host_adamw_(
     divisor = None if clip == 1.0 else torch.tensor(1.0 / clip)
     how = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
     how |= {"amsgrad": False, "maximize": False, "grad_scale": divisor, "found_inf": None}
-    pieces = (flat.split(chunk) for flat in (master, exp_avg, exp_avg_sq, grad, weight))
+    pieces = (flat.split(chunk) for flat in (master, exp_avg, exp_avg_sq, grad, grad if weight is None else weight))
     for w, m, v, g, out in zip(*pieces, strict=True):
         cast = g if g.dtype == torch.float32 else scratch[: g.numel()].copy_(g)
         torch._fused_adamw_([w], [cast], [m], [v], [], count, **how)
-        out.copy_(w)
+        if weight is not None:
+            out.copy_(w)
 
 
 def new_scratch() -> torch.Tensor:
