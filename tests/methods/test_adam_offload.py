@@ -48,22 +48,23 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "olmo2", "cohere", "gemma2"])
+@pytest.mark.parametrize(
+    "name, clip", [(n, 0.5) for n in ("llama", "mistral", "qwen3", "olmo2", "cohere", "gemma2")] + [("llama", None)]
+)
 def test_equals_torch_adamw_in_a_plain_loop(name: str, clip: float | None) -> None:
-    """20 steps of fp32 with clipping, 4 micro-batches, a schedule and weight decay: within 1e-6 of torch's weights."""
+    """20 steps of fp32 with clipping, 2 micro-batches, a schedule and weight decay: within 1e-6 of torch's weights."""
     ours, theirs = load(name), load(name).module
     method = AdamOffload(ours, max_grad_norm=clip, **HOW)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     for t in range(20):
         rate = learning_rate("cosine", t, 20, 1e-3, 0.1)
         method.lr = optimizer.param_groups[0]["lr"] = rate
-        loss = plain_loss(theirs, micro(t, 4))
+        loss = plain_loss(theirs, micro(t))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if clip is None else clip)
         optimizer.step()
         optimizer.zero_grad()
-        assert method.step(micro(t, 4)).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert method.step(micro(t)).item() == pytest.approx(loss.item(), rel=1e-5)
         assert float(method.metrics()["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
     expected = dict(theirs.named_parameters())
     for key, tensor in ours.named_tensors():
@@ -81,7 +82,7 @@ def test_equals_torch_adamw_given_the_same_gradients(name: str) -> None:
     gradient = method.gradient
     method.gradient = lambda tensor, w, grad: (grads.update({tensor.name: grad.clone()}), gradient(tensor, w, grad))
     for t in range(20):
-        method.step(micro(t, 4))
+        method.step(micro(t))
         for key, param in params.items():
             param.grad = grads.pop(key)
         torch.nn.utils.clip_grad_norm_(params.values(), 0.5)

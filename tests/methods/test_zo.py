@@ -13,7 +13,7 @@ from keyhole.errors import UserError
 from keyhole.model.batch import to_device
 from keyhole.ops.loss import RunningNLL
 from keyhole.plan import placement
-from tests.model.decoders import NAMES, batch, config
+from tests.model.decoders import NAMES, TWELVE, batch, config
 from tests.model.streaming import streamed
 
 EPS, SEED = 1e-2, 7
@@ -83,8 +83,10 @@ def textbook(model: keyhole.Model, steps: int, q: int, weight_decay: float, micr
             p.param.data.copy_(w - lr * (u + weight_decay * w))
 
 
-@pytest.mark.parametrize("q, weight_decay, micro", [(1, 0.0, 1), (1, 0.1, 1), (4, 0.1, 1), (2, 0.1, 3)])
-@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize(
+    "name, q, weight_decay, micro",
+    [("llama", 1, 0.0, 1), ("llama", 1, 0.1, 1), ("llama", 4, 0.1, 1), ("llama", 2, 0.1, 2), ("opt", 4, 0.1, 1)],
+)
 def test_equals_the_textbook_loop(name: str, q: int, weight_decay: float, micro: int) -> None:
     """20 steps in fp32 give the textbook's weights to the bit, with directions, decay, a schedule, accumulation."""
     book, ours = load(name), load(name)
@@ -99,11 +101,12 @@ def test_equals_the_textbook_loop(name: str, q: int, weight_decay: float, micro:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_streamed_equals_resident(name: str) -> None:
-    """Losses and weights after 20 steps are the same bits, slots poisoned when freed."""
+    """Losses and weights after 20 steps (5 beyond the twelve) are the same bits, slots poisoned when freed."""
+    steps = 20 if name in TWELVE else 5
     resident = load(name)
     whole = streamed(resident, chaos=random.Random(0))
-    expected = train(resident, 20)
-    assert train(whole, 20) == expected
+    expected = train(resident, steps)
+    assert train(whole, steps) == expected
     assert equal(weights(resident), weights(whole))
 
 
@@ -112,7 +115,7 @@ def test_cut_units_equal_whole_blocks(name: str) -> None:
     """Every matrix a unit of its own, two slots: still the same bits."""
     resident = load(name)
     cut = streamed(resident, max_unit_numel=1, slot_count=2, chaos=random.Random(1))
-    assert train(cut, 3) == train(resident, 3)
+    assert train(cut, 2) == train(resident, 2)
     assert equal(weights(resident), weights(cut))
 
 
@@ -132,7 +135,7 @@ def test_wire_formats_stream_exactly(wire: str, dtype: str) -> None:
     """Whatever weights are stored and moved in, streamed equals resident, and what is saved is what was trained."""
     resident, other = load(dtype=dtype, wire=wire), load(dtype=dtype, wire=wire, placement="stream")
     batches = [batch(seed=1), batch(seed=2, length=6)]
-    assert train(resident, 4, batches, directions=2) == train(other, 4, batches, directions=2)
+    assert train(resident, 3, batches, directions=2) == train(other, 3, batches, directions=2)
     assert equal(weights(resident), weights(other))
     assert torch.equal(resident.nll(batches[0])[0], other.nll(batches[0])[0])
 
@@ -251,7 +254,7 @@ def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
 def test_it_learns() -> None:
     """On one batch, the loss falls."""
     model = load()
-    losses = train(model, 60, [batch()], lr=3e-3, directions=4, distribution="rademacher")
+    losses = train(model, 30, [batch()], lr=5e-3, directions=4, distribution="rademacher")
     assert losses[-1] < losses[0] - 0.02
 
 

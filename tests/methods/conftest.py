@@ -1,0 +1,17 @@
+"""Products of a few dozen numbers spend four fifths of their time in oneDNN's set-up: these tests run without it.
+
+What is compared here (streamed with resident, ours with torch's) goes through the same products on both sides. The
+runs of tests/training, tests/demo and tests/cli have oneDNN on, as users do.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def plain_products() -> Iterator[None]:
+    before, torch.backends.mkldnn.enabled = torch.backends.mkldnn.enabled, False
+    yield
+    torch.backends.mkldnn.enabled = before
