@@ -13,9 +13,13 @@ HEADER = (
     "trial|s/step|+-|tok/s|vs sgd|vs adamw|floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB"
 ).split("|")
 
-HOST_PARTS = ("layer_reverse_s", "layer_down_s", "layer_update_s", "layer_up_s", "host_update_s", "host_wait_s")
-HOST_HEADER = (
-    "trial|step|reverse, GPU|layer down|its update, CPU|layer up|all updates, CPU|waited for the CPU|GiB up|GiB down"
+STEP_PARTS = (
+    "forward_s", "reverse_s", "down_s", "update_s", "up_s",
+    "exposed_down_s", "exposed_update_s", "exposed_up_s", "host_wait_s", "layer_update_s",
+)  # fmt: skip
+STEP_HEADER = (
+    "trial|step|forward, GPU|reverse, GPU|down|updates, CPU|up|exposed: down|exposed: CPU|exposed: up|host waited|"
+    "one update, CPU|GiB up|GiB down"
 ).split("|")
 
 
@@ -92,18 +96,19 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def breakdown(self) -> list[str]:
-        """Of methods that update on the host: where the parts of a step went, and what of the host was waited for."""
-        found = [r for r in self.records if "host_wait_s" in r.get("parts", {})]
+        """Seconds of each part of a step, where they were measured, and for how long the kernels stood still for it."""
+        found = [r for r in self.records if {"host_wait_s", "reverse_s"} & r.get("parts", {}).keys()]
         rows = [
             [
                 r["trial"]["name"],
                 f"{r['step_s']:.4f}",
-                *(f"{r['parts'][key]:.4f}" if key in r["parts"] else "" for key in HOST_PARTS),
+                *(f"{r['parts'][key]:.4f}" if key in r["parts"] else "" for key in STEP_PARTS),
                 *(f"{r[key] / GIB:.2f}" for key in ("bytes_up", "bytes_down")),
             ]
             for r in found
         ]
-        return ["Seconds of the last step, where the CPU updates:", grid(HOST_HEADER, rows)] if rows else []
+        about = "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them:"
+        return [about, grid(STEP_HEADER, rows)] if rows else []
 
     def save(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ def _offload(shape: str, schedule: str, **options: Any) -> Trial:
 
 
 COMPILED = {"compile": True}
+SPANS = ("forward", "reverse", "down", "update", "up", "exposed down", "exposed update", "exposed up")
 LEAN = {"d": 1024, "r": 4, "learn": False, "activations": "host", "optimizer_on": "cpu", "others": "frozen"}
 TRIALS = [
     Trial("7B native adamw", "7B", "native", options={"optimizer": "adamw"}),
@@ -73,9 +74,13 @@ def _leave_out_svd() -> None:
 
 
 def parts(method: Any) -> dict[str, float]:
-    """Where the time of the last step went, as far as the method knows."""
+    """Where the time of the last step went, as far as the method knows; the device has been waited for."""
     found = {key: float(value) for key, value in getattr(method, "metrics", dict)().items()}
     if hasattr(method, "host_s"):
-        found["host_update_s"] = float(method.host_s)
-    times = getattr(getattr(method, "optimizer", None), "times", None)
-    return found | ({} if times is None else {f"layer_{key}": value for key, value in vars(times).items()})
+        found["update_s"] = float(method.host_s)
+    spans = getattr(getattr(method, "optimizer", None), "spans", None)
+    if spans is not None:
+        seconds = spans.read()
+        found |= {f"{name.replace(' ', '_')}_s": seconds.get(name, 0.0) for name in SPANS}
+        found["layer_update_s"] = spans.mean("update")
+    return found

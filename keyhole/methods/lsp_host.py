@@ -1,15 +1,19 @@
 """Adam on what LSP compressed, moments in host memory, updated there by the CPU, unit by unit beside the GPU's work.
 
     down       the unit's compressed gradient -> its staging buffer (page-locked, float32), after the kernels so far
-    worker     staging: gradient -> delta, in place, with m and v; chunk by chunk, as in ops/host_adam.py
+    worker     staging: gradient -> step, in place, with m and v (lsp_adam.py): one call for all pieces of the unit
     up         staging -> one of SLOTS device buffers
-    compute    waits for that copy only, and applies the delta; then the slot may take the next
+    compute    waits for that copy only, and applies the step; then the slot may take the next
 
-The wire is float32, so that the numbers are those of the moments on the device, up to the rounding of the two kernels.
-Bytes: on the host 12 a number (m, v, staging); on the device gradients on their way (two or three units) and SLOTS
-buffers of the largest unit. For a Llama of 7B with d = 2048: 0.94 G numbers, 3.8 GB each way a step.
+Bytes: on the host 12 a number (m, v, staging); on the device SLOTS buffers of the largest unit. For a layer of a 7B
+Llama with d = 2048 (29 M numbers): 0.12 GB each way, and 24 bytes a number through the host's memory for Adam, 0.7 GB.
 
-Order of the jobs: lsp_schedule.py. A gradient that is not finite: its unit's delta is 0 and its moments stay.
+The wire is float32. In bfloat16 it would be 2 + 2 bytes on the link instead of 4 + 4 and 20 through memory instead of
+24, but the CPU's kernel wants one dtype, so it would be cast in and out chunk by chunk; that took longer than all the
+rest when steps were made in a scratch buffer. And so the steps are those of moments on the device, up to the rounding
+of two kernels.
+
+Order of the jobs: lsp_schedule.py. A gradient that is not finite: its unit's step is 0 and its moments stay.
 """
 
 import time
@@ -18,41 +22,37 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.lsp_device import Pieces, place, seen
+from keyhole.methods.lsp_adam import adam_delta_
+from keyhole.methods.lsp_gather import Pieces, seen
 from keyhole.methods.lsp_piece import Piece
-from keyhole.methods.lsp_schedule import Times, urgency
+from keyhole.methods.lsp_schedule import transition, urgency
+from keyhole.methods.lsp_spans import Spans
 from keyhole.offload import arena
 from keyhole.offload.workers import Workers
-from keyhole.ops.host_adam import CHUNK_PER_THREAD
 from keyhole.plan.host import host_memory
+from keyhole.plan.lsp import SLOTS
 
-SLOTS = 3
 GIB = 2**30
 
 
 class HostAdam:
-    """See the top of this file. layers: unit -> its place among the blocks, -1 for units in front of them."""
+    """See the top of this file. layers: unit -> its place in the order of the forward, blocks counted from 0."""
 
-    on = "host"
-
-    def __init__(self, pieces: Pieces, device: torch.device, rule: dict[str, float], layers: dict[int, int],
-                 threads: int | None = None) -> None:  # fmt: skip
-        self.lengths, self.device, self.cuda, self.rule = place(pieces), device, device.type == "cuda", rule
-        self.layers, self.layer_count = layers, 1 + max(layers.values(), default=0)
+    def __init__(self, pieces: Pieces, lengths: dict[int, int], device: torch.device, rule: dict[str, float],
+                 layers: dict[int, int], layer_count: int, spans: Spans, threads: int | None) -> None:  # fmt: skip
+        self.lengths, self.device, self.cuda = {unit: lengths[unit] for unit in pieces}, device, device.type == "cuda"
+        self.rule, self.layers, self.layer_count, self.spans = rule, layers, layer_count, spans
         self._reserve()
         self.pool = Workers(threads)
-        self.scratch = torch.empty(CHUNK_PER_THREAD * self.pool.threads)
         self.counts = {piece.name: 0 for members in pieces.values() for piece in members}
-        self.leaving: dict[int, torch.Tensor] = {}
-        self.times, self.wait_s = Times(), 0.0
-        self._spent: list[float] = []
+        self.wait_s = 0.0  # how long the launching thread has waited for the worker
         self.slots = [torch.empty(max(self.lengths.values()), device=device) for _ in range(SLOTS)]
         self.idle, self.coming = list(range(SLOTS)), {}  # slots; unit -> slot
-        self.skipped = self.applied = 0  # units of this step
+        self.down = self.up = None
         if self.cuda:
             self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self.free, self.there = ([torch.cuda.Event() for _ in self.slots] for _ in range(2))
-            self._timed: dict[str, list[tuple[Any, Any]]] = {"down": [], "up": [], "reverse": []}
+        self.started: list[Any] = [None] * SLOTS  # when the copy into a slot began
 
     def _reserve(self) -> None:
         total = sum(self.lengths.values())
@@ -70,59 +70,64 @@ class HostAdam:
 
     # -- down ------------------------------------------------------------------------------------------------------
 
-    def buffer(self, unit: int) -> torch.Tensor:
-        """Where the unit's gradient is gathered, on the device."""
-        if unit not in self.leaving:
-            self.leaving[unit] = torch.empty(self.lengths[unit], device=self.device)
-        return self.leaving[unit]
-
     def small(self, count: int) -> torch.Tensor:
         """A few numbers on the host that `send` can reach."""
         return torch.zeros(count, pin_memory=self.cuda)
 
-    def send(self, source: torch.Tensor, target: torch.Tensor, name: str = "") -> None:
-        """Copies to the host, after the kernels so far."""
+    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies a small tensor to the host, after the kernels so far."""
         if not self.cuda:
             target.copy_(source)
             return
         self.down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.down), self._timing(name):
+        with torch.cuda.stream(self.down):
             target.copy_(source, non_blocking=True)
         source.record_stream(self.down)
 
-    def leave(self, unit: int) -> None:
-        """The unit's gradient is whole: it goes."""
-        self.send(self.leaving.pop(unit), self.staging[unit], "down")
+    def leave(self, unit: int, grad: torch.Tensor) -> None:
+        """The unit's gradient is whole: it goes. Its memory may be used again behind `down`."""
+        if not self.cuda:
+            self.staging[unit].copy_(grad)
+            return
+        self.down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.down), self.spans.of("down"):
+            self.staging[unit].copy_(grad, non_blocking=True)
 
-    def submit(self, unit: int, given: list[Piece], number: torch.Tensor, limit: float | None) -> None:
-        """Has the worker make the unit's deltas. number: norm of the gradient that decides, on the host by then."""
+    def submit(
+        self, unit: int, given: list[Piece], number: torch.Tensor, limit: float | None, told: list[bool]
+    ) -> None:
+        """Has the worker make the unit's steps. number: norm of the gradient that decides, on the host by then; told:
+        gets whether the unit was updated."""
         after = None
         if self.cuda:
             after = torch.cuda.Event(blocking=True)
             after.record(self.down)
-        rank = urgency(self.layers[unit], self.layer_count, self.times.transition(self.layer_count))
-        self.pool.submit(lambda: self._update(unit, given, number, limit), page=unit, after=after, urgency=rank)
+        times = {name: self.spans.mean(name) for name in ("reverse", "down", "up", "update")}
+        rank = urgency(self.layers[unit], self.layer_count, transition(self.layer_count, **times))
+        self.pool.submit(lambda: self._update(unit, given, number, limit, told), page=unit, after=after, urgency=rank)
 
     # -- in the worker ---------------------------------------------------------------------------------------------
 
-    def _update(self, unit: int, given: list[Piece], number: torch.Tensor, limit: float | None) -> None:
-        begin_s, norm = time.perf_counter(), float(number)
+    def _update(self, unit: int, given: list[Piece], number: torch.Tensor, limit: float | None,
+                told: list[bool]) -> None:  # fmt: skip
+        begin_s = time.perf_counter()
         if not torch.isfinite(number):
             self.staging[unit].zero_()
-            self.skipped += 1
+            told.append(False)
             return
-        self.applied += 1
-        clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for piece in given:
             self.counts[piece.name] += 1
-            flats = (seen(flat[unit], piece).view(-1) for flat in (self.staging, self.m, self.v))
-            host_delta_(*flats, step=self.counts[piece.name], clip=clip, scratch=self.scratch, **self.rule)
-        self._spent.append(time.perf_counter() - begin_s)
+        flats = ([seen(flat[unit], piece) for piece in given] for flat in (self.staging, self.m, self.v))
+        steps = [torch.tensor(float(self.counts[piece.name])) for piece in given]
+        clip = None if limit is None else (limit / (number + 1e-6)).clamp(max=1.0)
+        adam_delta_(*flats, steps, self.rule, clip=clip)
+        told.append(True)
+        self.spans.add("update", time.perf_counter() - begin_s)
 
     # -- up --------------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int) -> bool:
-        """Starts to bring the unit's deltas up, if they are there and a slot is; never waits. True: on their way."""
+        """Starts to bring the unit's steps up, if they are there and a slot is; never waits. True: on their way."""
         if unit in self.coming:
             return True
         if not self.idle or not self.pool.ready(unit):
@@ -134,14 +139,14 @@ class HostAdam:
             return True
         with torch.cuda.stream(self.up):
             self.up.wait_event(self.free[slot])
-            with self._timing("up"):
+            with self.spans.of("up") as self.started[slot]:
                 target.copy_(self.staging[unit], non_blocking=True)
             self.there[slot].record()
         return True
 
     def deltas(self, unit: int) -> torch.Tensor:
         """The unit's steps, on the device for kernels that are launched now. Call `used` behind them."""
-        begin_s = time.perf_counter()
+        begin, begin_s = self.spans.mark(), time.perf_counter()
         self.pool.wait(unit)
         self.wait_s += time.perf_counter() - begin_s
         if unit not in self.coming and not self.idle:  # slots hold what was brought for others: one gives way
@@ -150,10 +155,13 @@ class HostAdam:
         slot = self.coming[unit]
         if self.cuda:
             torch.cuda.current_stream(self.device).wait_event(self.there[slot])
+            self.spans.stalled(begin, self.started[slot])
+        else:
+            self.spans.add("exposed update", time.perf_counter() - begin_s)
         return self.slots[slot][: self.lengths[unit]]
 
     def used(self, unit: int) -> None:
-        """The kernels so far have used the unit's deltas: its slot is free behind them."""
+        """The kernels so far have used the unit's steps: its slot is free behind them."""
         slot = self.coming.pop(unit)
         self.idle.append(slot)
         if self.cuda:
@@ -173,58 +181,12 @@ class HostAdam:
         return seen(self.m[piece.unit], piece), seen(self.v[piece.unit], piece)
 
     def count(self, piece: Piece) -> int:
+        """Updates so far. Drain first."""
         return self.counts[piece.name]
 
     def set_count(self, piece: Piece, count: int) -> None:
         self.counts[piece.name] = count
 
     def close(self) -> None:
+        """Ends the worker; jobs that have not begun are dropped."""
         self.pool.close()
-
-    # -- times -----------------------------------------------------------------------------------------------------
-
-    def _timing(self, name: str) -> "_Span":
-        return _Span(self._timed[name] if name and self.cuda else None)
-
-    def reverse_timed(self) -> "_Span":
-        """A context around the reverse."""
-        return _Span(self._timed["reverse"] if self.cuda else None)
-
-    def learn_times(self) -> None:
-        """Takes over what was measured in the last step, as far as it is known without waiting."""
-        if self._spent:
-            self.times.update_s, self._spent = sum(self._spent) / len(self._spent), []
-        for name, pairs in self._timed.items() if self.cuda else ():
-            done = [begin.elapsed_time(end) / 1e3 for begin, end in pairs if end.query()]
-            if done:
-                setattr(self.times, f"{name}_s", sum(done) / len(done))
-            pairs.clear()
-
-
-class _Span:
-    """Two events around what is queued inside, on the current stream; nothing for None."""
-
-    def __init__(self, found: list | None) -> None:
-        self.found = found
-
-    def __enter__(self) -> None:
-        if self.found is not None:
-            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.begin.record()
-
-    def __exit__(self, *_: object) -> None:
-        if self.found is not None:
-            self.end.record()
-            self.found.append((self.begin, self.end))
-
-
-def host_delta_(grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, step: int, clip: float, scratch: torch.Tensor,
-                **rule: float) -> None:  # fmt: skip
-    """grad becomes Adam's step (with its sign), m and v move on: flat float32 tensors on the host."""
-    how = {"lr": 1.0, "weight_decay": 0.0, "amsgrad": False, "maximize": False, "found_inf": None, **rule}
-    how["grad_scale"] = None if clip == 1.0 else torch.tensor(1.0 / clip)
-    count = [torch.tensor(float(step))]
-    for g, m_part, v_part in zip(*(flat.split(scratch.numel()) for flat in (grad, m, v)), strict=True):
-        delta = scratch[: g.numel()].zero_()
-        torch._fused_adamw_([delta], [g], [m_part], [v_part], [], count, **how)
-        g.copy_(delta)

@@ -77,7 +77,7 @@ def consider(method: Any, piece: Piece, grads: list[Gradient]) -> float:
     after = mean_bias(grads, p, q)
     if not after < before:
         return before
-    old = method.optimizer.moments(piece)
+    old = method.optimizer.where(piece.unit).moments(piece)
     moved = (moment.to(method.model.device) for moment in old)
     for moment, new in zip(old, transfer_moments(*moved, piece.p, piece.q, p, q), strict=True):
         moment.copy_(new)

@@ -10,29 +10,19 @@ layer on it cannot, and then a layer deeper in the model must not hold up a shal
 with the time of the whole reverse, and of one layer's gradient on its way down, its step on its way up, and its update.
 Layers from the transition on are served in order of arrival, shallower ones before all of those and the newest first.
 The times are those of the last step, measured; before the first, nothing is known and every layer is "shallow".
+Layers whose moments are on the device do not come, and change nothing for the others: they are the shallowest.
 """
 
-from dataclasses import dataclass
 
-
-@dataclass
-class Times:
-    """Seconds of the last step: the whole reverse, and means of one layer."""
-
-    reverse_s: float = 0.0
-    down_s: float = 0.0
-    up_s: float = 0.0
-    update_s: float = 0.0
-
-    def transition(self, layers: int) -> int:
-        """The shallowest layer that is served in order of arrival; `layers`: none is."""
-        slowest_s = max(self.down_s, self.up_s, self.update_s)
-        if slowest_s <= 0.0:
-            return layers
-        in_time = (self.reverse_s - (self.down_s + self.up_s + self.update_s)) / slowest_s
-        return min(layers, max(0, round(layers - in_time)))
+def transition(layers: int, reverse: float, down: float, up: float, update: float) -> int:
+    """The shallowest layer that is served in order of arrival; `layers`: none is. Times in seconds."""
+    slowest = max(down, up, update)
+    if slowest <= 0.0:
+        return layers
+    in_time = (reverse - (down + up + update)) / slowest
+    return min(layers, max(0, round(layers - in_time)))
 
 
 def urgency(layer: int, layers: int, transition: int) -> int:
-    """Lower is served first. Units in front of the blocks (norms, tables) have layer -1."""
+    """Lower is served first. Units in front of the blocks (norms, tables) have layer -1, the head has `layers`."""
     return layer if layer < transition else 2 * layers - layer

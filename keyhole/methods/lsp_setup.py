@@ -5,20 +5,22 @@
         vectors, embeddings, head, stacks of experts, matrices with both sides <= d (these are trained either way:
         for them the subspace is the whole space)
 
-State on the device: 8 bytes a number of S, 12 with clipping, and two buffers of the largest unit.
+Bytes, and which units' moments are on the device: plan/lsp.py.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.lsp_device import Pieces
+from keyhole.methods.lsp_gather import Pieces
 from keyhole.methods.lsp_piece import Piece, is_plain
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
 from keyhole.model.sink import chunk
 from keyhole.ops.projector import KINDS
+from keyhole.plan.lsp import LSPBytes, LSPWork, Numbers, choose_units, group_of, limit_bytes
 
 GIB = 2**30
 ALLOWED = {
@@ -69,16 +71,26 @@ def _tensors(unit: Unit) -> list[Any]:
     return [chunk(unit)] if unit.rows is not None else unit.tensors
 
 
-def choose_place(model: Model, pieces: Pieces, optimizer_on: str, clips: bool) -> str:
-    """gpu or cpu; auto by what the plan leaves of the budget."""
-    if optimizer_on != "auto":
-        return optimizer_on
-    if model.device.type != "cuda" or model.placed is None:
-        return "gpu"
-    state = (12 if clips else 8) * sum(piece.numel for members in pieces.values() for piece in members)
-    state += 8 * max(sum(piece.numel for piece in members) for members in pieces.values())
-    budget = model.placed.budget_bytes or torch.cuda.get_device_properties(model.device).total_memory
-    return "gpu" if model.placed.device_bytes.total + state < 0.95 * budget else "cpu"
+def place_moments(model: Model, pieces: Pieces, optimizer_on: str, clips: bool) -> set[int]:
+    """Units whose moments are on the device: by the setting, or what the budget leaves room for. The plan is told."""
+    groups = {unit: group_of(model.layout.units[unit]) for unit in pieces}
+    numbers = Numbers({unit: sum(piece.numel for piece in members) for unit, members in pieces.items()}, groups)
+    work = LSPWork(optimizer_on=optimizer_on, clips=clips)
+    if model.placed is None:
+        return choose_units(numbers, work, None)
+    planned, limit = model.placed.device_bytes, limit_bytes(model.placed.budget_bytes, model.device)
+    taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
+    numbers = replace(numbers, projector_bytes=_projector_bytes(pieces))
+    chosen = choose_units(numbers, work, None if limit is None else limit - taken)
+    if isinstance(planned, LSPBytes):
+        moments, buffers = numbers.state(chosen, clips)
+        model.placed.device_bytes = replace(planned, moments=moments, buffers=buffers)
+    return chosen
+
+
+def _projector_bytes(pieces: Pieces) -> int:
+    found = [piece for members in pieces.values() for piece in members if piece.p is not None]
+    return sum(4 * side.values_Rr.numel() for piece in found for side in (piece.p, piece.q))
 
 
 def say_pieces(method: Any) -> list[str]:
@@ -88,11 +100,9 @@ def say_pieces(method: Any) -> list[str]:
     full = [piece for piece in pieces if piece.p is None]
     before = sum(piece.tensor.shape.numel() for piece in low)
     after = sum(piece.numel for piece in low)
-    numel = sum(piece.numel for piece in pieces)
-    where = "host memory, updated by the CPU" if method.on_host else "device memory"
     lines = [
         f"lsp: {len(low)} matrices through ({method.d}, {method.r})-sparse projectors ({method.kind}): {before:,} "
-        f"weights seen as {after:,}; Adam's moments, {8 * numel / GIB:.2f} GiB, in {where}"
+        f"weights seen as {after:,}; {_say_moments(method)}"
     ]
     clamped = [piece for piece in low if min(piece.tensor.shape) <= method.d]
     clamped += [piece for piece in full if piece.tensor.block is not None and len(piece.tensor.shape) == 2]
@@ -107,6 +117,17 @@ def say_pieces(method: Any) -> list[str]:
     elif full:
         lines.append(f"lsp: by plain Adam: {_names([piece.name for piece in full])}")
     return lines
+
+
+def _say_moments(method: Any) -> str:
+    here = sum(method.optimizer.device.lengths.values())
+    away = sum(method.optimizer.lengths.values()) - here
+    units, there = method.model.layout.units, method.optimizer.device.lengths
+    places = [f"{8 * here / GIB:.2f} GiB in device memory"] if here else []
+    places += [f"{8 * away / GIB:.2f} GiB in host memory, updated by the CPU"] if away else []
+    said = f"Adam's moments: {' and '.join(places)}"
+    first = [units[unit].name for unit in method.optimizer.lengths if unit not in there]
+    return f"{said} (from {first[0]} on)" if here and away else said
 
 
 def _names(names: list[str]) -> str:

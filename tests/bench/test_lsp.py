@@ -17,4 +17,4 @@ def test_every_trial_runs_on_tiny_shapes(tmp_path: Path) -> None:
     on_host = records["7B lsp d=2048 cpu compiled"]
     assert on_host["parts"]["layer_update_s"] > 0 and on_host["bytes_up"] == on_host["bytes_down"] > 0
     assert records["7B lsp d=2048 compiled"]["bytes_up"] == 0
-    assert "waited for the CPU" in next(tmp_path.glob("*.md")).read_text()
+    assert "exposed: CPU" in next(tmp_path.glob("*.md")).read_text()

@@ -11,6 +11,8 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lsp import LSP
+from keyhole.methods.lsp_gather import seen
+from keyhole.methods.lsp_update import Updates
 from keyhole.offload.workers import WorkerFailed
 from keyhole.ops.projector import identity_projector
 from tests.methods.test_first_order import plain_loss
@@ -71,8 +73,9 @@ def test_through_identity_projectors_it_is_adamw() -> None:
     for piece in opt.pieces.values():
         if piece.p is not None:
             piece.take(*(identity_projector(rows) for rows in piece.tensor.shape))
-    remade = type(opt.optimizer)(opt.units, model.device, opt.optimizer.rule, waits=False)
-    opt.optimizer = remade
+    rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
+    how = {"max_grad_norm": None, "weight_decay": 0.1, "how": {"rounding": "stochastic", "seed": 0}, "threads": None}
+    opt.optimizer = Updates(model, opt.units, set(opt.units), rule, **how)
     train(opt, 8, 2)
     expected = torch_adamw("llama", 8, 2, None)
     assert sum(piece.p is not None for piece in opt.pieces.values()) == 21
@@ -116,8 +119,8 @@ def test_accumulation_is_exact() -> None:
     opt = LSP(model, learn=False, **{**SMALL, "check_freq": 100})
     plain_loss(module, micro_batches(0, 2)).backward()
     kept = {}
-    opt.optimizer.deltas = lambda unit, given, clip, skip: (
-        kept.update({p.name: _copy(opt, p) for p in given}) or (torch.zeros(opt.optimizer.lengths[unit]))
+    opt.optimizer.device.deltas_ = lambda unit, given, grad, clip, skip: (
+        kept.update({piece.name: seen(grad, piece).clone() for piece in given}) or grad.zero_()
     )
     opt.step(micro_batches(0, 2))
     grads = {name: p.grad for name, p in module.named_parameters()}
@@ -126,11 +129,6 @@ def test_accumulation_is_exact() -> None:
         if piece.p is not None:
             grad = piece.p.dense_Rd().T @ grad @ piece.q.dense_Rd()
         torch.testing.assert_close(kept[piece.name], grad, rtol=1e-4, atol=1e-6)
-
-
-def _copy(opt: LSP, piece: Any) -> torch.Tensor:
-    at = slice(piece.begin, piece.begin + piece.numel)
-    return opt.optimizer.buffer(piece.unit)[at].view(piece.shape).clone()
 
 
 @pytest.mark.parametrize("where, dtype, clip", [("gpu", "bfloat16", None), ("cpu", "float32", 0.7)])
@@ -205,8 +203,10 @@ def test_a_step_that_is_not_finite(where: str) -> None:
 
 
 def _spoil_one_gradient(opt: LSP) -> None:
-    inner = opt.gradient
-    opt.gradient = lambda tensor, w, grad: inner(tensor, w, grad * float("inf") if "norm" in tensor.name else grad)
+    inner = opt.optimizer.gradient
+    opt.optimizer.gradient = lambda tensor, w, grad: inner(
+        tensor, w, grad * float("inf") if "norm" in tensor.name else grad
+    )
     opt.step(batch())
     opt.flush()
 
@@ -215,7 +215,7 @@ def test_a_failing_worker_ends_the_run() -> None:
     """With its cause, at the next step, and without hanging."""
     opt = LSP(load(), optimizer_on="cpu", **SMALL)
     opt.step(batch())
-    opt.optimizer.rule = {"beta1": "no number"}
+    opt.optimizer.host.rule = {"beta1": "no number"}
     with pytest.raises(WorkerFailed, match="failed"):
         for _ in range(2):
             opt.step(batch())
