@@ -115,9 +115,10 @@ class Exchange:
 
     def send_back(self, page: int, spans: list[Span]) -> None:
         """To the device; nothing to do for a streamed page."""
-        home, source = self.engine.homes[page], self.source[page]
         if page in self.engine.streamed:
             return
+        home, source = self.engine.homes[page].data, self.source[page]  # .data: or autograd, at work on a neighbour in
+        # the same memory, would take this for a change of that
         if not self.cuda:
             for begin, end in spans:
                 home[begin:end].copy_(source[begin:end])
