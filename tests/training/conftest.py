@@ -1,0 +1,42 @@
+"""Short runs: a config to change, and a signal in the middle of one."""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole import trainer
+from keyhole.config import TrainConfig, resolve
+from tests.training.runs import Make
+
+
+@pytest.fixture
+def make(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Make:
+    """Builds the config of a short run in tmp_path/<name>; keywords change it."""
+
+    def build(name: str = "out", **changes: Any) -> TrainConfig:
+        base = {"model": str(tiny_model), "train_data": str(tiny_data), "output_dir": str(tmp_path / name)}
+        base |= {"method": "adamw", "learning_rate": 1e-3, "max_steps": 6, "batch_size": 4, "device": "cpu"}
+        return resolve(TrainConfig(**base | {"lr_scheduler_type": "cosine", "warmup_ratio": 0.2} | changes))[0]
+
+    return build
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Raises a signal inside the given step of the next run."""
+
+    def arrange(step: int, number: int = signal.SIGINT) -> None:
+        real, calls = trainer.Run.step, []
+
+        def once(self: trainer.Run, current: int) -> None:
+            if current == step and not calls:
+                calls.append(current)
+                signal.raise_signal(number)
+            real(self, current)
+
+        monkeypatch.setattr(trainer.Run, "step", once)
+
+    return arrange

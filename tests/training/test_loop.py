@@ -1,0 +1,78 @@
+"""The loop: every method learns, batches and epochs add up, and numbers that are not finite stop it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from keyhole.methods import METHODS
+from keyhole.trainer import train
+from keyhole.training.guard import NonFinite
+from tests.training.runs import Make, losses, metrics, weights
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_learns(make: Make, method: str) -> None:
+    """Every method lowers the loss on a set it sees again and again."""
+    rates = {"sgd": 0.1, "zo": 2e-3}
+    steps = 60 if method == "zo" else 20
+    config = make(method=method, learning_rate=rates.get(method, 3e-3), max_steps=steps, batch_size=8)
+    assert train(config) == 0
+    curve = losses(config)
+    assert sum(curve[-5:]) < 0.95 * sum(curve[:5])
+
+
+@pytest.mark.parametrize("method", ["adamw", "zo"])
+def test_accumulation_equals_one_large_batch(make: Make, method: str) -> None:
+    """Two micro-batches of 2 are one batch of 4: the loss is weighted by trained tokens, not by batches."""
+    whole, split = (
+        make("whole", method=method),
+        make("split", method=method, batch_size=2, gradient_accumulation_steps=2),
+    )
+    train(whole)
+    train(split)
+    assert losses(whole) == pytest.approx(losses(split), rel=1e-4)
+    assert [e["tokens"] for e in metrics(whole)] == [e["tokens"] for e in metrics(split)]
+
+
+def test_epochs_become_steps(make: Make) -> None:
+    """24 samples in batches of 4 are 6 steps an epoch; half an epoch more is 3."""
+    config = make(max_steps=None, num_train_epochs=1.5)
+    train(config)
+    assert [entry["epoch"] for entry in metrics(config)][-1] == 1.5
+    assert len(losses(config)) == 9
+
+
+def test_non_finite_loss_stops_the_run(make: Make) -> None:
+    """A rate that blows the weights up: the step, the samples and the last good checkpoint are named."""
+    config = make(method="sgd", learning_rate=1e12, save_steps=1, lr_scheduler_type="constant", warmup_ratio=0.0)
+    with pytest.raises(NonFinite) as error:
+        train(config)
+    root, message = Path(config.output_dir), str(error.value)
+    step = metrics(config)[-1]["step"]
+    assert f"step {step}: the loss is nan" in message and f"last good checkpoint is {root}" in message
+    assert f"checkpoint-{step - 1}" in message
+    assert metrics(config)[-1]["loss"] is None
+    assert all(tensor.isfinite().all() for tensor in weights(root / f"checkpoint-{step - 1}").values())
+    assert not (root / "model.safetensors").exists() and (root / "run" / "loss.png").exists()
+
+
+def test_broken_weights_are_not_saved(make: Make, tmp_path: Path) -> None:
+    """A NaN that no batch has met yet is found before it is written."""
+    broken = tmp_path / "broken"
+    model = AutoModelForCausalLM.from_pretrained(make().model)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[2, 0] = float("nan")  # a byte that no row has
+    model.save_pretrained(broken)
+    AutoTokenizer.from_pretrained(make().model).save_pretrained(broken)
+    with pytest.raises(NonFinite, match="embed_tokens.weight holds NaN or infinity"):
+        train(make(model=str(broken), save_steps=2))
+    assert not list(Path(make().output_dir).glob("checkpoint-*"))
+
+
+def test_steps_lost_to_rounding_are_pointed_out(make: Make, capsys: pytest.CaptureFixture) -> None:
+    """bfloat16 norms near 1 do not move at a small rate; the user is told which tensors stand still."""
+    train(make(dtype="bfloat16", learning_rate=1e-5, max_steps=4))
+    out = capsys.readouterr().out
+    assert "trained tensors did not change in 3 steps" in out and "layernorm.weight" in out

@@ -1,0 +1,93 @@
+"""What a run leaves on disk, and what it refuses before it has touched anything."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import keyhole
+from keyhole.config import load_config
+from keyhole.errors import UserError
+from keyhole.trainer import train
+from tests.training.runs import Make, metrics, same, weights
+
+
+def test_output_directory(make: Make, tiny_data: Path) -> None:
+    """Everything is where the documentation says, and transformers loads the model, equal in all weights."""
+    config = make(save_steps=2, eval_data=str(tiny_data), report_to="tensorboard")
+    assert train(config) == 0
+    root = Path(config.output_dir)
+    assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "loss.png", "keyhole.json", "tensorboard"):
+        assert (root / "run" / name).exists(), name
+    assert load_config(root / "run" / "config.yaml")[0] == config
+    theirs = AutoModelForCausalLM.from_pretrained(root)
+    ours = keyhole.load(root, device="cpu")
+    assert all(torch.equal(t, dict(theirs.named_parameters())[n]) for n, t in ours.named_tensors())
+    assert same(weights(root), weights(root / "checkpoint-6"))
+    tokenizer = AutoTokenizer.from_pretrained(root)
+    ends = theirs.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in (ends if isinstance(ends, list) else [ends])
+    last = metrics(config)[-1]
+    assert last["step"] == 6 and last["perplexity"] == pytest.approx(math.exp(last["eval_loss"]))
+
+
+def test_metrics_are_json_lines(make: Make) -> None:
+    """Every step has one line with the documented names."""
+    config = make(max_steps=2)
+    train(config)
+    lines = (Path(config.output_dir) / "run" / "metrics.jsonl").read_text().splitlines()
+    expected = {
+        "step",
+        "loss",
+        "learning_rate",
+        "epoch",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "host_gib",
+    }
+    assert [set(json.loads(line)) for line in lines] == [expected | {"grad_norm"}] * 2
+
+
+def test_dry_run_writes_nothing(make: Make, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """It prints what would run, reads no weights, and leaves no file."""
+    bare = tmp_path / "bare"
+    config = make()
+    shutil.copytree(config.model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = replace(config, model=str(bare))
+    assert train(config, dry_run=True) == 0
+    out = capsys.readouterr().out
+    assert "LlamaForCausalLM, 35,296 parameters" in out and "steps: 6" in out
+    assert not Path(config.output_dir).exists()
+
+
+def test_bad_directories_are_refused_before_anything(make: Make, tmp_path: Path) -> None:
+    """Somebody else's directory and our own finished run: one message each, nothing touched."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.txt").write_text("x")
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        train(make("theirs"))
+    config = make(max_steps=1)
+    train(config)
+    before = {path: path.stat().st_mtime_ns for path in Path(config.output_dir).rglob("*")}
+    with pytest.raises(UserError, match="--resume"):
+        train(config)
+    assert before == {path: path.stat().st_mtime_ns for path in Path(config.output_dir).rglob("*")}
+
+
+def test_bad_input_leaves_no_directory(make: Make, tmp_path: Path) -> None:
+    """A model without weights, or CUDA where there is none, is found before the output directory is made."""
+    bare = tmp_path / "bare"
+    shutil.copytree(make().model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(UserError, match="no weights"):
+        train(make(model=str(bare)))
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="cuda"):
+            train(make(device="cuda"))
+    assert not Path(make().output_dir).exists()
