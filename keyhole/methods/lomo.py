@@ -16,21 +16,18 @@ matrix. What is added to the memory of inference is one gradient, one block's ac
 Rounding of 16-bit weights: stochastic, nearest (small steps vanish), or kahan (what was lost is kept beside the weight,
 2 bytes a parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights at home, and so needs none.
 
-The product of a linear layer's gradient is made in one buffer for all layers. Where nothing has to look at it
-(grad_norm=False, no clipping, rounding to nearest or float32) not even there: w.addmm_(dy^T, x) is gradient and update.
+What becomes of a single gradient: lomo_updates.py.
 """
 
-import re
 from typing import Any
 
 import torch
 
-from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.lomo_updates import Squares, Updates
 from keyhole.methods.loss_scale import LossScale
 from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch, as_list, to_device
-from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
 from keyhole.model.tape import KEEPS
@@ -39,7 +36,7 @@ ROUNDINGS = ("stochastic", "nearest", "kahan")
 State = dict[str, Any]
 
 
-class LOMO:
+class LOMO(Updates):
     """See the top of this file. `lr` may be changed between steps.
 
     groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first that is found in a
@@ -131,7 +128,7 @@ class LOMO:
     def _update(self, reverse: Any) -> None:
         self.scale = None if self.loss_scale is None else torch.full_like(self.sum_squares, 1 / self._factor)
         if self._looks_first:
-            reverse(_Squares(self), False)
+            reverse(Squares(self), False)
             self._beside_squares()
             self._beside_forget()
             self.norm = self.sum_squares.sqrt()
@@ -168,67 +165,6 @@ class LOMO:
                 f"{self.name}: no parameter of a block received a gradient; something around the model hides it "
                 "(inference mode, a compiled or wrapped module, hooks that detach). Load it with keyhole.load."
             )
-
-    # -- the sink: what becomes of gradients -----------------------------------------------------------------------
-
-    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """dy^T x straight into the weight, or by way of the one buffer."""
-        if self._adds_directly(w_OI):
-            self.given.add(tensor.name)
-            lr, weight_decay = self._rates(tensor)
-            w_OI.addmm_(dy_MO.t(), x_MI, beta=1 - lr * weight_decay, alpha=-lr)
-            return True
-        grad_OI = self.buffer[: w_OI.numel()].view(w_OI.shape)
-        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
-        self.gradient(tensor, w_OI, grad_OI)
-        return True
-
-    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Updates one tensor."""
-        self.given.add(tensor.name)
-        scale = self.scale
-        if self.clip_group_norm is not None:
-            scale = self._group_scale(grad)
-        lr, weight_decay = self._rates(tensor)
-        self._rule(tensor, w, grad.contiguous(), lr, weight_decay, scale)
-
-    def finished(self, unit: Unit) -> bool:
-        """The unit's weights have changed."""
-        return True
-
-    def _rule(
-        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
-    ) -> None:
-        ops.sgd_update_(
-            w, grad, lr=lr, weight_decay=weight_decay, scale=scale, clip_value=self.clip_value, **self._how(tensor, w)
-        )
-
-    def _how(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
-        """Rounding and counters of one update."""
-        rounding = "nearest" if w.dtype == torch.float32 else self.rounding
-        if rounding == "kahan" and tensor.name not in self.lost:
-            self.lost[tensor.name] = torch.zeros_like(w)
-        lost = self.lost[tensor.name] if rounding == "kahan" else None
-        where = {"offset": tensor.start, "seed": self.seed, "step": self.step_count}
-        sums = {"sum_squares": self.sum_squares if self.norm is None and self.measures else None}
-        return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
-
-    def _adds_directly(self, w: torch.Tensor) -> bool:
-        clips = self.clip_value is not None or self.clip_group_norm is not None or self.scale is not None
-        exact = w.dtype == torch.float32 or self.rounding == "nearest"
-        return not (clips or self.measures) and exact and w.dtype == self.model.dtype
-
-    def _group_scale(self, grad: torch.Tensor) -> torch.Tensor:
-        squares = torch.zeros_like(self.sum_squares)
-        ops.sum_squares_(grad.contiguous(), squares, self.scale)
-        clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        return clip if self.scale is None else clip * self.scale
-
-    def _rates(self, tensor: FlatTensor) -> tuple[float, float]:
-        for group in self.groups:
-            if re.search(group["match"], tensor.name):
-                return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", self.weight_decay)
-        return self.lr, self.weight_decay
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
@@ -283,25 +219,6 @@ class LOMO:
         for name, value in state.items():
             if name.endswith("/lost"):
                 self.lost[name.removesuffix("/lost")] = value.to(self.model.device)
-
-
-class _Squares:
-    """The sink of the first of two reverses: adds up squares and changes nothing."""
-
-    def __init__(self, method: LOMO) -> None:
-        self.method = method
-
-    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        grad_OI = self.method.buffer[: w_OI.numel()].view(w_OI.shape)
-        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
-        self.gradient(tensor, w_OI, grad_OI)
-        return True
-
-    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        ops.sum_squares_(grad.contiguous(), self.method.sum_squares, self.method.scale, offset=tensor.start)
-
-    def finished(self, unit: Unit) -> bool:
-        return False
 
 
 def _check(name: str, model: Any, rounding: str, activations: str, clips: tuple[float | None, ...]) -> None:

@@ -16,14 +16,7 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
 The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
-A freed slot keeps its page until another needs the memory, and a page that is wanted again while its slot still has it
-as it is at home does not cross again: a sweep that turns round (forward, then reverse) finds its last pages there.
-
-A page whose home is rewritten on the host (offload/exchange.py) has a gate: prefetch stops at a page that is not
-ready, without waiting, and acquire waits for it.
-
-Whoever must see homes as they are now while work goes on (checkpoint/snapshot.py) is a *watch*: it is told before a
-home is changed, and may hold the host up until it has what it needs, and after.
+Slots that are free keep their pages (slots.py). Others may write homes, or want to know when they change (around.py).
 
 Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
 and, if committed, once down a sweep.
@@ -34,59 +27,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
+from keyhole.offload.around import Gate, Watch
+from keyhole.offload.slots import POISON, FreeSlots, Slot, page_bytes
 from keyhole.offload.timeline import Timeline
-
-POISON = 0xFF  # this byte over and over is NaN in fp32, bf16, fp16 and fp8
-
-
-def _bytes(flat: torch.Tensor) -> int:
-    return flat.numel() * flat.element_size()
-
-
-class Gate(Protocol):
-    """Who rewrites homes on the host."""
-
-    def ready(self, page: int) -> bool:
-        """Whether the home holds the page's weights; never waits."""
-
-    def wait(self, page: int) -> None:
-        """Returns when it does. Kernels that are launched afterwards on the compute stream may read the home."""
-
-    def drain(self) -> None:
-        """The same for all pages, and for the host."""
-
-    def close(self) -> None:
-        """Ends the work; nobody will ask for a page again."""
-
-
-class Watch(Protocol):
-    """Who wants to know when homes change."""
-
-    def before_change(self, page: int) -> None:
-        """Work that will change the home is about to be queued. May wait."""
-
-    def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
-        """That work has been queued on this stream (None: it is done)."""
-
-
-class _Slot:
-    """A reused device buffer, and the events after which it may be overwritten."""
-
-    def __init__(self, buffer: torch.Tensor, cuda: bool) -> None:
-        self.buffer = buffer
-        self.page: int | None = None  # what it holds, or will
-        self.last_page: int | None = None  # what lies in it, perhaps still on its way home
-        self.intact = False  # it lies there as it is at home
-        if cuda:
-            self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
-
-    def like(self, home: torch.Tensor) -> torch.Tensor:
-        """The front of the buffer, seen as a page of this dtype and length."""
-        return self.buffer[: _bytes(home)].view(home.dtype)
 
 
 class Engine:
@@ -111,12 +57,12 @@ class Engine:
         self.homes, self.streamed, self.device = homes, streamed, device
         self.overlap, self.reuse_slots, self.chaos = overlap, reuse_slots, chaos
         self.cuda = device.type == "cuda"
-        self.slot_bytes = max((_bytes(homes[page]) for page in streamed), default=0)
+        self.slot_bytes = max((page_bytes(homes[page]) for page in streamed), default=0)
         self.slot_count = slot_count if streamed else 0
-        self.slots = [_Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
-        self.free: deque[_Slot] = deque(self.slots)
-        self.ahead: deque[_Slot] = deque()  # uploaded or on their way, in the order they will be asked for
-        self.held: dict[int, _Slot] = {}
+        self.slots = [Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
+        self.free = FreeSlots(self.slots)
+        self.ahead: deque[Slot] = deque()  # uploaded or on their way, in the order they will be asked for
+        self.held: dict[int, Slot] = {}
         self.orders: dict[str, list[int]] = {}
         self.order: list[int] = []
         self.cursor = 0
@@ -164,7 +110,7 @@ class Engine:
             return self.homes[page]
         assert page not in self.held, f"page {page} is acquired already"
         while self.ahead and self.ahead[0].page != page and any(slot.page == page for slot in self.ahead):
-            self._give_back(self.ahead.popleft())  # expected, but skipped this time
+            self.free.add(self.ahead.popleft())  # expected, but skipped this time
         if not (self.ahead and self.ahead[0].page == page):
             self._drop_ahead()
             self._upload(page)
@@ -194,7 +140,7 @@ class Engine:
             return
         slot, home = self.held[page], self.homes[page]
         slot.intact = self.gate is None
-        self.bytes_down += _bytes(home)
+        self.bytes_down += page_bytes(home)
         if self.watch is not None:
             self.watch.before_change(page)
         if not self.cuda:
@@ -226,7 +172,7 @@ class Engine:
             slot.intact = False
             if not self.cuda:
                 slot.buffer.fill_(POISON)
-        self._give_back(slot)
+        self.free.add(slot)
         self._prefetch()
 
     def invalidate(self) -> None:
@@ -253,12 +199,12 @@ class Engine:
             self.compute.wait_event(self.home_written[page])
 
     def _upload(self, page: int) -> None:
-        slot, home = self._free_slot(page), self.homes[page]
+        slot, home = self.free.take(page, keeps=self.gate is None and self.reuse_slots), self.homes[page]
         slot.page = page
         self.ahead.append(slot)
         if slot.intact and slot.last_page == page:
             return  # it has not left
-        self.bytes_up += _bytes(home)
+        self.bytes_up += page_bytes(home)
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()
             if self.cuda:
@@ -283,16 +229,6 @@ class Engine:
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
-    def _free_slot(self, page: int) -> _Slot:
-        """The one that has the page still, else the one that is free for longest."""
-        for slot in self.free:
-            if self.gate is not None or not self.reuse_slots:
-                slot.intact = False  # homes change without the engine, or buffers do
-            elif slot.intact and slot.last_page == page:
-                self.free.remove(slot)
-                return slot
-        return self.free.popleft()
-
     def _new_buffer(self) -> torch.Tensor:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)
 
@@ -309,11 +245,7 @@ class Engine:
 
     def _drop_ahead(self) -> None:
         while self.ahead:
-            self._give_back(self.ahead.popleft())
-
-    def _give_back(self, slot: _Slot) -> None:
-        slot.page = None
-        self.free.append(slot)
+            self.free.add(self.ahead.popleft())
 
     def _delay(self) -> None:
         if self.chaos:
