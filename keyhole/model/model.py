@@ -30,6 +30,7 @@ from keyhole.model.binding import Binding
 from keyhole.model.graphs import BlockGraphs
 from keyhole.model.head import Head
 from keyhole.model.homes import Homes
+from keyhole.model.hooks import install_hooks
 from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
 from keyhole.model.lockstep import Lockstep
 from keyhole.model.rowtiles import compute_in_tiles
@@ -72,7 +73,7 @@ class Model:
         self.homes = Homes(layout, engine.homes, dtype)
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
-        self._install_hooks()
+        install_hooks(self)
         compute_in_tiles(self)
         whole = len(layout.of_kind("block")) == layout.block_count > 0
         if graphs and self.device.type == "cuda" and whole:
@@ -194,46 +195,6 @@ class Model:
     def is_plain(self) -> bool:
         """Every unit is on the device in the dtype it is computed in: the module works as it stands."""
         return not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
-
-    def _install_hooks(self) -> None:
-        def on_enter(unit: Unit) -> Callable:
-            def hook(module: nn.Module, args: tuple) -> None:
-                if torch.compiler.is_compiling():  # met at the door
-                    return
-                current = self.conductor and self.conductor.current
-                if current and not self.conductor.whole and current.wants is not unit:
-                    current.meet(unit)
-
-            return hook
-
-        def on_block(block: int, units: list[Unit]) -> Callable:
-            def hook(module: nn.Module, args: tuple) -> None:
-                if self.conductor is None:
-                    return
-                for unit in units if self.conductor.whole else ():
-                    self.conductor.current.meet(unit)
-                self.binding.enter_block(block)
-
-            return hook
-
-        def on_embed(module: nn.Module, args: tuple) -> tuple | None:
-            if self.conductor is None:
-                return None
-            ids = args[0]
-            rows_MH = self.conductor.rows(self.conductor.current.index, ids.flatten())
-            if isinstance(rows_MH, nn.Parameter):  # a leaf of its own, for a pass that will be differentiated
-                module._parameters["weight"] = rows_MH
-            else:
-                module.weight.data = rows_MH
-            return (torch.arange(ids.numel(), device=ids.device).view(ids.shape),)
-
-        blocks = self.layout.of_kind("block")
-        for unit in blocks:
-            for owner in unit.modules:
-                owner.register_forward_pre_hook(on_enter(unit))
-        for block, owner in enumerate(find_blocks(self.module)):  # after on_enter: the unit's pass is bound by then
-            owner.register_forward_pre_hook(on_block(block, [u for u in blocks if u.block == block]))
-        self.embedding.register_forward_pre_hook(on_embed)
 
     # -- looking at it, and saving ---------------------------------------------------------------------------------
 
