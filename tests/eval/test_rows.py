@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import keyhole
 from keyhole.data.dataset import IGNORED, Sample
 from keyhole.eval.rows import plan_batches, score_rows
+from tests.model.streaming import streamed
 
 
 @given(st.lists(st.integers(1, 60), max_size=80), st.integers(1, 200))
@@ -47,7 +48,7 @@ def test_rows_score_as_they_do_alone(tiny_model: Path, placement: str) -> None:
 @pytest.mark.parametrize("passes", [1, 3, 8])
 def test_the_link_is_crossed_once_a_group(tiny_model: Path, passes: int) -> None:
     """Bytes over the link are the streamed weights times the number of groups, not of rows."""
-    model = keyhole.load(tiny_model, device="cpu", placement="stream")
+    model = streamed(keyhole.load(tiny_model, device="cpu"), keep=("table", "head"), slot_count=1)
     samples = rows([10] * 24)
     batches = plan_batches([10] * 24, 40)
     assert len(batches) == 6
