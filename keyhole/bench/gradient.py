@@ -44,7 +44,7 @@ class Trial:
     system: str  # native, or a method of keyhole
     batch: int = 4
     length: int = 1024
-    gpu_memory: str | None = None  # streamed in this budget; None: resident
+    gpu_memory: str | None = None  # the budget; None: all of the device
     streamed: bool = False
     compare: str | None = None  # a streamed trial: the resident one whose step is its compute floor
     options: dict[str, Any] = field(default_factory=dict)
@@ -173,12 +173,19 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
     return found
 
 
+def _quick_budget(trial: Trial) -> str | None:
+    """Of tiny shapes: so little that of lsp's moments only those of the tables stay."""
+    return "1560KiB" if trial.gpu_memory and not trial.streamed else None
+
+
 def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     import keyhole
+    from keyhole.bench.lsp import lsp_work
     from keyhole.plan.memory import Workload
 
-    work = Workload(trial.system, tokens, 1, 1, trial.options.get("activations", "block"))
-    where = {"placement": "stream", "gpu_memory": None if quick else trial.gpu_memory} if trial.streamed else {}
+    work = Workload(trial.system, tokens, 1, 1, trial.options.get("activations", "block"), lsp_work(trial, quick))
+    where = {"placement": "stream"} if trial.streamed else {}
+    where |= {"gpu_memory": _quick_budget(trial) if quick else trial.gpu_memory}
     where |= {"dtype": "float32" if quick else "bfloat16", "device": device, "workload": work}
     return keyhole.load(config_of("quick" if quick else trial.shape), init="random", **where)
 

@@ -1,7 +1,8 @@
 """`keyhole bench lsp`: the trials. They are run and reported by gradient.py, the most telling first.
 
     native adamw     torch's fused AdamW on the plain module, states in the dtype of the weights (bf16)
-    lsp d            (d, 4)-sparse projectors; Adam's moments on the GPU, or on the CPU ("cpu")
+    lsp d            (d, 4)-sparse projectors; Adam's moments on the GPU, on the CPU ("cpu"), or as many on the GPU as a
+                     budget leaves room for ("17GB") and the rest on the CPU
     adam-offload     exact AdamW with fp32 states in host memory, layer by layer or monolithic (ZeRO-Offload's order)
     lora, galore     baselines; GaLore's first SVD (minutes) is left out: its bases are drawn at random
 
@@ -14,9 +15,9 @@ from typing import Any
 from keyhole.bench.gradient import Trial
 
 
-def _lsp(shape: str, d: int, label: str = "", **options: Any) -> Trial:
+def _lsp(shape: str, d: int, label: str = "", gpu_memory: str | None = None, **options: Any) -> Trial:
     how = {"d": d, "r": 4, "learn": False, "activations": "host", **options}
-    return Trial(f"{shape} lsp d={d}{label}", shape, "lsp", options=how)
+    return Trial(f"{shape} lsp d={d}{label}", shape, "lsp", gpu_memory=gpu_memory, options=how)
 
 
 def _offload(shape: str, schedule: str, **options: Any) -> Trial:
@@ -30,6 +31,7 @@ SPANS = ("forward", "reverse", "down", "update", "up", "exposed down", "exposed 
 LEAN = {"d": 1024, "r": 4, "learn": False, "activations": "host", "optimizer_on": "cpu", "others": "frozen"}
 TRIALS = [
     Trial("7B native adamw", "7B", "native", options={"optimizer": "adamw"}),
+    _lsp("7B", 2048, " 17GB compiled", gpu_memory="17GB", **COMPILED),
     _lsp("7B", 2048, " compiled", **COMPILED),
     _lsp("7B", 2048, " cpu compiled", optimizer_on="cpu", **COMPILED),
     _lsp("7B", 512, " compiled", **COMPILED),
@@ -59,6 +61,17 @@ def adapted(options: dict[str, Any], quick: bool) -> dict[str, Any]:
     if options.pop("svd", True) is False:
         _leave_out_svd()
     return options
+
+
+def lsp_work(trial: Trial, quick: bool) -> Any:
+    """What the memory plan wants to know of an lsp trial."""
+    from keyhole.plan.lsp import LSPWork
+
+    if trial.system != "lsp":
+        return None
+    names = ("d", "r", "others", "optimizer_on")
+    options = adapted(trial.options, quick)
+    return LSPWork(**{name: options[name] for name in names if name in options})
 
 
 def _leave_out_svd() -> None:

@@ -5,7 +5,7 @@ For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, 
     homes        the spine and every resident unit                                          b x their elements
     slots        of the block at work, of the next one, and one more                        2 k + 1 units, k a block
     gradients    one matrix and its neighbour on the way; with m > 1 of one block           b x ...
-                 lsp: and a chunk of a table in fp32, four times on its way to Adam and back
+                 (lsp: plan/lsp.py)
     kept         block inputs: L m M H on the device, or three of them when they wait in host memory
     activations  of one block that is run again with its graph                              b M (HIDDEN H + WIDE W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
@@ -72,7 +72,7 @@ def gradient_device_bytes(
     return GradientBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
-        gradients=b * (block if work.passes > 1 else 2 * largest) + (16 * rows * hidden if work.method == "lsp" else 0),
+        gradients=b * (block if work.passes > 1 else 2 * largest),
         kept=b * kept_blocks * work.passes * work.tokens * hidden,
         activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide)),
         logits=tokens * rows * (2 * b + 4) + b * rows * hidden * 2 + work.passes * work.tokens * hidden * (b + 4),

@@ -21,6 +21,7 @@ peak is printed beside them after a few steps.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from keyhole.model.graphs import SMALL_FLOP
 from keyhole.model.layout import CHUNK_ROWS, Layout
@@ -41,6 +42,7 @@ class Workload:
     passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
     directions: int = 1
     kept: str = "block"  # where block inputs are between forward and backward: block (device) or host
+    lsp: Any = None  # lsp: its settings that decide about memory (plan/lsp.py)
 
 
 @dataclass(frozen=True)

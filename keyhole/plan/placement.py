@@ -27,6 +27,7 @@ from keyhole.model.layout import TILE_NUMEL, Layout, Unit, find_layout
 from keyhole.offload.wire import Wire
 from keyhole.plan import gradient
 from keyhole.plan.host import host_memory
+from keyhole.plan.lsp import limit_bytes, lsp_device_bytes
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
 from keyhole.plan.states import check_host_state
 
@@ -55,9 +56,12 @@ class _Costs:
     work: Workload
     formats: Wire
     workspace_bytes: int
+    limit_bytes: int | None  # what lsp may fill with moments
 
     def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes | gradient.GradientBytes:
         how = {"formats": self.formats, "workspace_bytes": self.workspace_bytes}
+        if self.work.method == "lsp":
+            return lsp_device_bytes(layout, streamed, self.work, self.limit_bytes, **how)
         if self.work.method in gradient.METHODS:
             return gradient.gradient_device_bytes(layout, streamed, self.work, **how)
         return zo_device_bytes(layout, streamed, SLOT_COUNT, self.work, **how)
@@ -77,9 +81,9 @@ def place(
     """Cuts the model into units and decides which of them are streamed."""
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
-    costs = _Costs(work, formats, workspace_bytes(device))
-    whole = find_layout(module)
     budget = _budget(gpu_memory, placement, device)
+    costs = _Costs(work, formats, workspace_bytes(device), limit_bytes(budget, device))
+    whole = find_layout(module)
     resident = Placement(set(), 0, costs.of(whole, set()), budget)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
         _check_state(whole, resident, formats, work)

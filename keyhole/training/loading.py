@@ -16,6 +16,7 @@ from keyhole.model.load import choose_device, choose_dtype, load
 from keyhole.model.model import Model
 from keyhole.model.skeleton import build, read_config
 from keyhole.offload.wire import Wire
+from keyhole.plan.lsp import LSPWork
 from keyhole.plan.memory import Workload
 from keyhole.plan.placement import place
 from keyhole.training import start
@@ -29,7 +30,10 @@ def workload(config: TrainConfig) -> Workload:
     passes = config.gradient_accumulation_steps * (2 * directions if config.method == "zo" else 1)
     tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
     own = getattr(config, section_of(config.method), None)
-    return Workload(config.method, tokens, passes, directions, getattr(own, "activations", "block"))
+    kept = getattr(own, "activations", "block")
+    clips = config.max_grad_norm is not None
+    lsp = LSPWork(own.d, own.r, own.others, own.optimizer_on, clips) if config.method == "lsp" else None
+    return Workload(config.method, tokens, passes, directions, kept, lsp)
 
 
 def load_model(config: TrainConfig, choice: find.Choice) -> Model:
