@@ -1,16 +1,21 @@
 """Times what LSP does to the seven matrices of a Llama-7B layer, part by part (needs a GPU, half a minute).
 
     python benchmarks/ops_lsp.py [d ...]        microseconds, median of 20; 4096 tokens, bfloat16, r = 4
+    python benchmarks/ops_lsp.py --host         only Adam's step on the CPU, d = 2048; all cores but one
 
-To compare with: weight gradients by products, and torch's fused AdamW with fp32 states.
+To compare with: weight gradients by products, and torch's fused AdamW with fp32 states; for the CPU, the same step by way
+of a scratch buffer of zeros, in fp32 and from and to bfloat16.
 """
 
 import sys
+import time
 from collections.abc import Callable
 
 import torch
 
 from keyhole import ops
+from keyhole.methods.lsp_adam import adam_delta_
+from keyhole.offload.workers import default_threads
 
 WIDTH, MLP, TOKENS, R = 4096, 11008, 4096, 4
 SHAPES = [(WIDTH, WIDTH)] * 4 + [(MLP, WIDTH)] * 2 + [(WIDTH, MLP)]
@@ -71,8 +76,38 @@ def native() -> None:
     show("native: fused AdamW, bf16 states", adamw.step)
 
 
+def host() -> None:
+    """Adam's step of one layer on the CPU: in place, as it is done, and as it could be."""
+    torch.set_num_threads(default_threads())
+    numel, steps, rule = len(SHAPES) * 2048**2, [torch.tensor(3.0)], {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    grad, m, v = torch.randn(numel) * 1e-3, torch.randn(numel) * 1e-4, torch.rand(numel) * 1e-6
+    half, scratch = grad.bfloat16(), torch.empty(2**17 * torch.get_num_threads())
+
+    def by_scratch(source: torch.Tensor) -> None:
+        for g, *moments in zip(*(flat.split(scratch.numel()) for flat in (source, m, v)), strict=True):
+            chunk = scratch[: g.numel()].copy_(g)
+            adam_delta_([chunk], *([x] for x in moments), steps, rule)
+            g.copy_(chunk)
+
+    trials = {"in place": lambda: adam_delta_([grad], [m], [v], steps, rule)}
+    trials |= {"scratch, fp32": lambda: by_scratch(grad), "scratch, bf16": lambda: by_scratch(half)}
+    for name, run in trials.items():
+        times = []
+        for _ in range(10):
+            begin_s = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - begin_s)
+        median_s = sorted(times)[len(times) // 2]
+        print(
+            f"host, {torch.get_num_threads()} threads, {name:20} {median_s * 1e6:8.0f} us, {numel / median_s / 1e9:.2f} G/s"
+        )
+
+
 if __name__ == "__main__":
     with torch.no_grad():
+        host()
+        if "--host" in sys.argv:
+            sys.exit()
         native()
         for d in [int(word) for word in sys.argv[1:]] or [2048, 512]:
             for kind in ("blocks", "runs"):
