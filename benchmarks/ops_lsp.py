@@ -3,8 +3,8 @@
     python benchmarks/ops_lsp.py [d ...]        microseconds, median of 20; 4096 tokens, bfloat16, r = 4
     python benchmarks/ops_lsp.py --host         only Adam's step on the CPU, d = 2048; all cores but one
 
-To compare with: weight gradients by products, and torch's fused AdamW with fp32 states; for the CPU, the same step by way
-of a scratch buffer of zeros, in fp32 and from and to bfloat16.
+To compare with: weight gradients by products, and torch's fused AdamW with fp32 states; for the CPU, the same step by
+way of a scratch buffer, in fp32 and from and to bfloat16.
 """
 
 import sys
@@ -98,9 +98,8 @@ def host() -> None:
             run()
             times.append(time.perf_counter() - begin_s)
         median_s = sorted(times)[len(times) // 2]
-        print(
-            f"host, {torch.get_num_threads()} threads, {name:20} {median_s * 1e6:8.0f} us, {numel / median_s / 1e9:.2f} G/s"
-        )
+        rate = numel / median_s / 1e9
+        print(f"host, {torch.get_num_threads()} threads: {name:20} {median_s * 1e6:8.0f} us, {rate:.2f} G/s")
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ Bytes: on the host 12 a number (m, v, staging); on the device SLOTS buffers of t
 Llama with d = 2048 (29 M numbers): 0.12 GB each way, and 24 bytes a number through the host's memory for Adam, 0.7 GB.
 
 The wire is float32. In bfloat16 it would be 2 + 2 bytes on the link instead of 4 + 4 and 20 through memory instead of
-24, but the CPU's kernel wants one dtype, so chunks would be cast in and out: on two cores 190 ms a layer, against 66 in
-place (benchmarks/ops_lsp.py --host). The link is not what is short, and so the steps are those of moments on the device,
-up to the rounding of two kernels.
+24, but the CPU's kernel wants one dtype, so chunks would be cast in and out: on one core 101 ms a layer, against 59 in
+place (benchmarks/ops_lsp.py --host). The link is not what is short, and so the steps are those of moments on the
+device, up to the rounding of two kernels.
 
 Order of the jobs: lsp_schedule.py. A gradient that is not finite: its unit's step is 0 and its moments stay.
 """
