@@ -110,10 +110,10 @@ def test_settings_are_for_methods_that_exist() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "at_least"), [("adamw", 0.95), ("sgd", 0.9), ("zo", 0.75)])
-def test_methods_learn_the_task(method: str, at_least: float, tmp_path: Path) -> None:
-    """From chance to where the README says, on held-out notes."""
-    result = run_demo(tmp_path, methods=[method], device="cpu")[0]
+@pytest.mark.parametrize("method, steps, at_least", [("adamw", None, 0.95), ("sgd", None, 0.9), ("zo", 150, 0.75)])
+def test_methods_learn_the_task(method: str, steps: int | None, at_least: float, tmp_path: Path) -> None:
+    """From chance to where the README says, on held-out notes; zo clearly on its way in half of its steps."""
+    result = run_demo(tmp_path, methods=[method], steps=steps, device="cpu")[0]
     assert 0.45 <= result.accuracy_before <= 0.55
     assert result.accuracy_after >= at_least
     assert result.loss_after < result.loss_before

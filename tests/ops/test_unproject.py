@@ -25,7 +25,7 @@ def problem(kinds: tuple[str, str], m: int, n: int, d: int, r: int,
     return w_mn.to(device), delta_dd.to(device), p.to(device), q.to(device)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), m=st.integers(1, 150), n=st.integers(1, 300),
     d=st.integers(1, 300), r=st.integers(1, 20), kernel=st.booleans(),
@@ -74,12 +74,12 @@ def test_stochastic_rounding_is_by_element(kernel_device: torch.device, kind: st
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_kahan_keeps_what_rounding_loses(kernel_device: torch.device, choice: str) -> None:
-    """Twelve steps too small for bfloat16: with the compensation they all arrive."""
+    """Six steps too small for bfloat16: with the compensation they all arrive."""
     w_mn, delta_dd, p, q = problem(("blocks", "runs"), 20, 30, 16, 4, kernel_device)
     start_mn = w_mn.bfloat16()
     w_mn, c_mn, exact_mn = start_mn.clone(), torch.zeros_like(start_mn), start_mn.float()
     with force(choice):
-        for _ in range(12):
+        for _ in range(6):
             decompress_add_(w_mn, delta_dd, p, q, 4e-4, rounding="kahan", compensation=c_mn)
             decompress_add_(exact_mn, delta_dd, p, q, 4e-4)
     assert (w_mn.float() + c_mn.float() - exact_mn).norm() < 0.02 * (start_mn.float() - exact_mn).norm()
