@@ -69,7 +69,7 @@ def lsp_work(trial: Trial, quick: bool) -> Any:
 
     if trial.system != "lsp":
         return None
-    names = ("d", "r", "others", "optimizer_on")
+    names = ("d", "r", "others", "optimizer_on", "kind", "learn")
     options = adapted(trial.options, quick)
     return LSPWork(**{name: options[name] for name in names if name in options})
 

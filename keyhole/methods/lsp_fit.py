@@ -29,6 +29,8 @@ maps are linear, so the step count and Adam's bias correction stay valid as they
 Legend: m, n sides of the weight; T tokens; d columns and r numbers a row of a projector; g rows of a block.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn.functional import pad
 
@@ -104,8 +106,7 @@ def fit(
 
 def _sides(grads: list[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
     """Every gradient in float32 with its squared norm."""
-    made = [tuple(side.float() for side in grad) if isinstance(grad, tuple) else grad.float() for grad in grads]
-    return [(grad, norm_squared(grad).clamp(min=1e-38)) for grad in made]
+    return [(_float(grad), norm_squared(grad).clamp(min=1e-38)) for grad in grads]
 
 
 def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,14 +155,16 @@ def _scaled_start(
 
 
 def fit_blocks(grads: list[Gradient], p: Projector, q: Projector, rounds: int = 2) -> tuple[Projector, Projector]:
-    """The closed form: leading eigenvectors block by block, alternating between the sides."""
-    sides = _sides(grads)
+    """The closed form: leading eigenvectors block by block, alternating between the sides; one gradient at a time."""
+    totals = [norm_squared(grad).clamp(min=1e-38) for grad in grads]
     for turn in range(rounds):
-        pairs = [_left_pair(grad, q if turn else None) for grad, _ in sides]
-        p = _block_bases(pairs, [total for _, total in sides], p)
-        pairs = [_left_pair(_transposed(grad), p) for grad, _ in sides]
-        q = _block_bases(pairs, [total for _, total in sides], q)
+        p = _block_bases((_left_pair(_float(grad), q if turn else None) for grad in grads), totals, p)
+        q = _block_bases((_left_pair(_transposed(_float(grad)), p) for grad in grads), totals, q)
     return p, q
+
+
+def _float(grad: Gradient) -> Gradient:
+    return tuple(side.float() for side in grad) if isinstance(grad, tuple) else grad.float()
 
 
 def _transposed(grad: Gradient) -> Gradient:
@@ -180,7 +183,9 @@ def _left_pair(grad: Gradient, q: Projector | None) -> tuple[torch.Tensor, torch
     return half_DM, half_DM
 
 
-def _block_bases(pairs: list[tuple[torch.Tensor, torch.Tensor]], totals: list[torch.Tensor], p: Projector) -> Projector:
+def _block_bases(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], totals: list[torch.Tensor], p: Projector
+) -> Projector:
     """For each block, the r leading eigenvectors of the sum over gradients of u_b^T v_b / ||G||^2."""
     blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
     gram_Bgg = torch.zeros(blocks, p.group, p.group, device=p.values_Rr.device)

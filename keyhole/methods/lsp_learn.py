@@ -22,8 +22,7 @@ from keyhole.errors import UserError
 from keyhole.methods.lsp_fit import Gradient, bias, fit, norm_squared, transfer_moments
 from keyhole.methods.lsp_piece import Piece
 from keyhole.model.layout import FlatTensor, Unit
-
-PARTS = 4
+from keyhole.plan.lsp import PARTS
 
 
 class Learner:

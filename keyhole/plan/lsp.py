@@ -6,6 +6,8 @@ For every number that the optimizer sees (d_P d_Q of a matrix, all of what is no
     buffers      the gradient of one block, or one chunk of a table, in fp32; twice when some leave for the host, and
                  then SLOTS steps of one unit on their way back
     projectors   r numbers a row of both sides of a matrix, in fp32
+    learning     one matrix's fit while its block is at work: [d, W] in fp32 four times (W its longer side), and a part
+                 of dY and X; other kinds than blocks have dense projectors and a graph, about three times that
 
 Llama-7B, d = 2048: 1.19 G numbers (blocks 0.93 G, embedding and head 0.13 G each), 8.89 GiB of moments.
 
@@ -34,7 +36,7 @@ from keyhole.model.layout import Layout, Unit
 from keyhole.plan.gradient import GradientBytes, gradient_device_bytes
 from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION
 
-SLOTS = 2
+SLOTS, PARTS = 2, 4  # steps on their way up; parts in which projectors see the tokens
 USABLE = 0.95  # of the device's memory, where no budget is given
 
 
@@ -47,6 +49,8 @@ class LSPWork:
     others: str = "adam"
     optimizer_on: str = "auto"
     clips: bool = False
+    kind: str = "blocks"
+    learn: bool = True
 
 
 @dataclass(frozen=True)
@@ -128,12 +132,22 @@ def limit_bytes(budget: int | None, device: torch.device) -> int | None:
     return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
 
 
+def _fit_bytes(layout: Layout, tokens: int, own: LSPWork) -> int:
+    """While projectors of the largest matrix are fitted."""
+    sides = [t.shape for unit in layout.of_kind("block") for t in unit.tensors if len(t.shape) == 2]
+    longest = max((max(shape) for shape in sides), default=0)
+    if not own.learn or longest <= own.d:
+        return 0
+    part = 4 * -(-tokens // PARTS) * max(sum(shape) for shape in sides)
+    return (16 * own.d * longest + part) * (1 if own.kind == "blocks" else 3)
+
+
 def lsp_device_bytes(layout: Layout, streamed: set[int], work: Any, limit: int | None, **how: Any) -> LSPBytes:
     """The device peak of a step: weights first, then as many moments as the limit leaves room for."""
     own = work.lsp or LSPWork()
     parts = vars(gradient_device_bytes(layout, streamed, work, **how))
     compressed = 2 * how["formats"].dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
-    found = LSPBytes(**(parts | {"gradients": compressed}))
+    found = LSPBytes(**(parts | {"gradients": max(compressed, _fit_bytes(layout, work.tokens, own))}))
     numbers = count_numbers(layout, own)
     on_device = choose_units(numbers, own, None if limit is None else limit - found.without_state)
     moments, buffers = numbers.state(on_device, own.clips)

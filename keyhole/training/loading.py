@@ -32,7 +32,9 @@ def workload(config: TrainConfig) -> Workload:
     own = getattr(config, section_of(config.method), None)
     kept = getattr(own, "activations", "block")
     clips = config.max_grad_norm is not None
-    lsp = LSPWork(own.d, own.r, own.others, own.optimizer_on, clips) if config.method == "lsp" else None
+    lsp = None
+    if config.method == "lsp":
+        lsp = LSPWork(own.d, own.r, own.others, own.optimizer_on, clips, own.kind, own.learn)
     return Workload(config.method, tokens, passes, directions, kept, lsp)
 
 
