@@ -22,6 +22,7 @@ import torch
 
 from keyhole import ops
 from keyhole.ops import backend, philox, tiles, zo
+from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.gaussian import SCALE, turn
 
@@ -177,7 +178,7 @@ def cpu() -> None:
     n, coef = 1 << 20, torch.tensor([1e-3, 0.5])
     runs = {f"noise {d}": lambda d=d: ops.noise(n, offset=0, seed=1, step=2, distribution=d)
             for d in tiles.DISTRIBUTIONS}
-    for dtype in zo.DTYPES:
+    for dtype in DTYPES:
         w = (torch.randn(n) * 0.02).to(dtype)
         plus, minus = torch.empty_like(w), torch.empty_like(w)
         runs[f"fused {str(dtype)[6:]}"] = lambda w=w, plus=plus, minus=minus: ops.zo_update_perturb_(

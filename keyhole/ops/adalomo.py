@@ -7,45 +7,48 @@ For a matrix [R, C] (or E of them, [E, R, C], each with its own factors), with d
     u    = g rsqrt(row / mean(row)) rsqrt(col)                      u   /= max(1, rms(u) / clip_threshold)
     a    = lr max(eps2, rms(w))                                     w    = round(w (1 - a wd) - a u)
 
-A vector keeps its whole second moment v and u = g rsqrt(v). rms is over the whole tensor, all E matrices together.
+A vector keeps its whole second moment v and u = g rsqrt(v): adalomo_vector.py. The second half, from u on, is the same
+for both: adalomo_step.py. rms is over the whole tensor, all E matrices together.
 This is the published rule (Lv et al., AdaLomo, 2023, and its code): Adafactor without momentum, with eps1 = 1e-30,
 eps2 = 1e-3, clip_threshold = 1, decoupled weight decay. It differs from the code in two points: scale and the value
 clip of the gradient are one factor on the device here, and a tensor with an inf or nan in its gradient (or with a
 sum of squares beyond float32) is left alone, weights and state, and `bad` is set: one such element would spread
 over the factors of its row and its column, and through the rms over everything.
 
-Rounding is that of lomo.py; with "kahan" the step is y = (c - a u) - (a wd) w. State: 4 (R + C) bytes a matrix.
+Rounding is that of settle.py. State: 4 (R + C) bytes a matrix.
 
 Three passes over memory, 12 bytes a bfloat16 element: (1) g and w: sums over rows, over columns, of g^2 and of w^2;
 (2) g: sum of u^2; (3) g and w: the update. Every sum is made in a fixed order, tile by tile into scratch and then over
 the tiles (a seventh of a byte an element), so results repeat bit for bit; kernel and reference differ by rounding
-only. A vector is one program. Nothing waits for the host.
+only. Nothing waits for the host.
 Legend: E matrices, R rows, C columns.
 """
 
+from typing import Any
+
 import torch
 
-from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.lomo import (
-    ROUNDINGS,
-    bits_reference,
-    check_scalars,
-    check_tensors,
-    scaled_reference,
-    settle,
-    settle_reference,
+from keyhole.ops.adalomo_step import (
+    State,
+    if_finite,
+    moment_reference_,
+    moved,
+    scale_or_one,
+    step_reference_,
+    step_size,
 )
-from keyhole.ops.rounding import FLOAT32_MAX, TILE, bits_at, tile_bits
+from keyhole.ops.adalomo_vector import launch_vector, vector_reference_
+from keyhole.ops.arguments import VECTOR, check_scalars, check_tensors, float32
+from keyhole.ops.backend import jit, on_device, tl, use_kernel
+from keyhole.ops.lomo import scaled_reference
+from keyhole.ops.rounding import TILE, tile_bits
+from keyhole.ops.settle import ROUNDINGS, settle
 from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, int32, key, lanes
-from keyhole.ops.zo import VECTOR, float32
 
 ROWS, COLUMNS = 64, 128  # of a tile of the statistics
-SPAN = 1024  # elements of a row or column state, or of a vector, a program holds at a time
+SPAN = 1024  # elements of a row or column state a program holds at a time
 
 _WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
-_FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
-
-State = dict[str, torch.Tensor]
 
 
 def adalomo_state(shape: torch.Size | tuple[int, ...], device: torch.device | str) -> State:
@@ -56,52 +59,16 @@ def adalomo_state(shape: torch.Size | tuple[int, ...], device: torch.device | st
             "col": torch.zeros((*shape[:-2], shape[-1]), device=device)}
 
 
-def adalomo_update_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *,
-                              lr: float, beta: float, weight_decay: float, eps1: float, eps2: float,
-                              clip_threshold: float, scale: torch.Tensor | None, stochastic: bool, offset: int,
-                              seed: int, step: int, sum_squares: torch.Tensor | None, bad: torch.Tensor | None,
-                              changed: torch.Tensor | None) -> None:
+def matrix_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, beta: float,
+                      eps1: float, scale: torch.Tensor | None, **how: Any) -> None:
     """The formulas above, in order."""
-    g, w_fp32 = scaled_reference(grad, scale), w.to(torch.float32)
+    g = scaled_reference(grad, scale)
     square = g.square()
     total = square.sum()
-    fine = total <= FLOAT32_MAX
-    means = {"row": (square + eps1).mean(-1), "col": (square + eps1).mean(-2)} if w.dim() > 1 else {"v": square + eps1}
-    for name, mean in means.items():
-        state[name].copy_(torch.where(fine, state[name] * beta + mean * (1 - beta), state[name]))
-    if w.dim() > 1:
-        row = state["row"] / state["row"].mean(-1, keepdim=True)
-        u = g * row.rsqrt().unsqueeze(-1) * state["col"].rsqrt().unsqueeze(-2)
-    else:
-        u = g * state["v"].rsqrt()
-    u = u / (u.square().mean().sqrt() / clip_threshold).clamp(min=1.0)
-    a = lr * w_fp32.square().mean().sqrt().clamp(min=eps2)
-    x = w_fp32 * (1 - a * weight_decay) - a * u if c is None else (c - a * u) - (a * weight_decay) * w_fp32
-    bits = bits_reference(w, offset, seed, step) if stochastic else None
-    new, c_new = settle_reference(w, x, c, bits)
-    new = torch.where(fine, new, w)
-    if c is not None:
-        c.copy_(torch.where(fine, c_new, c))
-    for counter, value in ((sum_squares, total), (changed, (new != w).sum())):
-        if counter is not None:
-            counter += value
-    if bad is not None:
-        bad |= ~fine
-    w.copy_(new)
-
-
-@jit()
-def _scale(scale_ptr):
-    scale = 1.0
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
-    return scale
-
-
-@jit()
-def _if_finite(total, n):
-    """n, or 0 if the gradient is bad: where to stop storing."""
-    return tl.where(total <= _FLOAT32_MAX, n, 0)
+    row = moment_reference_(state["row"], (square + eps1).mean(-1), beta, total)
+    col = moment_reference_(state["col"], (square + eps1).mean(-2), beta, total)
+    r = (row / row.mean(-1, keepdim=True)).rsqrt()
+    step_reference_(w, g * r.unsqueeze(-1) * col.rsqrt().unsqueeze(-2), c, total, **how)
 
 
 @jit()
@@ -121,7 +88,7 @@ def _statistics_kernel(w_ptr, grad_ptr, scale_ptr, row_ptr, col_ptr, total_ptr, 
                        COLUMNS: tl.constexpr):
     """Pass 1, one program a tile: its sums to row[column tile, e, r], col[e, row tile, c] and total[2, program]."""
     e, i, j, row, column, at, mask = _tile(R, C, ROWS, COLUMNS)
-    g = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32) * _scale(scale_ptr)
+    g = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32) * scale_or_one(scale_ptr)
     w = tl.load(w_ptr + at, mask, 0.0).to(tl.float32)
     square = g * g
     row_sum = tl.sum(square, 1)
@@ -142,7 +109,7 @@ def _moment_kernel(state_ptr, partial_ptr, total_ptr, n, parts, group_stride, pa
         total += tl.load(partial_ptr + group * group_stride + part * part_stride + i, mask, 0.0)
     old = tl.load(state_ptr + group * n + i, mask, 0.0)
     new = beta * old + (1 - beta) * (total / length + eps1)
-    tl.store(state_ptr + group * n + i, new, i < _if_finite(tl.load(total_ptr), n))
+    tl.store(state_ptr + group * n + i, new, i < if_finite(tl.load(total_ptr), n))
 
 
 @jit()
@@ -156,29 +123,12 @@ def _update_rms_kernel(grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, partial_
                        COLUMNS: tl.constexpr):
     """Pass 2, one program a tile: its sum of u^2 to partial[program]."""
     e, i, j, row, column, at, mask = _tile(R, C, ROWS, COLUMNS)
-    g = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32) * _scale(scale_ptr)
+    g = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32) * scale_or_one(scale_ptr)
     row_moment = tl.load(row_ptr + e * R + row, row < R, 1.0)
     col_moment = tl.load(col_ptr + e * C + column, column < C, 1.0)
     r, c = _factors(row_moment, tl.load(mean_ptr + e), col_moment)
     u = g * r[:, None] * c[None, :]
     tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(u * u, 1)))
-
-
-@jit()
-def _moved(w_fp32, c_ptr, mask, u, a, wd):
-    """x of settle(): the new weight, or Kahan's step."""
-    if c_ptr is not None:
-        x = tl.load(c_ptr, mask, 0.0).to(tl.float32) - a * u - (a * wd) * w_fp32
-    else:
-        x = w_fp32 * (1 - a * wd) - a * u
-    return x
-
-
-@jit()
-def _step_size(w_squares, u_squares, n, lr, eps2, clip_threshold):
-    """a = lr max(eps2, rms(w)) and the divisor max(1, rms(u) / clip_threshold) of u."""
-    a = lr * tl.maximum(tl.sqrt(w_squares / n), eps2)
-    return a, tl.maximum(tl.sqrt(u_squares / n) / clip_threshold, 1.0)
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1", "lr", "wd", "eps2", "clip_threshold"])
@@ -192,12 +142,12 @@ def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr
     lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n - start, _TILE).to(tl.int32)
     first = tl.maximum(start, 0)
     row_0, column_0 = (first // C).to(tl.int32), (first % C + start - first).to(tl.int32)  # of lane 0, if it exists
-    stop = _if_finite(tl.load(total_ptr), hi)
+    stop = if_finite(tl.load(total_ptr), hi)
     if ALIGNED:
         start, column_0 = tl.multiple_of(start, _VECTOR), tl.multiple_of(column_0, _VECTOR)
         lo, hi, stop = tl.multiple_of(lo, _VECTOR), tl.multiple_of(hi, _VECTOR), tl.multiple_of(stop, _VECTOR)
-    a, divisor = _step_size(tl.load(total_ptr + 1), tl.load(u_ptr), n.to(tl.float32), lr, eps2, clip_threshold)
-    scale = _scale(scale_ptr)
+    a, divisor = step_size(tl.load(total_ptr + 1), tl.load(u_ptr), n.to(tl.float32), lr, eps2, clip_threshold)
+    scale = scale_or_one(scale_ptr)
     r0, r1, r2, r3 = k0, k0, k0, k0
     if STOCHASTIC:
         r0, r1, r2, r3 = tile_bits(tile_0 + pid, step, k0, k1)
@@ -217,74 +167,13 @@ def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr
         at_c = c_ptr
         if c_ptr is not None:
             at_c = c_ptr + start + i
-        x = _moved(w.to(tl.float32), at_c, mask, g * r * c / divisor, a, wd)
+        x = moved(w.to(tl.float32), at_c, mask, g * r * c / divisor, a, wd)
         bits = word & 0xFFFF if v % 2 == 0 else word >> 16
         changed += settle(w_ptr + start + i, at_c, mask & (i < stop), mask, w, x, bits, STOCHASTIC)
     if bad_ptr is not None:
         tl.store(bad_ptr, 1, mask=stop == 0)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
-
-
-@jit()
-def _moment(v, g, beta, eps1):
-    """The new second moment of a vector."""
-    return beta * v + (1 - beta) * (g * g + eps1)
-
-
-@jit(do_not_specialize=["offset", "n", "step", "k0", "k1", "lr", "beta", "wd", "eps1", "eps2", "clip_threshold"])
-def _vector_kernel(w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, changed_ptr, offset, n, step, k0, k1,
-                   lr, beta, wd, eps1, eps2, clip_threshold, STOCHASTIC: tl.constexpr, SPAN: tl.constexpr):
-    """A whole vector, one program, three rounds over it: sums of g^2 and w^2, sum of u^2, moment and update."""
-    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
-    scale, lane = _scale(scale_ptr), tl.arange(0, SPAN)
-    g_squares, w_squares, u_squares = lane * 0.0, lane * 0.0, lane * 0.0
-    for start in range(0, n, SPAN):
-        i, mask = start + lane, start + lane < n
-        g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
-        w_fp32 = tl.load(w_ptr + i, mask, 0.0).to(tl.float32)
-        g_squares += g * g
-        w_squares += w_fp32 * w_fp32
-    total = tl.sum(g_squares)
-    stop = _if_finite(total, n)
-    for start in range(0, n, SPAN):
-        i, mask = start + lane, start + lane < n
-        g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
-        u = g * tl.rsqrt(_moment(tl.load(v_ptr + i, mask, 1.0), g, beta, eps1))
-        u_squares += u * u
-    a, divisor = _step_size(tl.sum(w_squares), tl.sum(u_squares), n.to(tl.float32), lr, eps2, clip_threshold)
-    changed = lane * 0
-    for start in range(0, n, SPAN):
-        i, mask = start + lane, start + lane < n
-        g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
-        v = _moment(tl.load(v_ptr + i, mask, 1.0), g, beta, eps1)
-        tl.store(v_ptr + i, v, i < stop)
-        u = g * tl.rsqrt(v)
-        w = tl.load(w_ptr + i, mask, 0.0)
-        at_c = c_ptr
-        if c_ptr is not None:
-            at_c = c_ptr + i
-        x = _moved(w.to(tl.float32), at_c, mask, u / divisor, a, wd)
-        bits = lane
-        if STOCHASTIC:
-            bits = bits_at(offset.to(tl.int64) + i, step, k0, k1)
-        changed += settle(w_ptr + i, at_c, i < stop, mask, w, x, bits, STOCHASTIC)
-    if sum_ptr is not None:
-        tl.store(sum_ptr, tl.load(sum_ptr) + total)
-    if bad_ptr is not None:
-        tl.store(bad_ptr, 1, mask=stop == 0)
-    if changed_ptr is not None:
-        tl.store(changed_ptr, tl.load(changed_ptr) + tl.sum(changed))
-
-
-def _launch_vector(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, lr: float,
-                   beta: float, weight_decay: float, eps1: float, eps2: float, clip_threshold: float,
-                   scale: torch.Tensor | None, stochastic: bool, offset: int, seed: int, step: int,
-                   sum_squares: torch.Tensor | None, bad: torch.Tensor | None, changed: torch.Tensor | None) -> None:
-    with on_device(w):
-        _vector_kernel[(1,)](w, c, grad, state["v"], scale, sum_squares, bad, changed, offset, w.numel(), int32(step),
-                             *key(seed), lr, beta, weight_decay, eps1, eps2, clip_threshold, STOCHASTIC=stochastic,
-                             SPAN=SPAN, num_warps=NUM_WARPS, enable_fp_fusion=False)
 
 
 def _launch_matrix(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, lr: float,
@@ -335,8 +224,8 @@ def adalomo_update_(w: torch.Tensor, grad: torch.Tensor, state: State, *, lr: fl
     check(offset, w.numel(), seed, (step,), 0, "gaussian")
     if w.numel() == 0:
         return
-    launch = _launch_matrix if w.dim() > 1 else _launch_vector
-    run = launch if use_kernel(w.device) else adalomo_update_reference_
+    reference, launch = (matrix_reference_, _launch_matrix) if w.dim() > 1 else (vector_reference_, launch_vector)
+    run = launch if use_kernel(w.device) else reference
     run(w, grad, state, compensation, lr=float32(lr), beta=float32(1 - t**decay_rate),
         weight_decay=float32(weight_decay), eps1=float32(eps1), eps2=float32(eps2),
         clip_threshold=float32(clip_threshold), scale=scale,

@@ -6,11 +6,7 @@ For a tensor whose first element has global index `offset`, element by element i
     sum_squares += g^2 ;  bad = 1 if g is inf or nan (that element's weight stays as it is)
     g = clamp(g, -clip_value, clip_value)
     g = g + wd w                         torch.optim.SGD's L2 term
-    w = round(w - lr g)
-
-    rounding    nearest, stochastic (16-bit weights; bits of element offset + i: rounding.py), or
-    kahan       y = c - lr g ;  t = round(w + y) ;  c = round(y - (t - w)) ;  w = t        all to nearest
-                c, of w's dtype and shape, is what rounding has lost so far: 2 more bytes an element, no noise
+    w = round(w - lr g)                  nearest, stochastic, or kahan with the step y = c - lr g: settle.py
 
 The two products that are added (wd w, lr g) are fused multiply-adds, as in torch.optim.SGD on every device: with
 float32 weights on the CPU and no scale, the reference is SGD bit for bit, and the kernel has the reference's bits.
@@ -23,16 +19,14 @@ gradient and weight, 4 passes. A program owns 8192 elements, one tile of roundin
 
 import torch
 
-from keyhole.ops import rounding as rounds
+from keyhole.ops.arguments import VECTOR, check_scalars, check_tensors, float32
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
-from keyhole.ops.rounding import TILE, chunk_bits_reference, round_nearest, round_stochastic, tile_bits
+from keyhole.ops.rounding import FLOAT32_MAX, TILE, chunk_bits_reference, tile_bits
+from keyhole.ops.settle import ROUNDINGS, settle, settle_reference
 from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, chunks, int32, key, lanes
-from keyhole.ops.zo import DTYPES, VECTOR, float32
-
-ROUNDINGS = (*rounds.ROUNDINGS, "kahan")
 
 _WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
-_INTERPRETED, _FLOAT32_MAX = tl.constexpr(INTERPRETED), tl.constexpr(rounds.FLOAT32_MAX)
+_INTERPRETED, _FLOAT32_MAX = tl.constexpr(INTERPRETED), tl.constexpr(FLOAT32_MAX)
 
 
 def scaled_reference(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -49,23 +43,6 @@ def sum_squares_reference_(grad: torch.Tensor, out: torch.Tensor, scale: torch.T
         out += g.square().sum()
         if bad is not None:
             bad |= ~torch.isfinite(g).all()
-
-
-def bits_reference(w: torch.Tensor, offset: int, seed: int, step: int) -> torch.Tensor:
-    """The 16 bits of every element of a contiguous tensor, in its shape."""
-    parts = [chunk_bits_reference(offset + part.start, part.stop - part.start, seed=seed, step=step, device=w.device)
-             for part in chunks(offset, w.numel())]
-    return torch.cat(parts).view(w.shape)
-
-
-def settle_reference(w: torch.Tensor, x: torch.Tensor, c: torch.Tensor | None,
-                     bits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The new weight and compensation. x (float32): the new weight, or Kahan's step y. bits: None for nearest."""
-    if c is None:
-        return (x.to(w.dtype) if bits is None else rounds.stochastic_round_reference(x, bits, w.dtype)), None
-    w_fp32 = w.to(torch.float32)
-    t = (w_fp32 + x).to(w.dtype)
-    return t, (x - (t.to(torch.float32) - w_fp32)).to(w.dtype)
 
 
 def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor | None, *, lr: float,
@@ -105,26 +82,6 @@ def fma(a, b, c):
     else:
         y = tl.fma(a, b, c)
     return y
-
-
-@jit()
-def settle(w_ptr, c_ptr, mask, fine, w, x, bits, STOCHASTIC: tl.constexpr):
-    """Store one vector of new weights (and compensations); returns, per element, whether it changed (0 or 1).
-
-    mask: where the tensor is. fine: where it may move; elsewhere the old value is stored, since a mask that differs
-    from element to element would make memory move one element at a time.
-    """
-    w_fp32 = w.to(tl.float32)
-    if c_ptr is not None:
-        new = tl.where(fine, round_nearest(w_fp32 + x, w.dtype), w)
-        c = round_nearest(x - (new.to(tl.float32) - w_fp32), w.dtype)
-        tl.store(c_ptr, tl.where(fine, c, tl.load(c_ptr, mask, 0.0)), mask)
-    elif STOCHASTIC:
-        new = tl.where(fine, round_stochastic(x, bits, w.dtype), w)
-    else:
-        new = tl.where(fine, round_nearest(x, w.dtype), w)
-    tl.store(w_ptr, new, mask)
-    return ((new.to(tl.float32) != w_fp32) & mask).to(tl.int32)
 
 
 @jit()
@@ -206,20 +163,6 @@ def _launch(w: torch.Tensor | None, grad: torch.Tensor, c: torch.Tensor | None, 
             enable_fp_fusion=False)
     if partial is not None:
         sum_squares += partial.sum()
-
-
-def check_tensors(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.dtype in DTYPES and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
-        assert tensor.shape == tensors[0].shape and tensor.device == tensors[0].device, (tensor.shape, tensor.device)
-
-
-def check_scalars(device: torch.device, scale: torch.Tensor | None, sum_squares: torch.Tensor | None,
-                  bad: torch.Tensor | None, changed: torch.Tensor | None = None) -> None:
-    dtypes = (torch.float32, torch.float32, torch.int32, torch.int64)
-    for tensor, dtype in zip((scale, sum_squares, bad, changed), dtypes, strict=True):
-        if tensor is not None:
-            assert tensor.dtype == dtype and tensor.numel() == 1 and tensor.device == device, tensor
 
 
 def sgd_update_(w: torch.Tensor, grad: torch.Tensor, *, lr: float, weight_decay: float = 0.0,

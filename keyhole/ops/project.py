@@ -20,10 +20,10 @@ from math import gcd
 
 import torch
 
+from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.projector import UNROLL, Projector
 from keyhole.ops.rounding import round_nearest
-from keyhole.ops.zo import DTYPES
 
 TOKENS, COLUMNS = 64, 64  # of a tile of the gather
 DEPTH, WIDTH = 64, 32  # rows a step of the block product, and columns of its result

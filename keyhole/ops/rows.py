@@ -6,7 +6,7 @@ are stored, still without the pending update, and both are applied on the fly:
 
     plus, minus = w_row' +- eps z_row      w_row' = round(w_row - lr (u_row + wd w_row))
 
-Every element goes through exactly the arithmetic of zo.py with its own global index, base + row H + column,
+Every element goes through exactly the arithmetic of zo_element.py with its own global index, base + row H + column,
 so the result is bit for bit a gather from the fully updated, fully perturbed table; the table itself is
 updated later, when it passes by. Rows start anywhere in the noise tiles, so an element draws all four words
 of its group and keeps one: 4 times the integer work, on T H elements instead of V H.
@@ -16,10 +16,11 @@ Legend: T rows gathered, H elements a row.
 
 import torch
 
+from keyhole.ops.arguments import DTYPES, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.rounding import bits_at, bits_at_reference
 from keyhole.ops.tiles import check, int32, key, noise_at, noise_at_reference
-from keyhole.ops.zo import DTYPES, float32, stochastic, store_perturbed, updated, updated_reference
+from keyhole.ops.zo_element import perturb_reference, stochastic, store_perturbed, updated, updated_reference
 
 BLOCK = 512  # elements a program
 
@@ -45,9 +46,7 @@ def _reference(rows_TH: torch.Tensor, row_ids_T: torch.Tensor, plus_TH: torch.Te
     if plus_TH is None:
         new_TH.copy_(rows_TH)
     else:
-        rows_fp32_TH, move_TH = rows_TH.to(torch.float32), draw(step, direction).mul_(eps)
-        plus_TH.copy_(rows_fp32_TH + move_TH)
-        minus_TH.copy_(rows_fp32_TH - move_TH)
+        perturb_reference(rows_TH, draw(step, direction), eps, plus_TH, minus_TH)
 
 
 @jit(do_not_specialize=["offset", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])

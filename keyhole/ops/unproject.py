@@ -17,7 +17,7 @@ stage 2 always whole rows of E: memory moves in one piece for every kind of proj
 columns of E run side by side, so that E comes out of cache (d 512 bytes for 128 columns).
 
 Bytes a bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 - lr wd where weight decay is wanted.
-All arithmetic is float32; the rounding is that of lomo.py: nearest, stochastic (with the bits of strips.py: a program
+All arithmetic is float32; the rounding is that of settle.py: nearest, stochastic (with the bits of strips.py: a program
 works on a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) + (keep - 1) w). Reference and kernel
 differ by the rounding of the sums.
 Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r numbers a row.
@@ -25,13 +25,13 @@ Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r numbers
 
 import torch
 
+from keyhole.ops.arguments import check_scalars, check_tensors, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.lomo import ROUNDINGS, check_scalars, check_tensors, settle, settle_reference
 from keyhole.ops.project import power_of_two
 from keyhole.ops.projector import Projector
+from keyhole.ops.settle import ROUNDINGS, settle, settle_reference
 from keyhole.ops.strips import LANE_ROWS, LANES, STRIP_ROWS, lane_bits, strip_bits_reference, strip_words
 from keyhole.ops.tiles import check, int32, key
-from keyhole.ops.zo import float32
 
 ROWS, COLUMNS = 32, 128  # of a tile of E; a tile of W has LANE_ROWS rows
 BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit the registers

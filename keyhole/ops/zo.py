@@ -6,11 +6,9 @@ step t:
     update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))     z at update_step
     perturb   plus = w + eps z,   minus = w - eps z                                        z at step
 
-`coef` = [lr, c_0, .., c_{q-1}] is a float32 tensor on the device: the projected gradients never visit the
-host, so no step waits for the one before. All arithmetic is float32 in the order written, with no fused
-multiply-add, and one rounding at the end; plus and minus are rounded to nearest, in their own dtype. They are
-computed from the clean weights, so nothing drifts, and the update of step t-1 can wait and be fused with the
-perturbation of step t:
+`coef` = [lr, c_0, .., c_{q-1}] is on the device: the projected gradients never visit the host, so no step waits
+for the one before. The arithmetic is that of zo_element.py. plus and minus are computed from the clean weights, so
+nothing drifts, and the update of step t-1 can wait and be fused with the perturbation of step t:
 
     bytes per bfloat16 element
     textbook MeZO (perturb, perturb back, restore, update)    4 x (2 read + 2 written) = 16, 4 draws of z
@@ -23,62 +21,27 @@ Where the offset is a multiple of 8 elements (and the tensors are 16-byte aligne
 a time.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from keyhole.ops.arguments import VECTOR, check_flat, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.rounding import (
-    ROUNDINGS,
-    TILE,
-    chunk_bits_reference,
-    round_nearest,
-    stochastic_round_reference,
-    tile_bits,
+from keyhole.ops.rounding import TILE, chunk_bits_reference, tile_bits
+from keyhole.ops.tiles import NUM_WARPS, WIDTH, check, chunk_noise_reference, chunks, int32, key, lanes, tile_noise
+from keyhole.ops.words import counts_pairs, no_changes, widened
+from keyhole.ops.zo_element import (
+    load,
+    perturb_reference,
+    stochastic,
+    store_perturbed,
+    store_updated,
+    updated_reference,
 )
-from keyhole.ops.tiles import (
-    NUM_WARPS,
-    WIDTH,
-    check,
-    chunk_noise_reference,
-    chunks,
-    int32,
-    key,
-    lanes,
-    tile_noise,
-)
-from keyhole.ops.words import count_changed, counts_pairs, no_changes, rounded, widened
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-VECTOR = 8  # alignment, in elements, that lets the compiler widen memory accesses
 REGISTERS = 80  # a thread: three programs then share a multiprocessor, for 2 % more instructions and no spills
 
 _WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
-
-
-def float32(value: float) -> float:
-    """The nearest float32, so that reference and kernel start from the same number."""
-    return torch.tensor(value, dtype=torch.float32).item()
-
-
-def stochastic(rounding: str, dtype: torch.dtype) -> bool:
-    """Whether random bits are needed: float32 weights are stored as computed."""
-    assert rounding in ROUNDINGS, rounding
-    return rounding == "stochastic" and dtype != torch.float32
-
-
-def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int], torch.Tensor],
-                      weight_decay: float, bits: torch.Tensor | None) -> torch.Tensor:
-    """round(w - lr (sum_i c_i z_i + wd w)) in w's dtype. `draw(i)` makes z_i; `bits` is None for nearest."""
-    w_fp32 = w.to(torch.float32)
-    u = draw(0).mul_(coef[1])
-    for i in range(1, coef.numel() - 1):
-        u.add_(draw(i).mul_(coef[1 + i]))
-    if weight_decay:
-        u.add_(w_fp32 * weight_decay)
-    moved = w_fp32 - u.mul_(coef[0])
-    return moved.to(w.dtype) if bits is None else stochastic_round_reference(moved, bits, w.dtype)
 
 
 def zo_update_reference_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, step: int,
@@ -102,9 +65,7 @@ def zo_perturb_reference(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tenso
     for part in chunks(offset, w.numel()):
         z = chunk_noise_reference(offset + part.start, part.stop - part.start, seed=seed, step=step,
                                   direction=direction, distribution=distribution, device=w.device)
-        w_fp32, move = w[part].to(torch.float32), z.mul_(eps)
-        plus[part] = w_fp32 + move
-        minus[part] = w_fp32 - move
+        perturb_reference(w[part], z, eps, plus[part], minus[part])
 
 
 @jit()
@@ -121,51 +82,6 @@ def _direction_sum(coef_ptr, tile, step, k0, k1, Q: tl.constexpr, GAUSSIAN: tl.c
 
 
 @jit()
-def updated(w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """round(w - lr (u + wd w)): in w's dtype, and the same in float32."""
-    w_fp32 = widened(w)
-    if DECAY:
-        u = u + wd * w_fp32
-    return rounded(w_fp32 - lr * u, bits, w.dtype, STOCHASTIC)
-
-
-@jit()
-def _load(ptr, mask, MASKED: tl.constexpr):
-    if MASKED:
-        x = tl.load(ptr, mask, other=0)
-    else:
-        x = tl.load(ptr)
-    return x
-
-
-@jit()
-def _store(ptr, x, mask, MASKED: tl.constexpr):
-    if MASKED:
-        tl.store(ptr, x, mask)
-    else:
-        tl.store(ptr, x)
-
-
-@jit()
-def _store_updated(w_ptr, mask, w, u, bits, lr, wd, changed, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr,
-                   COUNT: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr):
-    """Store one updated vector; returns it in float32, and the counts of changes."""
-    new, new_fp32 = updated(w, u, bits, lr, wd, DECAY, STOCHASTIC)
-    _store(w_ptr, new, mask, MASKED)
-    if COUNT:
-        changed = count_changed(changed, new, w, mask, PAIRS, MASKED)
-    return new_fp32, changed
-
-
-@jit()
-def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps, MASKED: tl.constexpr = True):
-    """Store one vector of w + eps z and of w - eps z."""
-    w_fp32, move = w.to(tl.float32), eps * z
-    _store(plus_ptr, round_nearest(w_fp32 + move, plus_ptr.dtype.element_ty), mask, MASKED)
-    _store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask, MASKED)
-
-
-@jit()
 def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, update_step, step, direction,
           k0, k1, eps, wd, changed, FIRST: tl.constexpr, Q: tl.constexpr, PERTURB: tl.constexpr,
           GAUSSIAN: tl.constexpr, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr, COUNT: tl.constexpr,
@@ -175,19 +91,19 @@ def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, up
     i1, i2, i3 = i0 + _WIDTH, i0 + 2 * _WIDTH, i0 + 3 * _WIDTH
     m0, m1 = (i0 >= lo) & (i0 < hi), (i1 >= lo) & (i1 < hi)
     m2, m3 = (i2 >= lo) & (i2 < hi), (i3 >= lo) & (i3 < hi)
-    w0, w1 = _load(w_ptr + i0, m0, MASKED), _load(w_ptr + i1, m1, MASKED)
-    w2, w3 = _load(w_ptr + i2, m2, MASKED), _load(w_ptr + i3, m3, MASKED)
+    w0, w1 = load(w_ptr + i0, m0, MASKED), load(w_ptr + i1, m1, MASKED)
+    w2, w3 = load(w_ptr + i2, m2, MASKED), load(w_ptr + i3, m3, MASKED)
     if Q > 0:
         u0, u1, u2, u3 = _direction_sum(coef_ptr, tile, update_step, k0, k1, Q, GAUSSIAN)
         lr = tl.load(coef_ptr)
-        x0, changed = _store_updated(w_ptr + i0, m0, w0, u0, word_a & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
-                                     COUNT, PAIRS, MASKED)
-        x1, changed = _store_updated(w_ptr + i1, m1, w1, u1, word_a >> 16, lr, wd, changed, DECAY, STOCHASTIC,
-                                     COUNT, PAIRS, MASKED)
-        x2, changed = _store_updated(w_ptr + i2, m2, w2, u2, word_b & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
-                                     COUNT, PAIRS, MASKED)
-        x3, changed = _store_updated(w_ptr + i3, m3, w3, u3, word_b >> 16, lr, wd, changed, DECAY, STOCHASTIC,
-                                     COUNT, PAIRS, MASKED)
+        x0, changed = store_updated(w_ptr + i0, m0, w0, u0, word_a & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
+                                    COUNT, PAIRS, MASKED)
+        x1, changed = store_updated(w_ptr + i1, m1, w1, u1, word_a >> 16, lr, wd, changed, DECAY, STOCHASTIC,
+                                    COUNT, PAIRS, MASKED)
+        x2, changed = store_updated(w_ptr + i2, m2, w2, u2, word_b & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
+                                    COUNT, PAIRS, MASKED)
+        x3, changed = store_updated(w_ptr + i3, m3, w3, u3, word_b >> 16, lr, wd, changed, DECAY, STOCHASTIC,
+                                    COUNT, PAIRS, MASKED)
     else:
         x0, x1, x2, x3 = widened(w0), widened(w1), widened(w2), widened(w3)
     if PERTURB:
@@ -273,13 +189,6 @@ def _launch(w: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tens
                 direction, *key(seed), eps, weight_decay, ALIGNED=aligned, **flags)
 
 
-def _check(w: torch.Tensor, *others: torch.Tensor) -> None:
-    for tensor in (w, *others):
-        assert tensor.dtype in DTYPES, tensor.dtype
-        assert tensor.is_contiguous() and tensor.dim() == 1, (tensor.shape, tensor.stride())
-        assert tensor.shape == w.shape and tensor.device == w.device, (tensor.shape, tensor.device)
-
-
 def _check_update(coef: torch.Tensor, changed: torch.Tensor | None, device: torch.device) -> None:
     assert coef.dtype == torch.float32 and coef.dim() == 1 and coef.is_contiguous(), (coef.dtype, coef.shape)
     assert coef.numel() >= 2, "coef is [lr, c_0, ...]"
@@ -296,7 +205,7 @@ def zo_update_(w: torch.Tensor, *, offset: int, coef: torch.Tensor, seed: int, s
     changed: int64 scalar on w's device; the number of elements whose stored value changed is added to it.
     """
     check(offset, w.numel(), seed, (step,), coef.numel() - 1, distribution)
-    _check(w)
+    check_flat(w)
     _check_update(coef, changed, w.device)
     same = dict(offset=offset, coef=coef, seed=seed, distribution=distribution,
                 weight_decay=float32(weight_decay), rounding=rounding, changed=changed)
@@ -310,7 +219,7 @@ def zo_perturb(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, *, offs
                seed: int, step: int, direction: int = 0, distribution: str = "gaussian") -> None:
     """plus <- w + eps z, minus <- w - eps z; the dtype of plus and minus may differ from w's."""
     check(offset, w.numel(), seed, (step,), direction + 1, distribution)
-    _check(w, plus, minus)
+    check_flat(w, plus, minus)
     run = _launch if use_kernel(w.device) else zo_perturb_reference
     run(w, plus, minus, offset=offset, eps=float32(eps), seed=seed, step=step, direction=direction,
         distribution=distribution)
@@ -328,7 +237,7 @@ def zo_update_perturb_(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor,
         zo_perturb(w, plus, minus, eps=eps, step=step, direction=direction, **same)
         return
     check(offset, w.numel(), seed, (update_step, step), max(coef.numel() - 1, direction + 1), distribution)
-    _check(w, plus, minus)
+    check_flat(w, plus, minus)
     _check_update(coef, changed, w.device)
     update["weight_decay"] = float32(weight_decay)
     _launch(w, plus, minus, eps=float32(eps), update_step=update_step, step=step, direction=direction,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keyhole.ops import backend
 from keyhole.ops.adalomo import adalomo_state, adalomo_update_
 from keyhole.ops.backend import force
-from keyhole.ops.lomo import ROUNDINGS
+from keyhole.ops.settle import ROUNDINGS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.ops.backend import force
-from keyhole.ops.lomo import ROUNDINGS, sgd_update_, sum_squares_
+from keyhole.ops.lomo import sgd_update_, sum_squares_
 from keyhole.ops.rounding import bits_at_reference, stochastic_round_reference
+from keyhole.ops.settle import ROUNDINGS
 
 SEED, STEP = 0xDEADBEEFCAFEBABE, 4_000_000_000
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
