@@ -20,7 +20,8 @@ import torch
 
 from keyhole.checkpoint.files import replace_directory, staged
 from keyhole.checkpoint.hf import create_files, names_on_disk, plan_files, small_files
-from keyhole.checkpoint.snapshot import READY, WAITING, Segment, Snapshot, Source, event_on, segments_of
+from keyhole.checkpoint.snapshot import Snapshot
+from keyhole.checkpoint.sources import READY, WAITING, Segment, Source, event_on, segments_of
 from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
 from keyhole.checkpoint.tensors import Files, Spec, lay_out
 from keyhole.model.model import Model

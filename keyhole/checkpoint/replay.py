@@ -22,7 +22,8 @@ from keyhole.checkpoint import hf, journal
 from keyhole.checkpoint.content import content_hash
 from keyhole.checkpoint.journal import Header, Journal, Record
 from keyhole.errors import UserError
-from keyhole.methods.zo import ZO, Pending
+from keyhole.methods.zo import ZO
+from keyhole.methods.zo_update import Pending
 from keyhole.model.load import find_directory, load
 from keyhole.model.model import Model
 from keyhole.plan.memory import Workload

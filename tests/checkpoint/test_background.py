@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.checkpoint import snapshot as snapshots
+from keyhole.checkpoint import hand
 from keyhole.checkpoint.background import Background
-from keyhole.checkpoint.snapshot import READY, WAITING, Segment, Snapshot, Source
+from keyhole.checkpoint.snapshot import Snapshot
+from keyhole.checkpoint.sources import READY, WAITING, Segment, Source
 from keyhole.checkpoint.state import About, save_checkpoint, verify
 from keyhole.methods import METHODS
 from keyhole.training.guard import NonFinite
@@ -43,13 +44,13 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = snapshots.write_at
+    real = hand.write_at
 
     def write(*args: Any) -> None:
         time.sleep(0.003)
         real(*args)
 
-    monkeypatch.setattr(snapshots, "write_at", write)
+    monkeypatch.setattr(hand, "write_at", write)
 
 
 @pytest.mark.usefixtures("slow_disk")
@@ -110,9 +111,9 @@ def test_numbers_that_are_not_finite_are_seen(dtype: torch.dtype, bad: float) ->
     """In every format, of both signs; the largest finite ones, zeros and denormals pass."""
     top = torch.finfo(dtype).max
     fine = torch.tensor([0.0, -0.0, 1.0, -top, top, torch.finfo(dtype).tiny / 2], dtype=dtype)
-    snapshots.check_finite(fine, "w")
+    hand.check_finite(fine, "w")
     with pytest.raises(NonFinite, match="w holds"):
-        snapshots.check_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]), "w")
+        hand.check_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]), "w")
 
 
 def test_memory_is_at_most_half_of_the_weights(tiny_model: Path, tmp_path: Path) -> None:
@@ -168,6 +169,33 @@ def test_copy_on_write(tmp_path: Path) -> None:
     assert read(tmp_path / "f") == [9, 9, 9, 9] and snapshot.copied_bytes == 0
 
 
+def test_a_page_is_copied_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does not wait for the rest of a page: the worker goes on from a copy, and saves what was there."""
+    snapshot, source = one_page()
+    (tmp_path / "f").write_bytes(bytes(16))
+    real, at_work, go = hand.write_at, threading.Event(), threading.Event()
+
+    def slow(file: int, data: memoryview, offset: int) -> None:
+        at_work.set()
+        assert offset == 0 or go.wait(20)  # the first piece is quick
+        real(file, data, offset)
+
+    monkeypatch.setattr(hand, "write_at", slow)
+    monkeypatch.setattr(hand, "PIECE_BYTES", 4)
+    writing = threading.Thread(target=snapshot.write, args=(tmp_path,))
+    writing.start()
+    assert at_work.wait(20)
+    changing = threading.Thread(target=lambda: (snapshot.before_change(0), source.flat.fill_(9.0)))
+    changing.start()
+    time.sleep(0.2)
+    assert changing.is_alive() and source.flat.tolist() == [0, 1, 2, 3]  # a worker reads the second piece at home
+    go.set()
+    for thread in (changing, writing):
+        thread.join()
+    assert read(tmp_path / "f") == [0, 1, 2, 3] and source.flat.tolist() == [9, 9, 9, 9]
+    assert snapshot.copied_bytes == 0
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug")])
 def test_a_failing_disk_lets_training_go_on(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -177,7 +205,7 @@ def test_a_failing_disk_lets_training_go_on(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(snapshots, "write_at", fail)
+    monkeypatch.setattr(hand, "write_at", fail)
     model, opt = make(tiny_model, "zo", "resident", "float32")
     background = Background(model, opt, 0)
     opt.step(batch(0))

@@ -1,0 +1,67 @@
+"""Memory that goes into a checkpoint, and the places in its files that it goes to.
+
+A source is a page of weights (offload/engine.py) or a tensor of the method's state, flat. A page holds tensors, or
+parts of them, so it has segments: elements [begin, end) belong to this tensor and lie at this offset of this file.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+WAITING, READY, TAKEN, COPYING, COPIED, WRITING, DONE = range(7)  # see snapshot.py
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [begin, end) of a source belong to this tensor, and go to this place of this file."""
+
+    tensor: str
+    begin: int
+    end: int
+    file: str
+    offset: int
+
+
+@dataclass
+class Source:
+    """Flat memory that goes to disk. unpacks: (elements, dtype) of what a packed page is unpacked to."""
+
+    flat: torch.Tensor
+    segments: list[Segment]
+    unpacks: tuple[int, torch.dtype] | None = None
+    state: int = READY
+    event: Any = None  # after it the home holds what is to be saved
+    copy: torch.Tensor | None = field(default=None, repr=False)
+    is_read: bool = False  # a worker reads the home at this moment
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        return self.flat.dtype if self.unpacks is None else self.unpacks[1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.flat.numel() * self.flat.element_size()
+
+
+def event_on(stream: Any) -> Any:
+    """An event behind everything queued on a stream; None without one."""
+    if stream is None:
+        return None
+    event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps
+    event.record(stream)
+    return event
+
+
+def segments_of(tensors: Iterable[tuple[str, int, int]], start: int, stop: int, places: dict[str, Any],
+                element_bytes: int) -> list[Segment]:  # fmt: skip
+    """The parts of the flat array [start, stop) that belong to tensors (name, start, stop), and where they go."""
+    found = []
+    for name, first, last in tensors:
+        begin, end = max(start, first), min(stop, last)
+        if begin < end and name in places:
+            place = places[name]
+            offset = place.offset + (begin - first) * element_bytes
+            found.append(Segment(name, begin - start, end - start, place.file, offset))
+    return found
