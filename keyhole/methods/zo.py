@@ -8,8 +8,8 @@ What we do differently from the textbook loop (perturb in place by +1, -2, +1, t
 
   - The 2q passes, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update of
     step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes an element in 16 bit, instead of 16.
-  - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1,
-    and `flush` applies it when someone wants to see the weights. Over the link: each unit once up, once down a step.
+  - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1
+    (zo_update.py). Over the link: each unit once up, once down a step.
   - z is a function of (seed, t, i, element) and never stored. Perturbed weights are computed from the clean ones, so
     nothing drifts. fp32 arithmetic, one rounding at the end (stochastic by default in 16 bit).
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
@@ -21,26 +21,18 @@ Legend: q directions, m micro-batches; pass index = (2 i + sign) m + micro-batch
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo_update import Pending, Update
 from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
 from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
-
-
-@dataclass
-class Pending:
-    """An update that is known but not applied yet: [lr, g_1/q .. g_q/q] on the device, and the step of its noise."""
-
-    coef: torch.Tensor
-    step: int
 
 
 class ZO:
@@ -71,35 +63,17 @@ class ZO:
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        self.pending: Pending | None = None
+        self.update = Update(model, self.noise, self.decay)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
-        self._updated: set[int] = set()  # units that have had the pending update in this sweep
         self.projected: torch.Tensor | None = None
         layout, device, dtype = model.layout, model.device, model.dtype
         self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
-        packed = [u.numel for u in layout.units if model.engine.homes[u.index].dtype == PACKED]
-        self.unpacked = torch.empty(max(packed, default=0), device=device)
         self.spines = torch.empty((directions, 2, layout.spine.numel), dtype=dtype, device=device)
-        self.changed = torch.zeros((), dtype=torch.int64, device=device)
-        self.trained = [_trained_spans(unit) for unit in layout.units]
-        if not any(any(on for _, _, on in spans) for spans in self.trained):
-            raise UserError("every parameter is frozen: there is nothing to train")
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "ZO":
-        own = config.zo
-        return cls(
-            model,
-            config.learning_rate,
-            eps=own.eps,
-            directions=own.directions,
-            distribution=own.distribution,
-            weight_decay=config.weight_decay,
-            rounding=own.rounding,
-            clip=own.clip,
-            seed=config.seed,
-            deferred_update=own.deferred_update,
-        )
+        shared = {"weight_decay": config.weight_decay, "seed": config.seed}
+        return cls(model, config.learning_rate, **shared, **vars(config.zo))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -107,9 +81,7 @@ class ZO:
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
         batches = [to_device(b, self.model.device) for b in as_list(batch)]
-        if self.pending is not None:  # otherwise flush has counted already
-            self.changed.zero_()
-        self._updated = set()
+        self.update.begin()
         with self.model.sweep("train"):
             self._perturb_spine()
             hidden = self.model.lockstep(
@@ -119,7 +91,7 @@ class ZO:
                 steady=True,
             )
             losses_q2 = self._losses(hidden, batches)
-            self._update_rest()
+            self.update.apply_to_rest()
         self._defer(losses_q2)
         if not self.deferred_update:
             self.flush()
@@ -160,8 +132,8 @@ class ZO:
 
     def _prepare(self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, direction: int) -> bool:
         """Writes both perturbed copies; applies the pending update if the unit has not had it. True if w changed."""
-        update = self.pending is not None and unit.index not in self._updated
-        for begin, end, trained in self.trained[unit.index]:
+        update = self.update.is_due(unit)
+        for begin, end, trained in self.update.trained[unit.index]:
             w_, plus_, minus_ = w[begin:end], plus[begin:end], minus[begin:end]
             if not trained:
                 plus_.copy_(w_)
@@ -170,45 +142,24 @@ class ZO:
             at = {"offset": unit.start + begin, **self.noise}
             perturb = {"step": self.step_count, "eps": self.eps}
             if update:
-                ops.zo_update_perturb_(
-                    w_, plus_, minus_, **at, **perturb, **self._pending_update(), changed=self.changed
-                )
+                fused = self.update.fused() | {"changed": self.update.changed}
+                ops.zo_update_perturb_(w_, plus_, minus_, **at, **perturb, **fused)
             else:
                 ops.zo_perturb(w_, plus_, minus_, **at, **perturb, direction=direction)
-        self._updated.add(unit.index)
+        self.update.visited.add(unit.index)
         return update
 
     def _prepare_packed(
         self, unit: Unit, packed: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, direction: int
     ) -> bool:
         """The same for a packed unit: what was packed is what is perturbed."""
-        update = self._update_packed(unit, packed)
-        unpacked = self.unpacked[: unit.numel]
+        update, unpacked = self.update.is_due(unit), self.update.unpacked[: unit.numel]
+        if update:
+            self.update.apply(unit, packed)
         if direction == 0:
             ops.fp8_decode(packed, unpacked)
         self._prepare(unit, unpacked, plus, minus, direction)
         return update
-
-    def _update_packed(self, unit: Unit, packed: torch.Tensor) -> bool:
-        if self.pending is None or unit.index in self._updated:
-            return False
-        unpacked = self.unpacked[: unit.numel]
-        ops.fp8_decode(packed, unpacked)
-        self._apply(unit, unpacked)
-        where = {"offset": unit.start, "seed": self.noise["seed"], "step": self.pending.step}
-        ops.fp8_encode_(unpacked, packed, **where, rounding=self.decay["rounding"])
-        self._updated.add(unit.index)
-        return True
-
-    def _apply(self, unit: Unit, w: torch.Tensor) -> None:
-        """The pending update alone, on a unit in a plain dtype."""
-        for begin, end, trained in self.trained[unit.index]:
-            if trained:
-                at = {"offset": unit.start + begin, "coef": self.pending.coef, "step": self.pending.step}
-                ops.zo_update_(w[begin:end], **at, **self.noise, **self.decay, changed=self.changed)
-
-    def _pending_update(self) -> dict[str, Any]:
-        return {"coef": self.pending.coef, "update_step": self.pending.step, **self.decay}
 
     def _rows(self, batches: list[DeviceBatch]) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Rows of the table for a pass: both signs are made at once, the minus rows wait for their pass."""
@@ -224,17 +175,9 @@ class ZO:
             if not table.param.requires_grad:
                 waiting[i, k] = stale_MH.to(self.model.dtype)
                 return waiting[i, k]
-            plus_MH, waiting[i, k] = ops.zo_rows(
-                stale_MH,
-                ids_M,
-                offset=table.start,
-                eps=self.eps,
-                step=self.step_count,
-                direction=i,
-                dtype=self.model.dtype,
-                **self.noise,
-                **(self._pending_update() if self.pending else {}),
-            )
+            perturb = {"step": self.step_count, "eps": self.eps, "direction": i, "dtype": self.model.dtype}
+            update = self.update.fused() if self.pending else {}
+            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, **self.noise, **perturb, **update)
             return plus_MH
 
         return rows
@@ -262,59 +205,34 @@ class ZO:
         coef = torch.cat([lr, projected / self.directions])
         finite = torch.isfinite(losses_q2).all()
         self.projected = projected
-        self.latest = self.pending = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
+        self.latest = self.update.pending = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
         self.step_count += 1
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @property
+    def pending(self) -> Pending | None:
+        """The update that the weights at home do not have yet."""
+        return self.update.pending
+
+    @property
+    def changed(self) -> torch.Tensor:
+        """How many weights the last update moved."""
+        return self.update.changed
+
     def flush(self) -> None:
         """Applies the deferred update, so that the weights at home are the weights after the last step."""
-        if self.pending is None:
-            return
-        self._updated = set()
-        self.changed.zero_()
-        with self.model.sweep("flush"):
-            self._update_rest()
-        self.pending = None
+        self.update.flush()
 
-    def _update_rest(self) -> None:
-        """Applies the pending update to every unit that no pass has visited: the table of an untied model, say."""
-        if self.pending is None:
-            return
-        for unit in self.model.layout.units:
-            if unit.index in self._updated:
-                continue
-            w = self.model.engine.acquire(unit.index)
-            (self._update_packed if w.dtype == PACKED else self._apply)(unit, w)
-            self.model.engine.commit(unit.index)
-            self.model.engine.release(unit.index)
-
-    @torch.no_grad()
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
-        """Applies known updates, each with its weight decay, and yields every unit that has had them all. An update is
-        elementwise: all of them on one unit, then on the next, is the same as in the order they were made."""
-        decay, changed, uncounted = self.decay, self.changed.zero_(), torch.zeros_like(self.changed)
-        try:
-            with self.model.sweep("flush"):
-                for unit in self.model.layout.units:
-                    w = self.model.engine.acquire(unit.index)
-                    for i, (self.pending, weight_decay) in enumerate(updates, start=1):
-                        self.decay, self._updated = decay | {"weight_decay": weight_decay}, set()
-                        self.changed = changed if i == len(updates) else uncounted
-                        (self._update_packed if w.dtype == PACKED else self._apply)(unit, w)
-                    self.model.engine.commit(unit.index)
-                    self.model.engine.release(unit.index)
-                    yield unit
-        finally:
-            self.decay, self.changed, self.pending = decay, changed, None
+        """Applies known updates, each with its weight decay, and yields every unit that has had them all."""
+        return self.update.replay(updates)
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
         if self.projected is None:
             return {}
-        trained = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
-        return {"projected_grad": self.projected.abs().mean(), "changed": self.changed / trained}
+        return {"projected_grad": self.projected.abs().mean(), "changed": self.changed / self.update.trained_numel}
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""
@@ -330,18 +248,3 @@ class ZO:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         self.step_count = int(state["step_count"])
         self.changed.fill_(state.get("changed", 0))
-
-
-def _trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
-    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree."""
-    spans: list[tuple[int, int, bool]] = []
-    for j, tensor in enumerate(unit.tensors):
-        last = j == len(unit.tensors) - 1
-        begin = 0 if unit.rows or not spans else spans[-1][1]
-        end = unit.numel if last else unit.tensors[j + 1].start - unit.start
-        trained = tensor.param.requires_grad
-        if spans and spans[-1][2] == trained:
-            spans[-1] = (spans[-1][0], end, trained)
-        else:
-            spans.append((begin, end, trained))
-    return spans

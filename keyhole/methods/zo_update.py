@@ -1,0 +1,138 @@
+"""The update of a zeroth-order step: known when the step ends, applied when its units are next visited.
+
+    w <- round(w - lr (1/q sum_i g_i z_i + weight_decay w))        coef = [lr, g_1/q .. g_q/q], z of the step it is from
+
+coef needs the losses, and they are known only when every unit has been passed. Applying the update then would be one
+more trip of every unit over the link; so it waits here, and a unit gets it on the first of these occasions:
+
+    the next step       fused with the perturbation, one pass over w (zo.py): `fused` says with which numbers
+    the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`
+    a flush             when someone wants to see the weights
+
+`visited` is the set of units that have had it in this sweep. A packed unit (8 bit) is unpacked, updated and packed.
+Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not.
+
+An update is elementwise, and its noise is a function of (seed, step, element): replaying a run from its journal is all
+updates on one unit, then all on the next.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.model.layout import Unit
+from keyhole.model.model import Model
+from keyhole.offload.wire import PACKED
+
+
+@dataclass
+class Pending:
+    """An update that is known but not applied yet: [lr, g_1/q .. g_q/q] on the device, and the step of its noise."""
+
+    coef: torch.Tensor
+    step: int
+
+
+class Update:
+    """The pending update of a model's weights, if there is one. noise: seed, distribution; decay: and rounding."""
+
+    def __init__(self, model: Model, noise: dict[str, Any], decay: dict[str, Any]) -> None:
+        self.model, self.noise, self.decay = model, noise, decay
+        self.pending: Pending | None = None
+        self.visited: set[int] = set()
+        self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
+        packed = [u.numel for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
+        self.unpacked = torch.empty(max(packed, default=0), device=model.device)
+        self.trained = [trained_spans(unit) for unit in model.layout.units]
+        self.trained_numel = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
+        if not self.trained_numel:
+            raise UserError("every parameter is frozen: there is nothing to train")
+
+    def begin(self) -> None:
+        """A sweep begins: no unit has had the update."""
+        self.visited = set()
+        if self.pending is not None:  # otherwise flush has counted already
+            self.changed.zero_()
+
+    def is_due(self, unit: Unit) -> bool:
+        return self.pending is not None and unit.index not in self.visited
+
+    def fused(self) -> dict[str, Any]:
+        """The update as arguments of an op that also perturbs."""
+        return {"coef": self.pending.coef, "update_step": self.pending.step, **self.decay}
+
+    def apply(self, unit: Unit, w: torch.Tensor) -> None:
+        """The update alone, on a unit that is here, plain or packed."""
+        if w.dtype != PACKED:
+            self._apply_plain(unit, w)
+        else:
+            unpacked = self.unpacked[: unit.numel]
+            ops.fp8_decode(w, unpacked)
+            self._apply_plain(unit, unpacked)
+            where = {"offset": unit.start, "seed": self.noise["seed"], "step": self.pending.step}
+            ops.fp8_encode_(unpacked, w, **where, rounding=self.decay["rounding"])
+        self.visited.add(unit.index)
+
+    def _apply_plain(self, unit: Unit, w: torch.Tensor) -> None:
+        for begin, end, trained in self.trained[unit.index]:
+            if trained:
+                at = {"offset": unit.start + begin, "coef": self.pending.coef, "step": self.pending.step}
+                ops.zo_update_(w[begin:end], **at, **self.noise, **self.decay, changed=self.changed)
+
+    def apply_to_rest(self) -> None:
+        """Applies the update to every unit that has not had it in this sweep."""
+        engine = self.model.engine
+        for unit in self.model.layout.units:
+            if self.is_due(unit):
+                self.apply(unit, engine.acquire(unit.index))
+                engine.commit(unit.index)
+                engine.release(unit.index)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Applies the update everywhere; there is none afterwards."""
+        if self.pending is None:
+            return
+        self.begin()
+        with self.model.sweep("flush"):
+            self.apply_to_rest()
+        self.pending = None
+
+    @torch.no_grad()
+    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+        """Applies known updates, each with its weight decay, and yields every unit that has had them all. `changed`
+        counts the last."""
+        engine = self.model.engine
+        decay, changed, uncounted = self.decay, self.changed.zero_(), torch.zeros_like(self.changed)
+        try:
+            with self.model.sweep("flush"):
+                for unit in self.model.layout.units:
+                    w = engine.acquire(unit.index)
+                    for i, (self.pending, weight_decay) in enumerate(updates, start=1):
+                        self.decay = decay | {"weight_decay": weight_decay}
+                        self.changed = changed if i == len(updates) else uncounted
+                        self.apply(unit, w)
+                    engine.commit(unit.index)
+                    engine.release(unit.index)
+                    yield unit
+        finally:
+            self.decay, self.changed, self.pending = decay, changed, None
+
+
+def trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
+    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree."""
+    spans: list[tuple[int, int, bool]] = []
+    for j, tensor in enumerate(unit.tensors):
+        last = j == len(unit.tensors) - 1
+        begin = 0 if unit.rows or not spans else spans[-1][1]
+        end = unit.numel if last else unit.tensors[j + 1].start - unit.start
+        trained = tensor.param.requires_grad
+        if spans and spans[-1][2] == trained:
+            spans[-1] = (spans[-1][0], end, trained)
+        else:
+            spans.append((begin, end, trained))
+    return spans
