@@ -1,7 +1,8 @@
 """Settings of a run: typed, documented line by line, and checked before anything is loaded.
 
     schema.py    the settings themselves          loader.py   YAML and key=value in, all faults at once
-    rules.py     what fields demand of each other dump.py     YAML out
+    methods.py   those of each method             dump.py     YAML out
+    rules.py     what fields demand of each other limits.py   bounds of numbers
     docs.py      the help and docs/config.md      recipes.py  the configs that are shipped
 
 Nothing here imports torch.
@@ -9,17 +10,16 @@ Nothing here imports torch.
 
 from keyhole.config.dump import to_dict, to_yaml
 from keyhole.config.loader import load_config, resolve
-from keyhole.config.schema import (
+from keyhole.config.methods import (
     AdamOffloadConfig,
     AdamWConfig,
     GaLoreConfig,
     LoRAConfig,
     LSPConfig,
-    OffloadConfig,
     SGDConfig,
-    TrainConfig,
     ZOConfig,
 )
+from keyhole.config.schema import OffloadConfig, TrainConfig
 from keyhole.config.sizes import Bytes
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The settings explained, from the one line under each field of schema.py.
+"""The settings explained, from the one line under each field of schema.py and methods.py.
 
     keyhole config show              every key, its type, default and line
     keyhole config show CONFIG       the values a run would use, each with its line
@@ -24,7 +24,7 @@ zo.directions=4`. Lists are written `train_data=[a.jsonl,b.jsonl]`, no value is 
 relative to the directory the command is run in. Sections of all methods may stand in one file; only the one
 of `method` is used.
 
-This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.py.
+This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.py and methods.py.
 """
 
 

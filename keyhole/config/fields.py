@@ -1,7 +1,7 @@
 """The table of settings: each dotted key ("zo.eps") with its type, default and doc line.
 
-Made once from schema.py: types by typing, defaults by dataclasses, and the doc line from the source text,
-because Python throws away the string under a field. A field whose type is a dataclass is a section; its
+Made once from schema.py and methods.py: types by typing, defaults by dataclasses, and the doc line from the source
+text, because Python throws away the string under a field. A field whose type is a dataclass is a section; its
 fields appear under their dotted names and the section itself does not.
 """
 

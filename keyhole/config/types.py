@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from keyhole.config.schema import Limit
+from keyhole.config.limits import Limit
 from keyhole.config.sizes import EXPECTED as A_SIZE
 from keyhole.config.sizes import Bytes
 

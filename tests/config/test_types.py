@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 import pytest
 import yaml
 
-from keyhole.config.schema import Limit
+from keyhole.config.limits import Limit
 from keyhole.config.sizes import Bytes
 from keyhole.config.types import Mismatch, describe, parse
 
