@@ -36,6 +36,7 @@ from keyhole.bench.shapes import QUICK_SHRINK, opt_config
 from keyhole.checkpoint import journal
 from keyhole.checkpoint.background import Background
 from keyhole.checkpoint.files import write_text
+from keyhole.checkpoint.journal_writer import Writer
 from keyhole.checkpoint.replay import apply_records
 from keyhole.checkpoint.state import About, verify
 from keyhole.plan.memory import Workload
@@ -58,7 +59,7 @@ class Loop:
         self.method = keyhole.ZO(model, LR)
         self.step_count, self.seconds = 0, []
         header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
-        self.journal = journal.Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
+        self.journal = Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
         device = model.device
         self.recorder = Recorder(device, self._entry, print, lambda: None, self._note)
 

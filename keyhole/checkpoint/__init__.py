@@ -1,6 +1,7 @@
 """What is written to disk and read back: Hugging Face directories, and checkpoints a run goes on from.
 
 journal.py   a zeroth-order run as one record a step; content.py: which weights it starts from
+journal_writer.py  records appended, and flushed behind training
 snapshot.py  weights of one step, written while the next steps change them
 background.py  checkpoints behind the back of training
 origin.py    where a run goes on from: a checkpoint and the journal behind it

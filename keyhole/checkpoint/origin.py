@@ -13,6 +13,7 @@ from pathlib import Path
 from keyhole.checkpoint import find, journal
 from keyhole.checkpoint.content import content_hash
 from keyhole.checkpoint.journal import Journal, Record
+from keyhole.checkpoint.journal_writer import Writer
 from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
@@ -92,7 +93,7 @@ def _check_base(found: Journal, model: str) -> None:
         )
 
 
-def continued(origin: Origin, source: str, path: Path, header: journal.Header, sync_every: int) -> journal.Writer:
+def continued(origin: Origin, source: str, path: Path, header: journal.Header, sync_every: int) -> Writer:
     """The journal, ready for the step after origin.step: the old one cut there, or a new one from these weights.
 
     header: of the new one, its base left open; source: where the weights were loaded from.
@@ -103,4 +104,4 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
             journal.set_aside(path)
         base = content_hash(find_directory(source))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
-    return journal.Writer(path, found, step, sync_every)
+    return Writer(path, found, step, sync_every)

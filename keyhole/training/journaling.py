@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from keyhole.checkpoint import journal
+from keyhole.checkpoint.journal_writer import Writer
 from keyhole.checkpoint.origin import JOURNALED, Origin, continued
 from keyhole.checkpoint.resume import flat_config
 from keyhole.config import TrainConfig
@@ -23,7 +24,7 @@ PATIENCE_S = 60.0
 class Journaling:
     """The journal of one run. `writer` is None for methods that have none."""
 
-    def __init__(self, writer: journal.Writer | None, method: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, writer: Writer | None, method: Any, say: Callable[[str], None]) -> None:
         self.writer, self.method, self.say = writer, method, say
         self.failing = False
 

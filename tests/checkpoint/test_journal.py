@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keyhole.checkpoint import journal
-from keyhole.checkpoint.journal import BadJournal, Header, Record, Writer, create, read
+from keyhole.checkpoint.journal import BadJournal, Header, Record, create, read
+from keyhole.checkpoint.journal_writer import Writer
 
 HEADER = Header(
     base="ab" * 32, first=0, source="tiny", seed=7, directions=2, distribution="gaussian", rounding="stochastic",
