@@ -18,7 +18,6 @@ import gc
 import json
 import random
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from keyhole.bench import measure
 from keyhole.bench.report import commit
 from keyhole.bench.runner import choose_device
 from keyhole.bench.shapes import QUICK_SHRINK, opt_config
+from keyhole.bench.snapshots_report import markdown, one_line
 from keyhole.checkpoint import journal
 from keyhole.checkpoint.background import Background
 from keyhole.checkpoint.files import write_text
@@ -43,10 +43,8 @@ from keyhole.plan.memory import Workload
 from keyhole.plan.probe import environment
 from keyhole.training.metrics import Record, Recorder
 
-GIB = 2**30
 LENGTH, LR = 2048, 1e-7
 MODES = ("none", "background", "torch.save")
-TARGET = 0.97
 
 Say = Callable[[str], None]
 
@@ -198,22 +196,6 @@ def time_replay(loop: Loop, name: str, steps: int) -> dict[str, Any]:
     return {"model": name, "mode": "replay", "steps": steps, "wall_s": apply_records(loop.method, records, print)}
 
 
-def one_line(row: dict[str, Any], none: dict[str, Any]) -> str:
-    if row["mode"] == "replay":
-        return f"{row['model']:>5} replay      {row['steps']} steps in {row['wall_s']:.2f} s"
-    line = f"{row['model']:>5} {row['mode']:<11} {row['tokens_per_s']:10,.0f} tok/s, {ratio(row, none):.3f}x"
-    if "write_s" in row:
-        line += f"; written in {statistics.mean(row['write_s']):.2f} s"
-    if "copies_bytes" in row:
-        waited, more = sum(row["training_waited_s"]), (row["host_bytes"] - none["host_bytes"]) / GIB
-        line += f"; training waited {waited:.2f} s; copies {row['copies_bytes'] / GIB:.2f} GiB, host {more:+.2f} GiB"
-    return line
-
-
-def ratio(row: dict[str, Any], none: dict[str, Any]) -> float:
-    return row["tokens_per_s"] / none["tokens_per_s"]
-
-
 def bench_snapshots(
     sizes: list[str],
     *,
@@ -238,40 +220,5 @@ def bench_snapshots(
     for i, name in enumerate(sizes):
         rows += bench_size(name, where | {"replay_steps": replay_steps if i == 0 else 0}, say)
         write_text(out / f"{stem}.json", json.dumps({**about, "scratch": str(scratch), "rows": rows}, indent=1) + "\n")
-        write_text(out / f"{stem}.md", markdown(rows, about))
+        write_text(out / f"{stem}.md", markdown(rows, about, __doc__))
     return out / f"{stem}.md"
-
-
-def markdown(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """The table for people."""
-    lines = [f"# keyhole bench snapshots, {about['date'][:10]}", f"commit {about['commit']}, device {about['device']}"]
-    lines += [__doc__.strip().split("\n\n", 1)[1], ""]
-    header = (
-        "model|batch|mode|tok/s|against none|target|written in s|training waited s|copies GiB|half GiB|host GiB more"
-    )
-    table = ["| " + header.replace("|", " | ") + " |", "|" + "---|" * (header.count("|") + 1)]
-    for row in rows:
-        none = next(r for r in rows if r["model"] == row["model"] and r["mode"] == "none")
-        if row["mode"] != "replay":
-            table.append("| " + " | ".join(_cells(row, none)) + " |")
-    replayed = [one_line(row, row).strip() for row in rows if row["mode"] == "replay"]
-    return "\n\n".join([*lines, "\n".join(table), *replayed]) + "\n"
-
-
-def _cells(row: dict[str, Any], none: dict[str, Any]) -> list[str]:
-    background = row["mode"] == "background"
-    met = "" if not background else f">= {TARGET}: {'met' if ratio(row, none) >= TARGET else 'NOT met'}"
-    cells = [
-        row["model"],
-        str(row["batch"]),
-        row["mode"],
-        f"{row['tokens_per_s']:,.0f}",
-        f"{ratio(row, none):.3f}x",
-        met,
-    ]
-    cells.append(", ".join(f"{s:.2f}" for s in row.get("write_s", [])))
-    cells.append(", ".join(f"{s:.2f}" for s in row.get("training_waited_s", [])))
-    cells.append(f"{row['copies_bytes'] / GIB:.2f}" if background else "")
-    cells.append(f"{row['weights_bytes'] / 2 / GIB:.2f}" if background else "")
-    cells.append(f"{(row['host_bytes'] - none['host_bytes']) / GIB:+.2f}" if background else "")
-    return cells

@@ -13,7 +13,6 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ import torch
 import keyhole
 from keyhole.bench import measure
 from keyhole.bench.cases import Case
-from keyhole.bench.link import measure_link
-from keyhole.bench.shapes import QUICK_SHRINK, opt_config
+from keyhole.bench.kept_model import DTYPES, Emit, KeptModel, streamed_homes
+from keyhole.bench.shapes import QUICK_SHRINK
 from keyhole.bench.textbook import Textbook
 from keyhole.bench.trace import trace_step
-from keyhole.model.random_init import fill_random
 from keyhole.offload.wire import Wire
 from keyhole.plan.memory import Workload, zo_device_bytes
 from keyhole.plan.placement import workspace_bytes
@@ -35,10 +33,7 @@ from keyhole.plan.probe import environment
 
 PREFIX = "@record "
 BROKEN_CONTEXT = 3
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LR, EPS = 1e-7, 1e-3
-
-Emit = Callable[[dict[str, Any]], None]
 
 
 class BrokenContext(RuntimeError):
@@ -46,18 +41,12 @@ class BrokenContext(RuntimeError):
 
 
 class Worker:
-    """Keeps one model loaded while consecutive cases can use it."""
+    """Measures case after case, with models that are kept where they can be."""
 
     def __init__(self, emit: Emit, device: str, *, quick: bool, warm_up: int, timed: int) -> None:
         self.emit, self.device = emit, torch.device("cuda", 0) if device == "cuda" else torch.device(device)
         self.quick, self.warm_up, self.timed = quick, warm_up, timed
-        self.model: keyhole.Model | None = None
-        self.load_key: tuple | None = None
-        self.load_s = 0.0
-        self.load_host_bytes = 0
-        self.vectors: list[tuple[torch.Tensor, torch.Tensor]] = []  # norms and biases: where, and as loaded
-        self.links: dict[int, dict[str, float]] = {}
-        self.link: dict[str, float] | None = None
+        self.kept = KeptModel(emit, self.device, quick)
 
     def run(self, cases: list[Case], deadline_s: float, timeline: str | None = None) -> None:
         """Runs cases until the deadline (time.time()); a case that would not fit is skipped."""
@@ -70,10 +59,10 @@ class Worker:
             if "CUDA error" in error:
                 raise BrokenContext(error)
             if error:
-                self.close()  # here, where no traceback holds on to tensors any more
+                self.kept.close()  # here, where no traceback holds on to tensors any more
             elif timeline and case.system == "streamed":
                 timeline = self.try_trace(case, timeline)
-        self.close()
+        self.kept.close()
 
     def attempt(self, case: Case) -> str:
         """Emits the record of a case; returns what went wrong, or ""."""
@@ -90,16 +79,14 @@ class Worker:
         if self.quick:
             return 0.0
         size, host = case.weight_bytes, case.system == "streamed"
-        load_s = 0.0 if case.load == self.load_key else 2 + size / (2e9 if host else 1e11)
+        load_s = 0.0 if case.load == self.kept.key else 2 + size / (2e9 if host else 1e11)
         flops_s = 40e12 if case.dtype == "fp32" else 400e12
         params = size / (4 if case.dtype == "fp32" else 2)
         step_s = 4 * params * case.tokens / flops_s + 20 * size / 3e12 + (size / 20e9 if host else 0)
         return load_s + (self.warm_up + self.timed) * step_s
 
-    # -- one case ------------------------------------------------------------------------------------------
-
     def measure(self, case: Case) -> dict[str, Any]:
-        model = self.ready(case)
+        model = self.kept.ready(case)
         measure.clean_up(self.device)  # what drawing the weights took must not be found again by the method
         batch = self.batch(case)
         if case.system == "textbook":
@@ -115,7 +102,7 @@ class Worker:
         step, device = lambda: method.step(batch), self.device
         found = measure.time_steps(step, device, self.warm_up, self.timed, mark_bytes)
         found |= self.facts(model, case)
-        found |= {"load_s": self.load_s, "link": self.link}
+        found |= {"load_s": self.kept.load_s, "link": self.kept.link}
         found["bytes_up"] = (engine.bytes_up - moved["up"]) // self.timed
         found["bytes_down"] = (engine.bytes_down - moved["down"]) // self.timed
         return found
@@ -128,9 +115,9 @@ class Worker:
             print(f"timeline: {type(error).__name__}: {error}", file=sys.stderr)
 
     def trace(self, case: Case, path: str) -> None:
-        method = keyhole.ZO(self.model, LR, eps=EPS, deferred_update=case.deferred_update)
+        method = keyhole.ZO(self.kept.model, LR, eps=EPS, deferred_update=case.deferred_update)
         batch = self.batch(case)
-        trace_step(self.model.engine, lambda: method.step(batch), Path(path))
+        trace_step(self.kept.model.engine, lambda: method.step(batch), Path(path))
 
     def facts(self, model: keyhole.Model, case: Case) -> dict[str, Any]:
         """Bytes, and what was decided."""
@@ -140,11 +127,11 @@ class Worker:
             "parameters": sum(t.shape.numel() for t in model.layout.tensors),
             "blocks_run": model.layout.block_count,
             "weights_bytes": model.layout.numel * size,
-            "streamed_bytes": sum(h.numel() * h.element_size() for h in self.streamed_homes(model)),
+            "streamed_bytes": sum(h.numel() * h.element_size() for h in streamed_homes(model)),
             "planned_bytes": self.planned_bytes(model, case) if zo else None,
             "pinned": model.pinned,
             "device": measure.device_memory(self.device),
-            "host_bytes": max(self.load_host_bytes, measure.host_memory()),
+            "host_bytes": max(self.kept.host_bytes, measure.host_memory()),
             "decided": model.describe(),
         }
 
@@ -161,81 +148,11 @@ class Worker:
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
         length = case.length // QUICK_SHRINK if self.quick else case.length
-        vocabulary = self.model.config.vocab_size
+        vocabulary = self.kept.model.config.vocab_size
         ids_BT = torch.randint(
             4, vocabulary, (case.batch, length), generator=torch.Generator().manual_seed(1)
         )
         return {"input_ids": ids_BT, "labels": ids_BT}
-
-    # -- the model -----------------------------------------------------------------------------------------
-
-    def ready(self, case: Case) -> keyhole.Model:
-        """The model of a case, loaded now or kept from the case before; always with fresh weights."""
-        if case.load == self.load_key:
-            self.refresh()
-            return self.model
-        self.close()
-        begin_s = time.perf_counter()
-        options: dict[str, Any] = {}
-        if case.system == "streamed":
-            options = {
-                "overlap": case.overlap,
-                "reuse_slots": case.reuse_slots,
-                "gpu_memory": case.gpu_memory,
-            }
-            options |= {"wire": case.wire} if case.wire else {}
-        self.model = keyhole.load(
-            opt_config(case.model, case.length, case.blocks, self.quick),
-            placement="stream" if case.system == "streamed" else "resident",
-            dtype=DTYPES[case.dtype],
-            device=self.device,
-            init="random",
-            workload=Workload(tokens=case.tokens),
-            **options,
-        )
-        self.load_key, self.load_s = case.load, time.perf_counter() - begin_s
-        self.load_host_bytes = measure.host_memory()
-        homes = [self.model.home(t) for t in self.model.layout.tensors if len(t.shape) < 2]
-        self.vectors = [(home, home.to("cpu", copy=True)) for home in homes]
-        self.measure_link()
-        return self.model
-
-    def refresh(self) -> None:
-        """Draws the same weights again, so that losses compare whatever ran before."""
-        model = self.model
-        model.engine.wait_for_homes()
-        std = getattr(model.config, "initializer_range", None) or 0.02
-        model.binding.bind_homes()  # the textbook loop leaves parameters in memory of its own
-        fill_random(model, std, 0)
-        for home, as_loaded in self.vectors:
-            home.copy_(as_loaded)
-        model.engine.invalidate()
-
-    def streamed_homes(self, model: keyhole.Model) -> list[torch.Tensor]:
-        return [model.engine.homes[i] for i in sorted(model.engine.streamed)]
-
-    def measure_link(self) -> None:
-        """With copies of the usual unit of this model, unless nearly that size was measured already."""
-        self.link = None
-        homes = self.streamed_homes(self.model)
-        if self.device.type != "cuda" or not homes:
-            return
-        sizes = sorted(home.numel() * home.element_size() for home in homes)
-        unit_bytes = sizes[len(sizes) // 2]
-        near = [size for size in self.links if 0.5 < size / unit_bytes < 2]
-        if not near:
-            self.links[unit_bytes] = measure_link(unit_bytes)
-            self.emit({"kind": "link", **self.links[unit_bytes]})
-        self.link = self.links[near[0] if near else unit_bytes]
-
-    def close(self) -> None:
-        """Frees the model; pinned pages are unpinned before they are freed."""
-        if self.model is not None:
-            self.model.close()
-        self.model, self.load_key, self.vectors = None, None, []
-        measure.clean_up(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
 def record(case: Case, status: str, **found: Any) -> dict[str, Any]:

@@ -41,12 +41,12 @@ def test_refresh_brings_back_the_first_weights() -> None:
     """Whatever was trained before, losses of the next case start where a fresh load would."""
     case = Case("13B", "streamed", dtype="fp32")
     worker = make(lambda found: None)
-    before = [x.clone() for _, x in worker.ready(case).named_tensors()]
+    before = [x.clone() for _, x in worker.kept.ready(case).named_tensors()]
     worker.measure(case)
-    worker.model.engine.homes[0].add_(1.0)
-    after = [x.clone() for _, x in worker.ready(case).named_tensors()]
+    worker.kept.model.engine.homes[0].add_(1.0)
+    after = [x.clone() for _, x in worker.kept.ready(case).named_tensors()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    worker.close()
+    worker.kept.close()
 
 
 def test_compute_spans_follow_the_pages() -> None:
