@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.files import replace_directory, staged
 from keyhole.checkpoint.hf import create_files, names_on_disk, plan_files, small_files
 from keyhole.checkpoint.snapshot import Snapshot
@@ -50,6 +51,7 @@ class Background:
         free = max(0, host_memory().available_bytes - SLACK_BYTES)
         self.pool_bytes = min(weights // 2, free) if pool_bytes is None else pool_bytes
         self.writing: Writing | None = None
+        self.copiers = Copiers()
         if method.name in OPTIMIZERS:
             method.optimizer.register_step_pre_hook(lambda *_: self.settle())
 
@@ -66,7 +68,7 @@ class Background:
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files({}, {}, {})
         others = [_whole(name, t, own) for name, t in tensors.items()]
         buffers = [_whole(n, b, self.files, self.places) for n, b in saved_buffers(self.model.module).items()]
-        snapshot = Snapshot(self._pages(deferred), others + buffers, self.pool_bytes, self.model.device)
+        snapshot = Snapshot(self._pages(deferred), others + buffers, self.pool_bytes, self.model.device, self.copiers)
         for source in snapshot.queue:
             source.event = None if source.state == WAITING else self._event(source)
         self.writing = Writing(snapshot, path, about, scalars, [self.files, own], self.small, settle_journal)

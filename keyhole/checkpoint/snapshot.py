@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.hand import PIECE_BYTES, Hand
 from keyhole.checkpoint.sources import COPIED, COPYING, DONE, READY, TAKEN, WAITING, WRITING, Source, event_on
 from keyhole.offload import arena
@@ -47,10 +48,18 @@ class Snapshot:
     Becomes the engine's watch. `write` is called by a thread of the caller, and returns when all is written.
     """
 
-    def __init__(self, pages: dict[int, Source], others: list[Source], pool_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        pages: dict[int, Source],
+        others: list[Source],
+        pool_bytes: int,
+        device: torch.device,
+        copiers: Copiers,
+    ) -> None:
         self.pages, self.queue = pages, [*others, *pages.values()]
         self.order = [source for source in self.queue if source.state == READY]  # in which they came and will go
-        self.pool_bytes, self.device = pool_bytes, device
+        self.pool_bytes, self.device, self.copiers = pool_bytes, device, copiers
+        self.spare: dict[int, list[torch.Tensor]] = {}  # copies that are written, by size: memory the kernel has given
         self.copied_bytes = self.peak_bytes = 0
         self.waited_s = 0.0  # how long training was held up
         self.error: BaseException | None = None
@@ -121,13 +130,24 @@ class Snapshot:
     def _copy(self, source: Source) -> torch.Tensor:
         if source.event is not None:
             source.event.synchronize()
-        copy = arena.host_memory(source.size_bytes).view(source.flat.dtype)
+        with self.turn:
+            spare = self.spare.get(source.size_bytes)
+            copy = spare.pop() if spare else None
+        copy = arena.host_memory(source.size_bytes) if copy is None else copy
+        copy = copy.view(source.flat.dtype)
+        if source.flat.is_cuda:
+            self._fetch(source.flat, copy)
+        else:
+            self.copiers.copy(copy, source.flat)
+        return copy
+
+    def _fetch(self, flat: torch.Tensor, copy: torch.Tensor) -> None:
+        """From the device."""
         if self.hand is None:
             self.hand = Hand(self.device)
         size = PIECE_BYTES // copy.element_size()
-        for target, piece in zip(copy.split(size), source.flat.split(size), strict=True):
-            target.copy_(self.hand.to_host(piece))
-        return copy
+        for target, piece in zip(copy.split(size), flat.split(size), strict=True):
+            self.copiers.copy(target, self.hand.to_host(piece))
 
     # -- the disk's side -----------------------------------------------------------------------------------------------
 
@@ -144,6 +164,7 @@ class Snapshot:
         finally:
             for file in files.values():
                 os.close(file)
+            self.spare.clear()
         if self.error is not None:
             raise self.error
 
@@ -188,6 +209,7 @@ class Snapshot:
     def _free(self, source: Source) -> None:
         if source.copy is not None:
             self.copied_bytes -= source.size_bytes
+            self.spare.setdefault(source.size_bytes, []).append(source.copy.view(torch.uint8))
             source.copy = None
 
     def fail(self, error: BaseException) -> None:

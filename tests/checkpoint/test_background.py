@@ -12,6 +12,7 @@ import torch
 import keyhole
 from keyhole.checkpoint import hand
 from keyhole.checkpoint.background import Background
+from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.snapshot import Snapshot
 from keyhole.checkpoint.sources import READY, WAITING, Segment, Source
 from keyhole.checkpoint.state import About, save_checkpoint, verify
@@ -141,7 +142,7 @@ def test_memory_is_at_most_half_of_the_weights(tiny_model: Path, tmp_path: Path)
 
 def one_page(state: int = READY, pool_bytes: int = 100) -> tuple[Snapshot, Source]:
     source = Source(torch.arange(4.0), [Segment("w", 0, 4, "f", 0)], state=state)
-    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu")), source
+    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu"), Copiers(2)), source
 
 
 def read(path: Path) -> list[float]:
