@@ -132,7 +132,7 @@ class AdamOffloadConfig:
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
     """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
     threads: Count | None = None
-    """CPU threads of the updates; null = all cores but one."""
+    """CPU threads of the updates; null = three of four cores."""
     activations: Literal["block", "host", "none"] = "block"
     """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
     compile: bool = False
@@ -164,7 +164,7 @@ class LSPConfig:
     optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
     """Where Adam's moments are and its arithmetic runs; auto = on the GPU what fits gpu_memory, embedding and first layers first, the rest on the CPU."""  # noqa: E501
     threads: Count | None = None
-    """CPU threads of the updates (cpu); null = all cores but one."""
+    """CPU threads of the updates (cpu); null = three of four cores."""
     beta1: BelowOne = 0.9
     """Decay of the running mean of the gradient."""
     beta2: BelowOne = 0.999
