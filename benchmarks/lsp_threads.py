@@ -42,6 +42,7 @@ def main() -> None:
     measure.clean_up(device)
     model = gradient._load(lsp, device, False, 4096)
     for threads in args.threads.split(","):
+        measure.clean_up(device)
         trial = dataclasses.replace(lsp, options=lsp.options | {"threads": int(threads)})
         method = gradient._method(trial, model, False)
         step_s, spans = seconds(method, device), method.optimizer.spans
