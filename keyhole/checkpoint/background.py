@@ -176,7 +176,7 @@ class Writing:
                 (temporary / name).parent.mkdir(exist_ok=True)
                 (temporary / name).write_bytes(content)
             self.snapshot.write(temporary)
-            write_state(temporary, self.about, self.scalars)
+            write_state(temporary, self.about, self.scalars, self.snapshot.sums)
             if not self.settle_journal(self.about.step):
                 raise OSError(f"the journal has no record of step {self.about.step}")
             replace_directory(temporary, self.path)

@@ -1,14 +1,16 @@
 """How flat memory gets into a file at its place: in pieces, from a GPU by way of a page-locked buffer, and only if it
-is finite. Weights that are broken must not take the place of good ones.
+is finite. Weights that are broken must not take the place of good ones. Each piece is summed up on its way (crc.py).
 """
 
 import os
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from keyhole import ops
+from keyhole.checkpoint.crc import Span
 from keyhole.checkpoint.sources import Source
 from keyhole.training.guard import NonFinite
 
@@ -31,8 +33,8 @@ class Hand:
             self.stream = torch.cuda.Stream(device)
             self.buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def write(self, source: Source, memory: Memory, files: dict[str, int]) -> None:
-        """Piece by piece; each is read inside memory(source), which says from where."""
+    def write(self, source: Source, memory: Memory, files: dict[str, int], sums: dict[str, list[Span]]) -> None:
+        """Piece by piece; each is read inside memory(source), which says from where. Checksums are added to `sums`."""
         if source.unpacks is not None:
             numel, dtype = source.unpacks
             unpacked = torch.empty(numel, dtype=dtype)
@@ -45,8 +47,10 @@ class Hand:
                 with memory(source) as flat:
                     host = self.to_host(flat[begin : min(begin + size, segment.end)])
                     check_finite(host, segment.tensor)
-                    write_at(files[segment.file], memoryview(host.view(torch.uint8).numpy()), offset)
-                    offset += host.numel() * host.element_size()
+                    data = memoryview(host.view(torch.uint8).numpy())
+                    write_at(files[segment.file], data, offset)
+                    sums[segment.file].append((offset, len(data), zlib.crc32(data)))
+                offset += len(data)
 
     def to_host(self, piece: torch.Tensor) -> torch.Tensor:
         if piece.device.type != "cuda":

@@ -31,11 +31,13 @@ from typing import Any
 import torch
 
 from keyhole.checkpoint.copiers import Copiers
+from keyhole.checkpoint.crc import Span
 from keyhole.checkpoint.hand import PIECE_BYTES, Hand
 from keyhole.checkpoint.sources import COPIED, COPYING, DONE, READY, TAKEN, WAITING, WRITING, Source, event_on
 from keyhole.offload import arena
 
 WORKERS = 4
+FLUSH_EVERY_S = 0.1
 
 
 class Cancelled(Exception):
@@ -64,6 +66,7 @@ class Snapshot:
         self.waited_s = 0.0  # how long training was held up
         self.error: BaseException | None = None
         self.hand: Hand | None = None  # training's own
+        self.sums: dict[str, list[Span]] = {}  # file -> checksums of its pieces
         self.turn = threading.Condition()
 
     # -- training's side -----------------------------------------------------------------------------------------------
@@ -155,13 +158,20 @@ class Snapshot:
         """Writes all sources into files that exist already in their full size. Raises what went wrong."""
         names = {segment.file for source in self.queue for segment in source.segments}
         files = {name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for name in names}
+        self.sums = {name: [] for name in names}
+        threads = [threading.Thread(target=self._work, args=(files,), daemon=True) for _ in range(WORKERS)]
         try:
-            threads = [threading.Thread(target=self._work, args=(files,), daemon=True) for _ in range(WORKERS)]
             for thread in threads:
                 thread.start()
+            while alive := [thread for thread in threads if thread.is_alive()]:
+                for file in files.values():  # or the disk would stand still until all is in the kernel's hands
+                    os.fdatasync(file)
+                alive[0].join(FLUSH_EVERY_S)
+        except OSError as error:
+            self.fail(error)
+        finally:
             for thread in threads:
                 thread.join()
-        finally:
             for file in files.values():
                 os.close(file)
             self.spare.clear()
@@ -174,7 +184,7 @@ class Snapshot:
             while (source := self._take()) is not None:
                 if (event := source.event) is not None:  # which training may take away when it makes a copy
                     event.synchronize()
-                hand.write(source, self._memory, files)
+                hand.write(source, self._memory, files, self.sums)
                 with self.turn:
                     self._free(source)
                     source.state = DONE

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from keyhole.checkpoint.crc import Span
 from keyhole.checkpoint.files import checksums, flush_all, replace_directory, staged
 from keyhole.checkpoint.hf import write_files
 from keyhole.checkpoint.tensors import MethodState, write_tensors
@@ -71,17 +72,21 @@ def split_state(method_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}
 
 
-def write_state(directory: Path, about: About, scalars: dict[str, Any]) -> None:
-    """The last file of a checkpoint, with the checksums of all others; then everything is flushed to the disk."""
-    state = State(about.step, about.loader, scalars, about.config, about.versions, _inventory(directory))
+def write_state(
+    directory: Path, about: About, scalars: dict[str, Any], sums: dict[str, list[Span]] | None = None
+) -> None:
+    """The last file of a checkpoint, with the checksums of all others; then everything is flushed to the disk. sums: of
+    their pieces, as far as they are known."""
+    inventory = _inventory(directory, sums or {})
+    state = State(about.step, about.loader, scalars, about.config, about.versions, inventory)
     (directory / STATE).write_text(_dump(asdict(state)), encoding="utf-8")
     flush_all(directory)
 
 
-def _inventory(directory: Path) -> dict[str, dict[str, Any]]:
+def _inventory(directory: Path, sums: dict[str, list[Span]]) -> dict[str, dict[str, Any]]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     names = [file.relative_to(directory).as_posix() for file in files]
-    rows = zip(names, files, checksums(files), strict=True)
+    rows = zip(names, files, checksums(files, [sums.get(name, []) for name in names]), strict=True)
     return {name: {"bytes": file.stat().st_size, "crc32": crc} for name, file, crc in rows}
 
 
