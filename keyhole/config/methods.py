@@ -132,7 +132,7 @@ class AdamOffloadConfig:
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
     """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
     threads: Count | None = None
-    """CPU threads of the updates; null = three of four cores."""
+    """CPU threads of the updates; null = all cores but one."""
     activations: Literal["block", "host", "none"] = "block"
     """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
     compile: bool = False

@@ -28,7 +28,7 @@ from keyhole.methods.lsp_piece import Piece
 from keyhole.methods.lsp_schedule import transition, urgency
 from keyhole.methods.lsp_spans import Spans
 from keyhole.offload import arena
-from keyhole.offload.workers import Workers
+from keyhole.offload.workers import Workers, default_threads
 from keyhole.plan.host import host_memory
 from keyhole.plan.lsp import SLOTS
 
@@ -43,7 +43,7 @@ class HostAdam:
         self.lengths, self.device, self.cuda = {unit: lengths[unit] for unit in pieces}, device, device.type == "cuda"
         self.rule, self.layers, self.layer_count, self.spans = rule, layers, layer_count, spans
         self._reserve()
-        self.pool = Workers(threads)
+        self.pool = Workers(threads or default_threads(launches_all_the_time=True))
         self.counts = {piece.name: 0 for members in pieces.values() for piece in members}
         self.wait_s = 0.0  # how long the launching thread has waited for the worker
         self.slots = [torch.empty(max(self.lengths.values()), device=device) for _ in range(SLOTS)]

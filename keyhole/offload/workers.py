@@ -48,10 +48,11 @@ class Ticket:
         return self.after is None or self.after.query()
 
 
-def default_threads() -> int:
-    """Three of four cores. The rest is for the threads that launch kernels (ours, autograd's): a team that shares a
-    core with one of them waits for its slowest member, and makes launches wait."""
-    return max(1, 3 * cpu_count() // 4)
+def default_threads(launches_all_the_time: bool = False) -> int:
+    """All cores but one; three of four where the GPU does not wait for this work, so that kernels are launched beside
+    it all the time (by our thread and by autograd's): a team that shares a core with one of these waits for its slowest
+    member, and makes launches wait."""
+    return max(1, 3 * cpu_count() // 4 if launches_all_the_time else cpu_count() - 1)
 
 
 class Workers:
