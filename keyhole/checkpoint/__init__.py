@@ -2,7 +2,8 @@
 
 journal.py   a zeroth-order run as one record a step; content.py: which weights it starts from
 journal_writer.py  records appended, and flushed behind training
-snapshot.py  weights of one step, written while the next steps change them
+snapshot.py  weights of one step, written while the next steps change them; sources.py: what is written, hand.py: how,
+             copiers.py: copied aside, crc.py: summed up
 background.py  checkpoints behind the back of training
 origin.py    where a run goes on from: a checkpoint and the journal behind it
 replay.py    from a journal back to weights
