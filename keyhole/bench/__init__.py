@@ -11,6 +11,6 @@ floors      ratios to the baseline and to max(compute alone, link alone)
 judged      targets, and whether they are met
 report      JSON and Markdown
 snapshots   checkpoints every few steps beside none and torch.save, and a replay; snapshots_report: its table
-gradient    first-order methods beside torch's optimizers; lsp: its trials and parts, lsp_bias: projectors on new gradients
+gradient    first-order methods beside torch's optimizers; lsp: its trials, lsp_bias: projectors on new gradients
 crash       kills training again and again, resumes it, and compares
 """
