@@ -38,8 +38,8 @@ def interrupt_the_save_twice() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
     real = background.write_state
 
-    def write(path: Path, about: Any, scalars: Any) -> None:
-        real(path, about, scalars)
+    def write(path: Path, about: Any, *rest: Any) -> None:
+        real(path, about, *rest)
         if about.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.5)
