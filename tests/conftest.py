@@ -5,6 +5,7 @@ and an end-of-turn token. Both are built once a session, offline, in the layout 
 directory. Tests that change a directory copy it first.
 """
 
+import gc
 import json
 from pathlib import Path
 
@@ -67,3 +68,9 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{a} + {a * a} = ", "completion": f"{a + a * a}"} for a in range(1, 25)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What the imports made is never garbage: collections during the tests need not look at it again."""
+    gc.collect()
+    gc.freeze()

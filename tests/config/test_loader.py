@@ -68,6 +68,7 @@ configs = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(configs)
 def test_any_config_survives_yaml(config: TrainConfig) -> None:
     """Written and read again, every value and its type is the same, to the last bit of a float."""
