@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from keyhole.bench import gradient
+from keyhole.bench.gradient_trials import LOMO, VOCABULARY
 
 STEPS, BIN_US = 4, 20e3
 
@@ -42,11 +43,11 @@ def main() -> None:
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
     device = torch.device("cuda", 0)
-    trial = next(t for t in gradient.LOMO if t.name == args.trial)
+    trial = next(t for t in LOMO if t.name == args.trial)
     model = gradient._load(trial, device, False, trial.batch * trial.length)
     method = gradient._method(trial, model, False)
     shape = (trial.batch, trial.length)
-    ids = torch.randint(4, gradient.VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(4, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
 
     def run(steps: int) -> float:

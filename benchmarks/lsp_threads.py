@@ -13,6 +13,7 @@ import dataclasses
 import torch
 
 from keyhole.bench import gradient, measure
+from keyhole.bench.gradient_trials import VOCABULARY
 from keyhole.bench.lsp import TRIALS
 
 WARM_UP, TIMED = 3, 5
@@ -20,7 +21,7 @@ WARM_UP, TIMED = 3, 5
 
 def seconds(method: object, device: torch.device) -> float:
     """Of a step, one after the other without a wait between, as a run makes them."""
-    ids = torch.randint(4, gradient.VOCABULARY, (4, 1024), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(4, VOCABULARY, (4, 1024), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
     return measure.time_steps(lambda: method.step(batch), device, WARM_UP, TIMED, lambda: None)["wall_s"]
 

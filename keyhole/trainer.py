@@ -8,7 +8,6 @@ holds no state that a checkpoint does not: step number, position in the data, th
 steps are the same, bit for bit, as N steps, a stop, and M more.
 """
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,18 @@ from typing import Any
 import torch
 
 from keyhole.checkpoint import find, hf
-from keyhole.checkpoint.origin import Origin, find_origin
 from keyhole.checkpoint.replay import apply_records
-from keyhole.checkpoint.resume import resume_lines
 from keyhole.checkpoint.state import method_state
 from keyhole.config import TrainConfig, resolve
-from keyhole.data import Data, check_packing, from_config
+from keyhole.data import check_packing
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.model.model import Model
+from keyhole.plan.placement import PLANNED
 from keyhole.plan.probe import environment, versions
 from keyhole.training import rundir, start
-from keyhole.training.display import Display
 from keyhole.training.evaluate import evaluate
+from keyhole.training.job import Job, look
 from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.loading import dry_lines, load_model
 from keyhole.training.lock import Lock, locked
@@ -60,41 +58,6 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             job.display.lines(start.block(config, [*groups, ["dry run: nothing was written"]]))
             return 0
         return build(job, lock).go()
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is known before the model is loaded. `first` steps are done, `total` there are."""
-
-    config: TrainConfig
-    directory: rundir.RunDir
-    origin: Origin
-    notes: list[str]
-    data: Data
-    first: int
-    total: int
-    display: Display
-
-    def plan_lines(self) -> list[str]:
-        return start.plan_lines(self.config, self.first, self.total, self.data.train.steps_per_epoch)
-
-
-def look(config: TrainConfig, directory: rundir.RunDir, resume: str | None) -> Job:
-    """Checks what to go on from, and the data. Writes nothing."""
-    origin = find_origin(resume, directory.root, directory.journal, config)
-    notes = resume_lines(resume, origin, config)
-    data = from_config(config)
-    if origin.state is not None:
-        data.train.load_state_dict(origin.loader)
-    total = total_steps(config, data.train.steps_per_epoch)
-    return Job(config, directory, origin, notes, data, origin.step, total, Display(total, config.logging_steps))
-
-
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """max_steps, or the steps of num_train_epochs passes over the data, rounded up as Hugging Face does."""
-    if config.max_steps is not None:
-        return config.max_steps
-    return math.ceil(config.num_train_epochs * steps_per_epoch)
 
 
 def build(job: Job, lock: Lock) -> "Run":
@@ -225,7 +188,7 @@ class Run:
         """Once: whether every trained tensor has changed, and whether memory is what was planned."""
         if self.moving_steps:
             self.display.line(self.moved.verdict(self.moving_steps))
-        if self.model.device.type == "cuda" and self.config.method == "zo":
+        if self.model.device.type == "cuda" and self.config.method in PLANNED:
             planned_gib = self.model.placed.device_bytes.total / GIB
             peak_gib = memory_gib(self.model.device)["gpu_gib"]
             self.display.line(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")

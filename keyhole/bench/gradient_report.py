@@ -5,10 +5,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from keyhole.bench.gradient import GIB, product_flop
+from keyhole.bench.gradient_trials import product_flop
 from keyhole.bench.report import commit, grid
 from keyhole.checkpoint.files import write_text
 
+GIB = 2**30
 HEADER = (
     "trial|s/step|+-|tok/s|vs sgd|vs adamw|floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB"
 ).split("|")

@@ -12,7 +12,7 @@ reverse and a fit every check_freq steps, outside of these times. The same for t
 
 from typing import Any
 
-from keyhole.bench.gradient import Trial
+from keyhole.bench.gradient_trials import Trial
 
 
 def _lsp(shape: str, d: int, label: str = "", gpu_memory: str | None = None, **options: Any) -> Trial:

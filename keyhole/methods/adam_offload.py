@@ -35,6 +35,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.adam_state import AdamState
+from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch, as_list, to_device
 from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
@@ -107,13 +108,7 @@ class AdamOffload:
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "AdamOffload":
-        return cls(
-            model,
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            **vars(config.adam_offload),
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     # -- one step --------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
 SLOT_COUNT = 3
 ROW_METHODS = ("zo", "eval", "chat")  # forward passes only: they may have a large matrix a few rows at a time
+PLANNED = ("zo", *gradient.METHODS)  # methods whose bytes on the device are known
 HOST_SLACK_BYTES = GIB  # Python, PyTorch and the CUDA driver
 
 
@@ -228,7 +229,7 @@ def _reasons(
         )
     if placed.budget_bytes is not None:
         lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
-    if device.type != "cuda" or work.method not in ("zo", *gradient.METHODS):
+    if device.type != "cuda" or work.method not in PLANNED:
         return lines
     lines.append(
         f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})"

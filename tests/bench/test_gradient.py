@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.bench.gradient import LOMO, SHAPES, bench_gradient, config_of, product_flop
+from keyhole.bench.gradient import bench_gradient
+from keyhole.bench.gradient_trials import LOMO, SHAPES, config_of, product_flop
 from keyhole.errors import UserError
 
 

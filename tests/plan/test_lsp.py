@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.bench.gradient import config_of
+from keyhole.bench.gradient_trials import config_of
 from keyhole.methods.lsp import LSP
 from keyhole.methods.lsp_schedule import urgency
 from keyhole.model.layout import find_layout
