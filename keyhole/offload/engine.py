@@ -125,7 +125,8 @@ class Engine:
         slot.intact = slot.intact and not changes and self.arrival is None
         if self.cuda:
             self.compute.wait_event(slot.ready)
-            if not slot.intact:  # it may have been here since its last visit, and still be on its way home
+            self.compute.wait_event(slot.computed)  # it may have been here since its last visit, in another stream,
+            if not slot.intact:  # and still be on its way home
                 self.compute.wait_event(self.home_written[page])
         return self._arrived(page, slot.like(self.homes[page]))
 
