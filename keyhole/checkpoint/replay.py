@@ -3,7 +3,8 @@
 Updates are elementwise, so all steps are applied to one unit before the next: each unit crosses the link once for
 the whole journal, and the time is that of the update passes alone,
 
-    seconds = steps x elements / rate          rate: measured on the first unit that is large enough
+    seconds = steps x elements / rate          rate: measured on the second unit that is large enough (the first one
+                                               also waits for kernels to be compiled)
 
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data: base weights of the right content, and the journal.
 The result has the run's bits where the same kind of device replays it (a GPU's exponentials and a CPU's may
@@ -40,15 +41,14 @@ def apply_records(method: ZO, records: list[Record], say: Say) -> float:
     coef_SQ = torch.tensor([record.coef for record in records], dtype=torch.float32, device=device)
     pending = [Pending(coef_Q, record.step - 1) for coef_Q, record in zip(coef_SQ, records, strict=True)]
     updates = [(update, record.weight_decay) for update, record in zip(pending, records, strict=True)]
-    left, told, mark_s = method.model.layout.numel, False, _now(device)
+    left, large, mark_s = method.model.layout.numel, 0, 0.0
     for unit in method.replay(updates):
-        left -= unit.numel
-        if not told and unit.numel >= TIMED_NUMEL:
-            left_s = (_now(device) - mark_s) * left / unit.numel
+        left, large = left - unit.numel, large + (unit.numel >= TIMED_NUMEL)
+        if large == 2 and mark_s:
+            left_s, mark_s = (_now(device) - mark_s) * left / unit.numel, 0.0
             if left_s > QUIET_S:
                 say(f"replaying {len(records)} steps: about {left_s:.0f} s")
-            told = True
-        elif not told:
+        elif large == 1:
             mark_s = _now(device)
     method.model.engine.wait_for_homes()
     method.step_count = records[-1].step

@@ -1,9 +1,10 @@
 """From a journal back to the weights of a run."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace as changed
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from keyhole.checkpoint import journal
+from keyhole.checkpoint import replay as replays
 from keyhole.checkpoint.replay import replay
 from keyhole.config import TrainConfig, ZOConfig, resolve
 from keyhole.errors import UserError
@@ -160,3 +162,25 @@ def test_another_base_is_refused_on_resume(run: Callable, tiny_model: Path, tmp_
     forget(config, "checkpoint-5")
     with pytest.raises(UserError, match="starts from the weights of .* holds others"):
         train(changed(config, model=str(other)), resume="")
+
+
+def test_the_time_it_will_take_does_not_count_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first large unit is slow because kernels are made; what is said comes from the second."""
+    clock, said = [100.0], []
+    seconds = [(4, 0.5), (1000, 50.0), (4, 0.5), (1000, 2.0), (1000, 2.0), (1000, 2.0), (1000, 2.0), (1000, 2.0)]
+
+    def units(updates: list) -> Iterator[Any]:
+        for numel, took_s in seconds:
+            clock[0] += took_s
+            yield SimpleNamespace(numel=numel)
+
+    engine = SimpleNamespace(wait_for_homes=lambda: None)
+    layout = SimpleNamespace(numel=sum(numel for numel, _ in seconds))
+    model = SimpleNamespace(device=torch.device("cpu"), layout=layout, engine=engine)
+    monkeypatch.setattr(replays, "TIMED_NUMEL", 100)
+    monkeypatch.setattr(replays, "QUIET_S", 1.0)
+    monkeypatch.setattr(replays, "_now", lambda device: clock[0])
+    monkeypatch.setattr(replays.time, "perf_counter", lambda: 100.0)
+    records = [journal.Record(1, 0, 0, 0, 0.0, "cpu", (1e-3, 0.5))]
+    took_s = replays.apply_records(SimpleNamespace(model=model, replay=units, step_count=0), records, said.append)
+    assert said == ["replaying 1 steps: about 8 s"] and took_s == sum(took_s for _, took_s in seconds)
