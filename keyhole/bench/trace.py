@@ -52,4 +52,4 @@ def trace_step(engine: Engine, step: Any, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         engine.timeline.save(path)
     finally:
-        engine.timeline = None
+        engine.timeline = Timeline(enabled=False)

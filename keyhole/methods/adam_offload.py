@@ -27,14 +27,12 @@ that is not finite makes every gradient so, and then nothing has changed.)
 
 import time
 import weakref
-from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.adam_state import AdamState
+from keyhole.methods.adam_state import AdamState, Step
 from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch, as_list, to_device
 from keyhole.model.layout import FlatTensor, Unit
@@ -46,20 +44,6 @@ from keyhole.offload.workers import Workers
 from keyhole.plan.states import check_host_state
 
 SCHEDULES = ("layerwise", "monolithic")
-
-
-@dataclass
-class _Step:
-    """What the updates of one step share. `numbers` on the host: norms of all tensors, then clip factor and norm."""
-
-    lr: float
-    norms_K: torch.Tensor
-    numbers: torch.Tensor
-    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
-    waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
-    submitted: bool = False
-    applied: bool = False
-    bad: bool = False
 
 
 class AdamOffload:
@@ -103,7 +87,7 @@ class AdamOffload:
         if model.engine.cuda and masters:
             arena.pin(arena.whole(self.state.flats[0]), model.device)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
-        self.now: _Step | None = None
+        self.now: Step | None = None
         self.host_s = 0.0
 
     @classmethod
@@ -121,7 +105,7 @@ class AdamOffload:
             loss = self.reverse.forward(batches)
             self._raise_if_broken()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            self.now = _Step(self.lr, norms_K, self.exchange.small(len(self.slots) + 2))
+            self.now = Step(self.lr, norms_K, self.exchange.small(len(self.slots) + 2))
             try:
                 self.reverse.reverse(self)
             except BaseException:
@@ -130,7 +114,7 @@ class AdamOffload:
             self._end_reverse(self.now)
         return loss
 
-    def _take_back(self, step: _Step) -> None:
+    def _take_back(self, step: Step) -> None:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
         for page in self.exchange.take_back():
             unit = self.model.layout.units[page]
@@ -163,7 +147,7 @@ class AdamOffload:
             self._submit(self.now, unit, given, self.exchange.sent())
         return False
 
-    def _end_reverse(self, step: _Step) -> None:
+    def _end_reverse(self, step: Step) -> None:
         """The norm of the whole gradient is known: clip factor and norm leave, and the updates that waited for them."""
         self.norm = torch.linalg.vector_norm(step.norms_K)
         if not self._clips_at_end:
@@ -179,14 +163,14 @@ class AdamOffload:
             for unit, given in step.waiting if not step.bad else ():
                 self.exchange.send_back(unit.index, self.state.ranges(given))
 
-    def _submit(self, step: _Step, unit: Unit, given: list[int], after: Any) -> None:
+    def _submit(self, step: Step, unit: Unit, given: list[int], after: Any) -> None:
         step.submitted = True
         job, layerwise = (lambda: self._update(step, unit, given)), self.schedule == "layerwise"
         self.exchange.submit(unit.index, job, after, self.state.ranges(given), at_once=layerwise)
 
     # -- in the worker ---------------------------------------------------------------------------------------------
 
-    def _update(self, step: _Step, unit: Unit, given: list[int]) -> None:
+    def _update(self, step: Step, unit: Unit, given: list[int]) -> None:
         """One unit: the gradients in its staging buffer become its new weights."""
         begin_s, staging = time.perf_counter(), self.exchange.staging[unit.index]
         if self._is_bad(step, given):
@@ -203,7 +187,7 @@ class AdamOffload:
         if unit.index in self.model.engine.streamed:
             self.state.write(unit, self.exchange.staging[unit.index])
 
-    def _is_bad(self, step: _Step, given: list[int]) -> bool:
+    def _is_bad(self, step: Step, given: list[int]) -> bool:
         if self._clips_at_end:
             return not torch.isfinite(step.numbers[-1])
         return step.bad or not torch.isfinite(step.numbers[self.slots[given[0]] : self.slots[given[-1]] + 1]).all()

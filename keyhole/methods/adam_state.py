@@ -8,8 +8,9 @@ Like torch's, a tensor that got no gradient in a step is left alone: no update, 
 (which bias correction needs) stays. Neighbours with equal counts are updated in one go, padding included.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +40,20 @@ def trained_in(unit: Unit) -> list[Trained]:
     stops = [t.start for t in unit.tensors[1:]] + [unit.stop]
     pairs = zip(unit.tensors, stops, strict=True)
     return [Trained(unit, t.start, stop) for t, stop in pairs if t.param.requires_grad]
+
+
+@dataclass
+class Step:
+    """What the updates of one step share. `numbers` on the host: norms of all tensors, then clip factor and norm."""
+
+    lr: float
+    norms_K: torch.Tensor
+    numbers: torch.Tensor
+    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
+    waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
+    submitted: bool = False
+    applied: bool = False
+    bad: bool = False
 
 
 class AdamState:

@@ -19,8 +19,7 @@ next page is on its way, past the end of a sweep into the next one. A wrong gues
 Slots that are free keep their pages (slots.py). Others may write homes, or want to know when they change (around.py).
 
 Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
-and, if committed, once down a sweep.
-On a CPU device the same logic runs with plain copies.
+and, if committed, once down a sweep. On a CPU device the same logic runs with plain copies.
 """
 
 import random
@@ -64,11 +63,9 @@ class Engine:
         self.ahead: deque[Slot] = deque()  # uploaded or on their way, in the order they will be asked for
         self.held: dict[int, Slot] = {}
         self.orders: dict[str, list[int]] = {}
-        self.order: list[int] = []
-        self.cursor = 0
-        self.visited: list[int] = []
+        self.order, self.visited, self.cursor = list[int](), list[int](), 0
         self.bytes_up = self.bytes_down = 0
-        self.timeline: Timeline | None = None
+        self.timeline = Timeline(enabled=False)
         self.gate: Gate | None = None
         self.watch: Watch | None = None
         self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # see acquire
@@ -124,8 +121,8 @@ class Engine:
         self._prefetch()
         slot.intact = slot.intact and not changes and self.arrival is None
         if self.cuda:
-            self.compute.wait_event(slot.ready)
-            self.compute.wait_event(slot.computed)  # it may have been here since its last visit, in another stream,
+            for event in (slot.ready, slot.computed):  # it may have been here since its last visit, in another stream,
+                self.compute.wait_event(event)
             if not slot.intact:  # and still be on its way home
                 self.compute.wait_event(self.home_written[page])
         return self._arrived(page, slot.like(self.homes[page]))
@@ -152,7 +149,7 @@ class Engine:
         with torch.cuda.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
-            with self._span("write-back", page):
+            with self.timeline.span("write-back", f"page {page}"):
                 home.copy_(slot.like(home), non_blocking=True)
             self.home_written[page].record(self.down)
         self._tell(page, self.down)
@@ -224,7 +221,7 @@ class Engine:
             self._delay()
             if self.chaos:
                 slot.buffer.fill_(POISON)
-            with self._span("upload", page):
+            with self.timeline.span("upload", f"page {page}"):
                 slot.like(home).copy_(home, non_blocking=True)
             slot.ready.record(self.up)
         if not self.overlap:
@@ -251,9 +248,3 @@ class Engine:
     def _delay(self) -> None:
         if self.chaos:
             torch.cuda._sleep(self.chaos.randrange(0, 2_000_000))
-
-    def _span(self, lane: str, page: int) -> object:
-        return (self.timeline or _NO_TIMELINE).span(lane, f"page {page}")
-
-
-_NO_TIMELINE = Timeline(enabled=False)

@@ -16,8 +16,8 @@ def test_every_trial_runs_on_tiny_shapes(tmp_path: Path) -> None:
     assert list(records)[0] == "7B native adamw"
     on_host = records["7B lsp d=2048 cpu compiled"]
     assert all(on_host["parts"][f"{part}_s"] > 0 for part in ("forward", "reverse", "update", "layer_update"))
-    assert on_host["parts"]["host_wait_s"] > 0 and on_host["bytes_up"] == on_host["bytes_down"] > 0
+    assert on_host["parts"]["host_wait_s"] > 0 and on_host["bytes_up"] > 0 and on_host["bytes_down"] > 0
     assert records["7B lsp d=2048 compiled"]["bytes_up"] == 0
     mixed = records["7B lsp d=2048 17GB compiled"]
-    assert 0 < mixed["bytes_up"] < on_host["bytes_up"] and mixed["parts"]["exposed_update_s"] > 0
+    assert 0 < mixed["bytes_down"] < on_host["bytes_down"] and mixed["parts"]["exposed_update_s"] > 0
     assert "exposed: CPU" in next(tmp_path.glob("*.md")).read_text()
