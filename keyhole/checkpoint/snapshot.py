@@ -38,6 +38,7 @@ from keyhole.offload import arena
 
 WORKERS = 4
 FLUSH_EVERY_S = 0.1
+flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the former
 
 
 class Cancelled(Exception):
@@ -165,7 +166,7 @@ class Snapshot:
                 thread.start()
             while alive := [thread for thread in threads if thread.is_alive()]:
                 for file in files.values():  # or the disk would stand still until all is in the kernel's hands
-                    os.fdatasync(file)
+                    flush_data(file)
                 alive[0].join(FLUSH_EVERY_S)
         except OSError as error:
             self.fail(error)
