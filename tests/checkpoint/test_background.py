@@ -11,6 +11,7 @@ import torch
 
 import keyhole
 from keyhole.checkpoint import hand
+from keyhole.checkpoint import snapshot as snapshots
 from keyhole.checkpoint.background import Background
 from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.snapshot import Snapshot
@@ -209,6 +210,25 @@ def test_a_failing_disk_lets_training_go_on(
     monkeypatch.setattr(hand, "write_at", fail)
     model, opt = make(tiny_model, "zo", "resident", "float32")
     background = Background(model, opt, 0)
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    for step in (1, 2, 3):
+        opt.step(batch(step))
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_to_flush_lets_training_go_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel took and could not put on the disk is known before the checkpoint gets its name."""
+    error = OSError(5, "Input/output error")
+
+    def fail(file: int) -> None:
+        raise error
+
+    monkeypatch.setattr(snapshots, "flush_data", fail)
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt)
     opt.step(batch(0))
     background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
     for step in (1, 2, 3):
