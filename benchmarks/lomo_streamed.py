@@ -44,8 +44,8 @@ def main() -> None:
     args = ask.parse_args()
     device = torch.device("cuda", 0)
     trial = next(t for t in LOMO if t.name == args.trial)
-    model = gradient._load(trial, device, False, trial.batch * trial.length)
-    method = gradient._method(trial, model, False)
+    model = gradient.load_trial(trial, device, False, trial.batch * trial.length)
+    method = gradient.method_of(trial, model, False)
     shape = (trial.batch, trial.length)
     ids = torch.randint(4, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}

@@ -36,16 +36,16 @@ def main() -> None:
     native, lsp = trials["7B native adamw"], trials["7B lsp d=2048 17GB compiled"]
     lsp = dataclasses.replace(lsp, gpu_memory=args.gpu_memory)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}", flush=True)
-    model = gradient._load(native, device, False, 4096)
-    native_s = seconds(gradient._method(native, model, False), device)
+    model = gradient.load_trial(native, device, False, 4096)
+    native_s = seconds(gradient.method_of(native, model, False), device)
     print(f"native AdamW {native_s:.4f} s", flush=True)
     del model
     measure.clean_up(device)
-    model = gradient._load(lsp, device, False, 4096)
+    model = gradient.load_trial(lsp, device, False, 4096)
     for threads in args.threads.split(","):
         measure.clean_up(device)
         trial = dataclasses.replace(lsp, options=lsp.options | {"threads": int(threads)})
-        method = gradient._method(trial, model, False)
+        method = gradient.method_of(trial, model, False)
         step_s, spans = seconds(method, device), method.optimizer.spans
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         print(

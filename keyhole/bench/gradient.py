@@ -79,10 +79,10 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
 
     length = 16 if quick else trial.length
     begin_s = time.perf_counter()
-    model = _load(trial, device, quick, trial.batch * length)
+    model = load_trial(trial, device, quick, trial.batch * length)
     found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.batch * length}
     measure.clean_up(device)
-    method = _method(trial, model, quick)
+    method = method_of(trial, model, quick)
     ids = torch.randint(4, model.config.vocab_size, (trial.batch, length), generator=torch.Generator().manual_seed(1))
     engine, before = model.engine, {}
 
@@ -107,7 +107,8 @@ def _quick_budget(trial: Trial) -> str | None:
     return "1560KiB" if trial.gpu_memory and not trial.streamed else None
 
 
-def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
+def load_trial(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
+    """The trial's model, with random weights, where the trial wants it."""
     import keyhole
     from keyhole.bench.lsp import lsp_work
     from keyhole.plan.memory import Workload
@@ -119,7 +120,8 @@ def _load(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     return keyhole.load(config_of("quick" if quick else trial.shape), init="random", **where)
 
 
-def _method(trial: Trial, model: Any, quick: bool) -> Any:
+def method_of(trial: Trial, model: Any, quick: bool) -> Any:
+    """The trial's method on that model, or the baseline."""
     from keyhole.bench.lsp import adapted
     from keyhole.methods import METHODS
 

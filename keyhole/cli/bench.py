@@ -12,53 +12,55 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _bench() -> None:
-    """Keeps `zo` a word of its own while it is the only one."""
+Only = Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")]
+Out = Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each.")]
+WarmUp = Annotated[int, typer.Option(min=1, help="Steps before those.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")]
+TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")]
+
+
+def _gradient(table: str, only: str, out: str, quick: bool, steps: int, warm_up: int, time_limit: float | None) -> None:
+    from keyhole.bench.gradient import bench_gradient
+
+    command = f"keyhole bench {table} --steps {steps} --warm-up {warm_up}"
+    command += f" --only '{only}'" if only else ""
+    options = {"only": only, "quick": quick, "steps": steps, "warm_up": warm_up, "time_limit_s": time_limit}
+    typer.echo("\n" + bench_gradient(table, out=Path(out), command=command, say=typer.echo, **options))
 
 
 @app.command()
 def lomo(
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes on a CPU: shows that it runs.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps a trial.")] = 5,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 2,
-    time_limit: Annotated[float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")] = None,
+    only: Only = "",
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 2,
+    time_limit: TimeLimit = None,
 ) -> None:
     """LOMO and AdaLOMO on Llama shapes: native SGD and AdamW, resident and streamed."""
-    from keyhole.bench.gradient import bench_gradient
-
-    command = f"keyhole bench lomo --steps {steps} --warm-up {warm_up}"
-    command += f" --only '{only}'" if only else ""
-    options = {"only": only, "quick": quick, "steps": steps, "warm_up": warm_up, "time_limit_s": time_limit}
-    typer.echo("\n" + bench_gradient("lomo", out=Path(out), command=command, say=typer.echo, **options))
+    _gradient("lomo", only, out, quick, steps, warm_up, time_limit)
 
 
 @app.command()
 def lsp(
-    only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes on a CPU: shows that it runs.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps a trial.")] = 5,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 2,
+    only: Only = "",
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 2,
     bias: Annotated[
         bool, typer.Option("--bias", help="Instead: how well projectors hold on unseen gradients (CPU, minutes).")
     ] = False,
-    time_limit: Annotated[float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")] = None,
+    time_limit: TimeLimit = None,
 ) -> None:
     """LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."""
-    if bias:
-        from keyhole.bench.lsp_bias import bench_bias
+    if not bias:
+        return _gradient("lsp", only, out, quick, steps, warm_up, time_limit)
+    from keyhole.bench.lsp_bias import bench_bias
 
-        typer.echo("\n" + bench_bias(out=Path(out), quick=quick, say=typer.echo))
-        return
-    from keyhole.bench.gradient import bench_gradient
-
-    command = f"keyhole bench lsp --steps {steps} --warm-up {warm_up}"
-    command += f" --only '{only}'" if only else ""
-    options = {"only": only, "quick": quick, "steps": steps, "warm_up": warm_up, "time_limit_s": time_limit}
-    typer.echo("\n" + bench_gradient("lsp", out=Path(out), command=command, say=typer.echo, **options))
+    typer.echo("\n" + bench_bias(out=Path(out), quick=quick, say=typer.echo))
 
 
 @app.command()
@@ -66,17 +68,17 @@ def zo(
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
     ] = "judged",
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")] = False,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps a case.")] = 5,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 3,
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no case that would end after this.")
     ] = None,
     timeline: Annotated[
         str | None, typer.Option(metavar="FILE", help="Save the trace of one streamed step (Perfetto).")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
+    device: Device = None,
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
@@ -109,7 +111,7 @@ def zo(
 @app.command()
 def snapshots(
     sizes: Annotated[str, typer.Option(metavar="NAMES", help="Models, with commas.")] = "1.3B,2.7B,6.7B",
-    out: Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")] = "benchmarks",
+    out: Out = "benchmarks",
     scratch: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where checkpoints go meanwhile; default: /tmp or so.")
     ] = None,
@@ -117,8 +119,8 @@ def snapshots(
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 10,
     periods: Annotated[int, typer.Option(min=1, help="Checkpoints that are timed.")] = 2,
     replay_steps: Annotated[int, typer.Option(min=0, help="Length of the journal that is replayed.")] = 1000,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")] = None,
+    quick: Quick = False,
+    device: Device = None,
 ) -> None:
     """Streamed zeroth-order steps with a checkpoint every 10, beside none and torch.save."""
     from keyhole.bench.snapshots import bench_snapshots

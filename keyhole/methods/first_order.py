@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError
+from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch, as_list, to_device
 from keyhole.model.layout import find_blocks
 from keyhole.model.model import Model
@@ -136,16 +137,7 @@ class AdamW(_TorchMethod):
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "AdamW":
-        own = config.adamw
-        return cls(
-            model,
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            beta1=own.beta1,
-            beta2=own.beta2,
-            eps=own.eps,
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
 
 class SGD(_TorchMethod):
@@ -169,10 +161,4 @@ class SGD(_TorchMethod):
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "SGD":
-        return cls(
-            model,
-            config.learning_rate,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            momentum=config.sgd.momentum,
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))

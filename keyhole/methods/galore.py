@@ -21,6 +21,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.first_order import _TorchMethod
+from keyhole.methods.settings import settings
 from keyhole.model.model import Model
 
 
@@ -112,17 +113,7 @@ class GaLore(_TorchMethod):
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "GaLore":
-        own = config.galore
-        return cls(
-            model,
-            config.learning_rate,
-            rank=own.rank,
-            update_proj_gap=own.update_proj_gap,
-            scale=own.scale,
-            activations=own.activations,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
 
 def is_larger(shape: torch.Size, rank: int) -> bool:

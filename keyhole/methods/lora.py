@@ -24,6 +24,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.methods.first_order import State, _TorchMethod
+from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch
 from keyhole.model.layout import FlatTensor, find_blocks
 from keyhole.model.model import Model
@@ -68,20 +69,7 @@ class LoRA(_TorchMethod):
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "LoRA":
-        own = config.lora
-        return cls(
-            model,
-            config.learning_rate,
-            r=own.r,
-            alpha=own.alpha,
-            dropout=own.dropout,
-            target_modules=own.target_modules,
-            merge=own.merge,
-            activations=own.activations,
-            weight_decay=config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            seed=config.seed,
-        )
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters. Returns the loss, unread."""

@@ -63,7 +63,9 @@ class Engine:
         self.ahead: deque[Slot] = deque()  # uploaded or on their way, in the order they will be asked for
         self.held: dict[int, Slot] = {}
         self.orders: dict[str, list[int]] = {}
-        self.order, self.visited, self.cursor = list[int](), list[int](), 0
+        self.order: list[int] = []
+        self.visited: list[int] = []
+        self.cursor = 0
         self.bytes_up = self.bytes_down = 0
         self.timeline = Timeline(enabled=False)
         self.gate: Gate | None = None
@@ -82,8 +84,7 @@ class Engine:
         self.cursor, self.visited = 0, []
         if self.cuda:
             self.compute = torch.cuda.current_stream(self.device)  # asked once: a query takes longer than a wait
-        expected = [slot.page for slot in self.ahead]
-        if expected != self.order[: len(expected)]:
+        if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
             self._drop_ahead()
         self._prefetch()
         try:
@@ -119,7 +120,7 @@ class Engine:
         elif page in self.order:
             self.cursor = self.order.index(page) + 1
         self._prefetch()
-        slot.intact = slot.intact and not changes and self.arrival is None
+        slot.intact = slot.intact and not changes and self.arrival is None and self.gate is None
         if self.cuda:
             for event in (slot.ready, slot.computed):  # it may have been here since its last visit, in another stream,
                 self.compute.wait_event(event)

@@ -46,7 +46,7 @@ def test_settings_written_as_options_are_told_the_right_style(args: list[str], s
 @pytest.mark.parametrize("args", [["c.yaml", "--resume"], ["c.yaml", "--nonsense"], ["--", "--seed", "3"]])
 def test_real_options_and_strangers_pass(args: list[str]) -> None:
     """Options of the verb, unknown words (typer's business) and everything after -- are left alone."""
-    refuse_setting_as_option(args, {"--resume"})
+    assert refuse_setting_as_option(args, {"--resume"}) is None
 
 
 TASKS = [

@@ -180,7 +180,8 @@ def test_empty_tensors_are_fine(kernel_device: torch.device) -> None:
     w = torch.empty(0, device=kernel_device)
     for choice in ("reference", "kernel"):
         with force(choice):
-            step(w, torch.float32, 1, "gaussian", "nearest", 0.0, 5, fused=True)
+            *tensors, changed = step(w, torch.float32, 1, "gaussian", "nearest", 0.0, 5, fused=True)
+        assert [t.numel() for t in tensors] == [0, 0, 0] and changed == 0
 
 
 @pytest.mark.gpu

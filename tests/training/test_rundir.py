@@ -60,7 +60,7 @@ def test_a_killed_start_does_not_lock_the_directory(tmp_path: Path) -> None:
     """A process killed before the marker was in place leaves nothing that counts as strange."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".keyhole.json.tmp").write_text("{")
-    rundir.inspect(str(tmp_path), resume=False)
+    assert not rundir.inspect(str(tmp_path), resume=False).is_ours
 
 
 def test_leftovers_are_swept_away(tmp_path: Path) -> None:
