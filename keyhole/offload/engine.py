@@ -65,8 +65,7 @@ class Engine:
         self.orders: dict[str, list[int]] = {}
         self.order: list[int] = []
         self.visited: list[int] = []
-        self.cursor = 0
-        self.bytes_up = self.bytes_down = 0
+        self.cursor = self.bytes_up = self.bytes_down = 0
         self.timeline = Timeline(enabled=False)
         self.gate: Gate | None = None
         self.watch: Watch | None = None
