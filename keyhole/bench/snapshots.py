@@ -11,7 +11,9 @@ of one checkpoint in the time of one period, or it bounds the run, whatever is d
 
     seconds a step x every >= bytes of the weights / bytes a second of the disk         (1.3 GB/s: batch 16)
 
-Host memory is the peak resident set, beside that of the mode `none`; the page cache is the kernel's.
+The floor of `background` is the longer of the two: a period of `none`, and the weights at the disk's own rate, which is
+measured in the same run (disk.py). Host memory is the peak resident set, beside that of `none`; the page cache is the
+kernel's.
 """
 
 import gc
@@ -29,6 +31,7 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
+from keyhole.bench.disk import disk_rate
 from keyhole.bench.report import commit
 from keyhole.bench.runner import choose_device
 from keyhole.bench.shapes import QUICK_SHRINK, opt_config
@@ -156,7 +159,8 @@ def bench_size(name: str, where: dict[str, Any], say: Say) -> list[dict[str, Any
         init="random",
         workload=Workload(tokens=where["batch"] * length),
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
+    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
     if where["scratch"] is not None:
         Path(where["scratch"]).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=where["scratch"], prefix="keyhole-bench-") as scratch:
@@ -165,9 +169,11 @@ def bench_size(name: str, where: dict[str, Any], say: Say) -> list[dict[str, Any
         loop = Loop(model, {"input_ids": ids_BT, "labels": ids_BT}, Path(scratch))
         loop.run(3)
         loop.wait()
+        rate = disk_rate(Path(scratch), weights)
         for mode in MODES:
             measure.clean_up(device)
             row = {"model": name, "mode": mode, "batch": where["batch"], "length": length}
+            row |= {"weights_bytes": weights, "disk_bytes_per_s": rate}
             row |= TIMED[mode](loop, where["every"], where["periods"])
             row["tokens_per_s"] = row["steps"] * ids_BT.numel() / row["wall_s"]
             row["host_bytes"] = measure.host_memory()
@@ -177,11 +183,10 @@ def bench_size(name: str, where: dict[str, Any], say: Say) -> list[dict[str, Any
             rows.append(time_replay(loop, name, where["replay_steps"]))
             say(one_line(rows[-1], rows[0]))
         loop.journal.close()
-    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
     model.close()
     del loop, model
     gc.collect()
-    return [row | {"weights_bytes": weights} for row in rows]
+    return rows
 
 
 def time_replay(loop: Loop, name: str, steps: int) -> dict[str, Any]:
