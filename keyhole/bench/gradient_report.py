@@ -72,7 +72,8 @@ class Report:
         rate = self.about.get("machine", {}).get("product_rate") or float("nan")
         products_s = None if self.quick else product_flop(r["trial"]["shape"], r["tokens"]) / rate
         if not r["trial"]["streamed"]:
-            return products_s, "products"
+            cpu_s = r.get("cpu_alone_s") or 0.0
+            return (cpu_s, "CPU") if cpu_s > (products_s or 0.0) else (products_s, "products")
         other = self.find(r["trial"]["compare"])
         compute_s = other["step_s"] if other else products_s
         link = r.get("link")

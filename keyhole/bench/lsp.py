@@ -10,6 +10,7 @@ Projectors are random here, since the time of a step does not depend on their nu
 reverse and a fit every check_freq steps, outside of these times. The same for their bias: lsp_bias.py.
 """
 
+import time
 from typing import Any
 
 from keyhole.bench.gradient_trials import Trial
@@ -97,3 +98,24 @@ def parts(method: Any) -> dict[str, float]:
         found |= {f"{name.replace(' ', '_')}_s": seconds.get(name, 0.0) for name in SPANS}
         found["layer_update_s"] = spans.mean("update")
     return found
+
+
+def cpu_alone_s(method: Any) -> float | None:
+    """Seconds that the CPU needs for the updates of a step of adam-offload when nobody else moves memory: its floor.
+    From one unit, updated a few times in the worker that does it in a step; the best of them, by elements."""
+    if getattr(method, "name", None) != "adam-offload":
+        return None
+    state, seconds = method.state, []
+    unit = max(state.units, key=lambda u: u.numel)
+    given = sorted(at for at, one in state.trained.items() if one.unit is unit)
+
+    def update() -> None:
+        begin_s = time.perf_counter()
+        state.update(unit, given, method.exchange.staging[unit.index], 0.0, 1.0, in_place=False)
+        seconds.append(time.perf_counter() - begin_s)
+
+    method.flush()
+    for _ in range(4):
+        method.pool.submit(update)
+    method.pool.drain()
+    return min(seconds) * sum(u.numel for u in state.units) / unit.numel
