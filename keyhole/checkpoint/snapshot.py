@@ -62,7 +62,7 @@ class Snapshot:
         self.pages, self.queue = pages, [*others, *pages.values()]
         self.order = [source for source in self.queue if source.state == READY]  # in which they came and will go
         self.pool_bytes, self.device, self.copiers = pool_bytes, device, copiers
-        self.spare: dict[int, list[torch.Tensor]] = {}  # copies that are written, by size: memory the kernel has given
+        self.spare: list[torch.Tensor] = []  # memory of copies that are written: the kernel has given it already
         self.copied_bytes = self.peak_bytes = 0
         self.waited_s = 0.0  # how long training was held up
         self.error: BaseException | None = None
@@ -134,9 +134,7 @@ class Snapshot:
     def _copy(self, source: Source) -> torch.Tensor:
         if source.event is not None:
             source.event.synchronize()
-        with self.turn:
-            spare = self.spare.get(source.size_bytes)
-            copy = spare.pop() if spare else None
+        copy = self._spare(source.size_bytes)
         copy = arena.host_memory(source.size_bytes) if copy is None else copy
         copy = copy.view(source.flat.dtype)
         if source.flat.is_cuda:
@@ -144,6 +142,16 @@ class Snapshot:
         else:
             self.copiers.copy(copy, source.flat)
         return copy
+
+    def _spare(self, size_bytes: int) -> torch.Tensor | None:
+        """Memory of this size that was used before, if any. If none, other sizes go: the pool is for all of them."""
+        with self.turn:
+            fits = next((i for i, memory in enumerate(self.spare) if memory.numel() == size_bytes), None)
+            if fits is not None:
+                return self.spare.pop(fits)
+            while self.spare and self.copied_bytes + sum(m.numel() for m in self.spare) > self.pool_bytes:
+                self.spare.pop()
+            return None
 
     def _fetch(self, flat: torch.Tensor, copy: torch.Tensor) -> None:
         """From the device."""
@@ -220,7 +228,7 @@ class Snapshot:
     def _free(self, source: Source) -> None:
         if source.copy is not None:
             self.copied_bytes -= source.size_bytes
-            self.spare.setdefault(source.size_bytes, []).append(source.copy.view(torch.uint8))
+            self.spare.append(source.copy.view(torch.uint8))
             source.copy = None
 
     def fail(self, error: BaseException) -> None:
