@@ -8,6 +8,7 @@ from typing import Any
 from keyhole.bench.gradient_trials import product_flop
 from keyhole.bench.report import commit, grid
 from keyhole.checkpoint.files import write_text
+from keyhole.plan.placement import PLANNED
 
 GIB = 2**30
 HEADER = (
@@ -62,7 +63,7 @@ class Report:
             f"{r['step_s'] / floor_s:.2f}x" if floor_s else "",
             bound,
             f"{allocated / GIB:.2f} ({device['reserved_bytes'] / GIB:.2f})",
-            "" if trial["system"] == "native" else f"{r['planned_bytes'] / GIB:.2f}",
+            f"{r['planned_bytes'] / GIB:.2f}" if trial["system"] in PLANNED else "",
             f"{r['weights_bytes'] / GIB:.2f}",
             f"{r['host_bytes'] / GIB:.1f}",
         ]

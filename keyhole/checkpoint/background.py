@@ -20,8 +20,9 @@ import torch
 
 from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.files import replace_directory, staged
+from keyhole.checkpoint.hand import PIECE_BYTES
 from keyhole.checkpoint.hf import create_files, names_on_disk, plan_files, small_files
-from keyhole.checkpoint.snapshot import Snapshot
+from keyhole.checkpoint.snapshot import HANDS, Snapshot
 from keyhole.checkpoint.sources import READY, WAITING, Segment, Source, event_on, segments_of
 from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
 from keyhole.checkpoint.tensors import Files, Spec, lay_out
@@ -47,9 +48,7 @@ class Background:
         self.files = plan_files(model, names)
         self.places = {name: self.files.places[on_disk] for name, on_disk in names.items()}
         self.small = small_files(model)
-        weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
-        free = max(0, host_memory().available_bytes - SLACK_BYTES)
-        self.pool_bytes = min(weights // 2, free) if pool_bytes is None else pool_bytes
+        self.pool_bytes = _pool_bytes(model) if pool_bytes is None else pool_bytes
         self.writing: Writing | None = None
         self.copiers = Copiers()
         if method.name in OPTIMIZERS:
@@ -132,6 +131,13 @@ class Background:
             if not self.writing.snapshot.is_whole:
                 self.writing.snapshot.cancel()
             self._hand_over()
+
+
+def _pool_bytes(model: Model) -> int:
+    """For copies: half of the weights, less the workers' buffers (unless these were most of it), if so much is free."""
+    half = sum(home.numel() * home.element_size() for home in model.engine.homes) // 2
+    buffers = HANDS * PIECE_BYTES if model.engine.cuda else 0
+    return min(max(half - buffers, half // 2), max(0, host_memory().available_bytes - SLACK_BYTES))
 
 
 def _whole(name: str, tensor: torch.Tensor, files: Files, places: dict[str, Any] | None = None) -> Source:

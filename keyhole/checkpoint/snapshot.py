@@ -4,7 +4,8 @@ Every page of weights (and every tensor of the method's state) is a *source*. Wo
 their places in the files, straight from their homes, in the order in which training will change them. Copies are
 made on write only: before a page is changed (the engine tells, offload/around.py), what the disk has not got yet is
 copied aside, also while a worker is at it: that one goes on from the copy. The copies together take at most
-`pool_bytes`, half of the weights; only when they are used up does training wait, for the next page that the disk takes.
+`pool_bytes`, half of the weights or a little less; only when these are used up does training wait, for the next page
+that the disk takes.
 
     waiting   the page is still to get its last update: zeroth-order steps apply it when they next visit the page
     ready     the home holds what is to be saved (on a GPU: after an event); nobody has it yet
@@ -37,6 +38,7 @@ from keyhole.checkpoint.sources import COPIED, COPYING, DONE, READY, TAKEN, WAIT
 from keyhole.offload import arena
 
 WORKERS = 4
+HANDS = WORKERS + 1  # with training's own; on a GPU each has a page-locked buffer of PIECE_BYTES
 FLUSH_EVERY_S = 0.1
 flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the former
 
@@ -238,5 +240,3 @@ class Snapshot:
                 self._free(source)
                 source.state = DONE
             self.turn.notify_all()
-
-

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.weak import TensorWeakRef
 
 import keyhole
 from keyhole.checkpoint import hand
@@ -169,6 +170,34 @@ def test_copy_on_write(tmp_path: Path) -> None:
     source.flat.fill_(7.0)
     snapshot.write(tmp_path)
     assert read(tmp_path / "f") == [9, 9, 9, 9] and snapshot.copied_bytes == 0
+
+
+def test_memory_of_written_copies_counts_in_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is kept for the next copy of its size; for one of another size it goes. Never more than the pool."""
+    alive: list[TensorWeakRef] = []
+    most_bytes = 0
+
+    def host_memory(size_bytes: int) -> torch.Tensor:
+        nonlocal most_bytes
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        alive.append(TensorWeakRef(memory))
+        most_bytes = max(most_bytes, sum(m.numel() for ref in alive if (m := ref()) is not None))
+        return memory
+
+    monkeypatch.setattr(snapshots.arena, "host_memory", host_memory)
+    sizes = [4, 4, 8, 8, 4, 16, 4, 16, 8]  # elements
+    starts = [4 * sum(sizes[:i]) for i in range(len(sizes))]
+    pages = {
+        i: Source(torch.full((n,), float(i)), [Segment(f"w{i}", 0, n, "f", at)])
+        for i, (n, at) in enumerate(zip(sizes, starts, strict=True))
+    }
+    snapshot = Snapshot(pages, [], 80, torch.device("cpu"), Copiers(2))
+    for page in pages.values():  # copied and written, one after the other
+        snapshot.release(page)
+        with snapshot.turn:
+            assert page.copy is not None
+            snapshot._free(page)
+    assert len(alive) < len(sizes) and 0 < most_bytes <= 80
 
 
 def test_a_page_is_copied_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
