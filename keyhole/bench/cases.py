@@ -40,6 +40,7 @@ class Case:
     reuse_slots: bool = True
     deferred_update: bool = True
     wire: str | None = None
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -50,6 +51,7 @@ class Case:
         words += [self.gpu_memory] if self.gpu_memory else []
         words += [f"no_{switch}" for switch in self.switched_off]
         words += [f"wire_{self.wire}"] if self.wire else []
+        words += ["compiled"] if self.compiled else []
         return "-".join(words)
 
     @property
@@ -66,7 +68,7 @@ class Case:
         if self.system != "streamed":
             return self.group, "resident"
         tokens = self.tokens if self.gpu_memory or self.wire else None
-        return self.group, self.gpu_memory, tokens, self.overlap, self.reuse_slots, self.wire
+        return self.group, self.gpu_memory, tokens, self.overlap, self.reuse_slots, self.wire, self.compiled
 
     @property
     def tokens(self) -> int:
@@ -75,6 +77,11 @@ class Case:
     @property
     def weight_bytes(self) -> int:
         return parameter_count(self.model, self.blocks) * ELEMENT_BYTES[self.dtype]
+
+
+def compiled(**settings: Any) -> list[Case]:
+    """A streamed case with compiled blocks, and its compute alone."""
+    return [Case(system=system, compiled=True, **settings) for system in ("resident", "streamed")]
 
 
 def trio(**settings: Any) -> list[Case]:
@@ -89,8 +96,10 @@ def judged() -> list[Case]:
         *trio(model="1.3B"),
         *trio(model="6.7B"),
         *trio(model="6.7B", batch=4),
+        *compiled(model="6.7B", batch=4),
         *trio(model="13B"),
         *trio(model="13B", batch=4),
+        *compiled(model="13B", batch=4),
         *budgets,
         *giant(),
         *trio(model="6.7B", dtype="fp32"),

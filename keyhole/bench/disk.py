@@ -1,7 +1,8 @@
 """What the disk takes, with nobody training: the floor of a checkpoint is its bytes at this rate.
 
-Four threads write one file, each its quarter, as a snapshot's workers do (checkpoint/snapshot.py), and the file is
-flushed. The bytes are random, since some file systems are faster with bytes that are alike.
+Threads write one file, each its share, and it is flushed from the first piece on, as by a snapshot's workers
+(checkpoint/snapshot.py), but without checksums or a look at the numbers. The bytes are random, since some file systems
+are faster with bytes that are alike.
 """
 
 import os
@@ -10,7 +11,7 @@ import time
 from pathlib import Path
 
 from keyhole.checkpoint.hand import PIECE_BYTES, write_at
-from keyhole.checkpoint.snapshot import WORKERS, flush_data
+from keyhole.checkpoint.snapshot import FLUSH_EVERY_S, WORKERS, flush_data
 
 PROBE_BYTES = 4 * 2**30  # at most
 
@@ -31,8 +32,9 @@ def disk_rate(directory: Path, size_bytes: int) -> float:
         threads = [threading.Thread(target=work, args=(i,)) for i in range(WORKERS)]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        while any(thread.is_alive() for thread in threads):
+            flush_data(file)
+            threads[0].join(FLUSH_EVERY_S)
         flush_data(file)
         return pieces * PIECE_BYTES / (time.perf_counter() - begin_s)
     finally:

@@ -54,6 +54,7 @@ def cases_of(records: list[Record]) -> dict[str, Record]:
 def companion(case: Case, system: str) -> str:
     """Name of the case that this one is compared with: everything on, no budget, the plain wire."""
     plain = {"gpu_memory": None, "wire": None, "overlap": True, "reuse_slots": True, "deferred_update": True}
+    plain |= {"compiled": case.compiled and system != "textbook"}
     return replace(case, system=system, **plain).name
 
 

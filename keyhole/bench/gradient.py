@@ -115,7 +115,8 @@ def load_trial(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     from keyhole.bench.lsp import lsp_work
     from keyhole.plan.memory import Workload
 
-    work = Workload(trial.system, tokens, 1, 1, trial.options.get("activations", "block"), lsp_work(trial, quick))
+    kept = trial.options.get("activations", "block")
+    work = Workload(trial.system, tokens, 1, 1, kept, lsp=lsp_work(trial, quick))
     where = {"placement": "stream"} if trial.streamed else {}
     where |= {"gpu_memory": _quick_budget(trial) if quick else trial.gpu_memory}
     where |= {"dtype": "float32" if quick else "bfloat16", "device": device, "workload": work}

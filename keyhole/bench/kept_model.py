@@ -58,7 +58,7 @@ class KeptModel:
             dtype=DTYPES[case.dtype],
             device=self.device,
             init="random",
-            workload=Workload(tokens=case.tokens),
+            workload=Workload(tokens=case.tokens, whole_blocks=case.compiled),
             **options,
         )
         self.key, self.load_s = case.load, time.perf_counter() - begin_s

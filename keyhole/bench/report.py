@@ -178,6 +178,7 @@ def cells(line: Line) -> list[str]:
     """The cells of one line; what is not known is empty."""
     case, found = line.case, line.record
     settings = [case.gpu_memory, *[f"no {switch}" for switch in case.switched_off], case.wire]
+    settings += ["compiled"] if case.compiled else []
     setting = ", ".join(filter(None, settings))
     start = [
         case.model,

@@ -92,7 +92,7 @@ class Worker:
         if case.system == "textbook":
             method: Any = Textbook(model.module, LR, eps=EPS)
         else:
-            method = keyhole.ZO(model, LR, eps=EPS, deferred_update=case.deferred_update)
+            method = self.method(model, case)
         measure.clean_up(self.device)
         engine, moved = model.engine, {}
 
@@ -107,6 +107,10 @@ class Worker:
         found["bytes_down"] = (engine.bytes_down - moved["down"]) // self.timed
         return found
 
+    def method(self, model: keyhole.Model, case: Case) -> keyhole.ZO:
+        compiled: bool | str = "aot_eager" if case.compiled and self.quick else case.compiled
+        return keyhole.ZO(model, LR, eps=EPS, deferred_update=case.deferred_update, compile=compiled)
+
     def try_trace(self, case: Case, path: str) -> None:
         """Saves the timeline of one more step; a failure is said and costs nothing else."""
         try:
@@ -115,7 +119,7 @@ class Worker:
             print(f"timeline: {type(error).__name__}: {error}", file=sys.stderr)
 
     def trace(self, case: Case, path: str) -> None:
-        method = keyhole.ZO(self.kept.model, LR, eps=EPS, deferred_update=case.deferred_update)
+        method = self.method(self.kept.model, case)
         batch = self.batch(case)
         trace_step(self.kept.model.engine, lambda: method.step(batch), Path(path))
 

@@ -20,7 +20,7 @@ import torch
 
 from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.files import replace_directory, staged
-from keyhole.checkpoint.hand import PIECE_BYTES
+from keyhole.checkpoint.hand import BUFFER_BYTES
 from keyhole.checkpoint.hf import create_files, names_on_disk, plan_files, small_files
 from keyhole.checkpoint.snapshot import HANDS, Snapshot
 from keyhole.checkpoint.sources import READY, WAITING, Segment, Source, event_on, segments_of
@@ -136,7 +136,7 @@ class Background:
 def _pool_bytes(model: Model) -> int:
     """For copies: half of the weights, less the workers' buffers (unless these were most of it), if so much is free."""
     half = sum(home.numel() * home.element_size() for home in model.engine.homes) // 2
-    buffers = HANDS * PIECE_BYTES if model.engine.cuda else 0
+    buffers = HANDS * BUFFER_BYTES if model.engine.cuda else 0
     return min(max(half - buffers, half // 2), max(0, host_memory().available_bytes - SLACK_BYTES))
 
 

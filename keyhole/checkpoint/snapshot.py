@@ -33,12 +33,12 @@ import torch
 
 from keyhole.checkpoint.copiers import Copiers
 from keyhole.checkpoint.crc import Span
-from keyhole.checkpoint.hand import PIECE_BYTES, Hand
+from keyhole.checkpoint.hand import BUFFER_BYTES, Hand
 from keyhole.checkpoint.sources import COPIED, COPYING, DONE, READY, TAKEN, WAITING, WRITING, Source, event_on
 from keyhole.offload import arena
 
 WORKERS = 4
-HANDS = WORKERS + 1  # with training's own; on a GPU each has a page-locked buffer of PIECE_BYTES
+HANDS = WORKERS + 1  # with training's own; on a GPU each has a page-locked buffer of BUFFER_BYTES
 FLUSH_EVERY_S = 0.1
 flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the former
 
@@ -159,7 +159,7 @@ class Snapshot:
         """From the device."""
         if self.hand is None:
             self.hand = Hand(self.device)
-        size = PIECE_BYTES // copy.element_size()
+        size = BUFFER_BYTES // copy.element_size()
         for target, piece in zip(copy.split(size), flat.split(size), strict=True):
             self.copiers.copy(target, self.hand.to_host(piece))
 

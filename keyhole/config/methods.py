@@ -26,6 +26,8 @@ class ZOConfig:
     """Bound on the absolute value of each projected gradient; null = no bound."""
     deferred_update: bool = True
     """Apply a step's update when the weights are next visited: one pass over them less; same results."""
+    compile: bool = False
+    """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
 
 
 @dataclass(frozen=True, kw_only=True)

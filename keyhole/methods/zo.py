@@ -29,6 +29,7 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.zo_update import Pending, Update
 from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
+from keyhole.model.compiled import compile_forward
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
 from keyhole.offload.wire import PACKED
@@ -53,11 +54,15 @@ class ZO:
         clip: float | None = None,
         seed: int = 0,
         deferred_update: bool = True,
+        compile: bool | str = False,
     ) -> None:
         if not eps > 0:
             raise UserError(f"zo.eps: {eps} must be above 0; 1e-3 is usual")
         if directions < 1:
             raise UserError(f"zo.directions: {directions} must be at least 1")
+        self.whole = bool(compile)  # compiled code cannot stop inside a block
+        if compile:
+            compile_forward(model, compile if isinstance(compile, str) else "inductor")
         self.model, self.lr, self.eps, self.directions = model, lr, eps, directions
         self.weight_decay, self.clip, self.deferred_update = weight_decay, clip, deferred_update
         self.noise = {"seed": seed, "distribution": distribution}
@@ -72,8 +77,7 @@ class ZO:
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "ZO":
-        shared = {"weight_decay": config.weight_decay, "seed": config.seed}
-        return cls(model, config.learning_rate, **shared, **vars(config.zo))
+        return cls(model, config.learning_rate, weight_decay=config.weight_decay, seed=config.seed, **vars(config.zo))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -84,12 +88,8 @@ class ZO:
         self.update.begin()
         with self.model.sweep("train"):
             self._perturb_spine()
-            hidden = self.model.lockstep(
-                [b for _ in range(2 * self.directions) for b in batches],
-                self._server(len(batches)),
-                self._rows(batches),
-                steady=True,
-            )
+            serve, passes = self._server(len(batches)), batches * (2 * self.directions)
+            hidden = self.model.lockstep(passes, serve, self._rows(batches), steady=True, whole=self.whole)
             losses_q2 = self._losses(hidden, batches)
             self.update.apply_to_rest()
         self._defer(losses_q2)

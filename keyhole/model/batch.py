@@ -3,6 +3,9 @@
 Labels follow the Hugging Face convention: not shifted, -100 where nothing is trained. Position t predicts token
 t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that picking
 them on the device needs no wait, and logits are computed there only.
+
+On a GPU a batch crosses on a stream of its own. The host is usually far ahead of the kernels, so it has long arrived
+when they come to it; queued behind them, it would wait there for the upload of weights that is under way by then.
 """
 
 from dataclasses import dataclass
@@ -51,7 +54,17 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     )
 
 
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
 def _move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda" and x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
+    if device.type != "cuda" or x.device.type != "cpu":
+        return x.to(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    stream, kernels = _streams[device], torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        moved = x.pin_memory().to(device, non_blocking=True)
+    kernels.wait_stream(stream)
+    moved.record_stream(kernels)
+    return moved

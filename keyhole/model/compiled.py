@@ -10,10 +10,13 @@ share the code: the block is an argument, its weights are inputs. The graph betw
 inputs and parameters. Saved tensors go through `pack` and `unpack`: a parameter is saved as itself, since its memory
 may be elsewhere by then (streamed weights), and an input may wait in host memory (kept.py).
 
+Forward passes alone (zeroth-order) have no graph to keep: there it is block.forward itself, by `compile_forward`.
+
 Compiled arithmetic rounds differently from the plain one: streamed still equals resident, but a compiled run does not
 equal one that is not. Shapes that vary make it compile again; packing keeps them constant.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,7 +26,9 @@ import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from keyhole.errors import UserError
 from keyhole.model.kept import Keeper, Kept
+from keyhole.model.layout import find_blocks
 from keyhole.model.taken import linears_offer
 
 
@@ -34,6 +39,37 @@ def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The same under another name: compiled code is found by its function, and must not be taken for the other's."""
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+
+
+def _plain_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Without a second run, for passes without gradients."""
+    return type(block).forward(block, *args, **kwargs)
+
+
+def compile_forward(model: Any, backend: str = "inductor") -> None:
+    """From here on, passes without gradients that meet their blocks at the door run them compiled."""
+    if len(model.layout.of_kind("block")) != model.layout.block_count:
+        raise UserError(
+            "compile: this model was loaded with blocks cut in several units. Pass keyhole.load(..., "
+            "workload=Workload(whole_blocks=True)), or set compile=false"
+        )
+    if model.layout.tiled_layers:
+        raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")
+    run, conducted = torch.compile(_plain_forward, backend=backend), weakref.ref(model)
+
+    def compiled(block: nn.Module, ordinary: Callable) -> Callable:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled() or not getattr(getattr(conducted(), "conductor", None), "whole", False):
+                return ordinary(*args, **kwargs)
+            return run(block, args, kwargs)
+
+        return forward
+
+    for i, block in enumerate(find_blocks(model.module)):
+        if model.graphs is None:
+            block.forward = compiled(block, block.forward)
+        else:  # a graph is recorded from, and compared with, what is compiled
+            model.graphs.ordinary[i] = compiled(block, model.graphs.ordinary[i])
 
 
 class Compiled:

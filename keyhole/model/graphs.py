@@ -51,10 +51,11 @@ class BlockGraphs:
         self.checked: dict[tuple, bool] = {}  # (graph, block) -> whether it gave the ordinary result
         self.vectors: dict[tuple, torch.Tensor] = {}
         self.warm_up_calls = WARM_UP_STEPS * len(blocks)
-        for unit, block in zip(model.layout.of_kind("block"), blocks, strict=True):
-            block.forward = self._wrap(unit, block.forward)
+        self.ordinary = [block.forward for block in blocks]
+        for i, (unit, block) in enumerate(zip(model.layout.of_kind("block"), blocks, strict=True)):
+            block.forward = self._wrap(unit, i)
 
-    def _wrap(self, unit: Unit, ordinary: Callable) -> Callable:
+    def _wrap(self, unit: Unit, i: int) -> Callable:
         vectors = self.model.binding.spine_of[unit.block]
         first = vectors[0].start if vectors else 0
         span = vectors[-1].stop - first if vectors else 0
@@ -62,7 +63,7 @@ class BlockGraphs:
         shape = tuple((t.start - first, t.shape) for t in vectors)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            conductor = self.model.conductor
+            conductor, ordinary = self.model.conductor, self.ordinary[i]
             if not (together and getattr(conductor, "steady", False) and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
             where = tuple(tensor.param.data_ptr() for tensor in unit.tensors)

@@ -43,6 +43,7 @@ class Workload:
     directions: int = 1
     kept: str = "block"  # where block inputs are between forward and backward: block (device) or host
     lsp: Any = None  # lsp: its settings that decide about memory (plan/lsp.py)
+    whole_blocks: bool = False  # zo, compiled: blocks are not cut
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A unit is a whole block when that is a small copy, else a run of its matrices of
 larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
 GPU. When even that is too large for the budget, a unit is a run of at most the size of the largest matrix: a smaller
 one would need the same slots, and three slots of small units are not far enough ahead. A matrix that alone exceeds
-layout.TILE_NUMEL elements is cut by rows where the method allows it.
+layout.TILE_NUMEL elements is cut by rows where the method allows it. Compiled zeroth-order passes want whole blocks.
 
 Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link works
 ahead, but only as far as there are slots. Whole blocks in turn would need slots for a block; single units do not.
@@ -111,7 +111,8 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
     found, smallest = [], None
     cut_rows = costs.work.method in ROW_METHODS and not costs.formats.packs_blocks
     largest_matrix = max(u.numel for u in find_layout(module, 1, cut_rows).of_kind("block"))
-    for max_unit_numel in (UNIT_BYTES // costs.formats.dtype.itemsize, largest_matrix):
+    cuts = (UNIT_BYTES // costs.formats.dtype.itemsize, largest_matrix)
+    for max_unit_numel in (None,) if costs.work.whole_blocks else cuts:
         layout = find_layout(module, max_unit_numel, cut_rows)
         streamed = {u.index for u in layout.units[1:]}
         if budget is None:
@@ -128,6 +129,7 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
         f"gpu_memory: {Bytes(budget)} is below the minimum of {smallest.total / GIB:.2f} GiB for this model at "
         f"{costs.work.tokens} tokens a pass and {costs.work.passes} passes ({parts}). Raise gpu_memory, or lower "
         "batch_size, max_length, gradient_accumulation_steps or zo.directions (lomo: activations=host)."
+        + (" Compiled blocks are not cut: zo.compile=false needs less." if costs.work.whole_blocks else "")
     )
 
 

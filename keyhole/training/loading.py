@@ -35,7 +35,8 @@ def workload(config: TrainConfig) -> Workload:
     lsp = None
     if config.method == "lsp":
         lsp = LSPWork(own.d, own.r, own.others, own.optimizer_on, clips, own.kind, own.learn)
-    return Workload(config.method, tokens, passes, directions, kept, lsp)
+    whole = config.method == "zo" and config.zo.compile
+    return Workload(config.method, tokens, passes, directions, kept, lsp, whole)
 
 
 def load_model(config: TrainConfig, choice: find.Choice) -> Model:
