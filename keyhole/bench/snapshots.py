@@ -216,14 +216,14 @@ def bench_snapshots(
 ) -> Path:
     """Runs all sizes, and writes JSON and Markdown; returns the Markdown's path. The first size is replayed."""
     where = {"batch": batch, "every": every, "periods": periods, "device": choose_device(device, quick)}
-    where |= {"quick": quick, "scratch": scratch}
     about = {"date": datetime.now().isoformat(timespec="seconds"), "commit": commit(), **where, **environment()}
+    where |= {"quick": quick, "scratch": scratch}
     rows: list[dict[str, Any]] = []
     gpu = torch.cuda.get_device_name().split()[-1].lower() if where["device"] == "cuda" else "cpu"
     stem = f"snapshots_{gpu}_{about['date'][:10]}" + ("_quick" if quick else "")
     out.mkdir(parents=True, exist_ok=True)
     for i, name in enumerate(sizes):
         rows += bench_size(name, where | {"replay_steps": replay_steps if i == 0 else 0}, say)
-        write_text(out / f"{stem}.json", json.dumps({**about, "scratch": str(scratch), "rows": rows}, indent=1) + "\n")
+        write_text(out / f"{stem}.json", json.dumps({**about, "rows": rows}, indent=1) + "\n")
         write_text(out / f"{stem}.md", markdown(rows, about, __doc__))
     return out / f"{stem}.md"
