@@ -9,6 +9,7 @@ when they come to it; queued behind them, it would wait there for the upload of 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -54,15 +55,16 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     )
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """For batches on their way to this device."""
+    return torch.cuda.Stream(device)
 
 
 def _move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    stream, kernels = _streams[device], torch.cuda.current_stream(device)
+    stream, kernels = _stream(device), torch.cuda.current_stream(device)
     with torch.cuda.stream(stream):
         moved = x.pin_memory().to(device, non_blocking=True)
     kernels.wait_stream(stream)
