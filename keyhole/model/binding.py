@@ -15,7 +15,7 @@ from keyhole.model.layout import FlatTensor, Unit
 
 
 def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
-    """The rows of a matrix that a unit holds, from its flat memory."""
+    """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory."""
     first, last = unit.rows
     width = unit.tensors[0].shape[1]
     return flat[: (last - first) * width].view(last - first, width)

@@ -20,11 +20,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.binding import rows_view
+from keyhole.model.head import HEAD_TOKENS
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
 from keyhole.ops.loss import RunningNLL
 
-HEAD_TOKENS = 4096  # logits exist for so many tokens at a time
 Give = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]  # (unit, its stored memory, gradient of its rows)
 
 
@@ -83,7 +84,7 @@ class Ends:
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
             stored = self.model.engine.acquire(unit.index)
-            weight = rows_of(unit, self.model.as_compute(unit, stored))
+            weight = rows_view(unit, self.model.as_compute(unit, stored))
             trained = unit.tensors[0].param.requires_grad and not self.layout.tied
             dw = db = None
             for p in range(len(self.hidden)):
@@ -131,7 +132,7 @@ class Ends:
             stored = self.model.engine.acquire(unit.index)
             grad = self._embedding_grad(unit)
             if self.layout.tied:
-                weight_RH, head = rows_of(unit, self.model.as_compute(unit, stored)), None
+                weight_RH, head = rows_view(unit, self.model.as_compute(unit, stored)), None
                 for p in range(len(self.hidden)):
                     head = _add(head, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
                 grad = _add(head, grad)
@@ -150,12 +151,6 @@ class Ends:
         ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # not ours: one row past the end
         add_up = torch.ops.aten.embedding_dense_backward
         return add_up(rows_MH, ids_M, end - first + 1, -1, False)[: end - first]
-
-
-def rows_of(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
-    """[R, H] of a unit that is a chunk of a table."""
-    row_count, width = unit.rows[1] - unit.rows[0], unit.tensors[0].shape[1]
-    return flat[: row_count * width].view(row_count, width)
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:

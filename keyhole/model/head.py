@@ -16,6 +16,8 @@ from torch import nn
 
 from keyhole.ops.loss import RunningNLL
 
+HEAD_TOKENS = 4096  # logits exist for so many tokens at a time
+
 
 class _HiddenStates:
     """Stands in for any decoder output: the hidden states first, None for every other attribute."""
@@ -79,7 +81,7 @@ class Head:
         finally:
             own["weight"], own["bias"] = before
 
-    def add_nll(self, running: RunningNLL, hidden_NH: torch.Tensor, first_row: int, tokens: int = 4096) -> None:
+    def add_nll(self, running: RunningNLL, hidden_NH: torch.Tensor, first_row: int, tokens: int = HEAD_TOKENS) -> None:
         """Adds the bound rows' logits to a running loss, a slice of tokens at a time when there are many."""
         if hidden_NH.shape[0] <= tokens:
             running.add(self.logits(hidden_NH), first_row)

@@ -20,7 +20,7 @@ from keyhole.model.layout import Unit, find_blocks
 
 
 def install_hooks(model: Any) -> None:
-    """On every module that a unit begins with, every block, and the input embedding."""
+    """On every module that needs a unit to be bound, every block, and the input embedding."""
 
     def on_enter(unit: Unit) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:

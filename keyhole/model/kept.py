@@ -33,7 +33,6 @@ class Keeper:
         self.to_host = to_host and device.type == "cuda"
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.side = torch.cuda.Stream(device) if self.to_host else None
-        self.bytes_moved = 0
 
     def put(self, x: torch.Tensor) -> "torch.Tensor | Kept":
         if not self.to_host:
@@ -41,7 +40,6 @@ class Keeper:
         x = x.contiguous()
         buffers = self.free.setdefault((x.numel(), x.dtype), [])
         host = buffers.pop() if buffers else torch.empty(x.numel(), dtype=x.dtype, pin_memory=True)
-        self.bytes_moved += 2 * x.numel() * x.element_size()
         self.side.wait_stream(torch.cuda.current_stream(x.device))
         with torch.cuda.stream(self.side):
             host.copy_(x.view(-1), non_blocking=True)

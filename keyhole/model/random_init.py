@@ -2,8 +2,8 @@
 
 Vectors (norms, biases) keep what the HF model's own initialisation gave them; they are tiny. Matrices are drawn from
 N(0, initializer_range^2). On a GPU a chunk is drawn there and copied home, at the speed of the link. On a CPU drawing
-costs about 10 ns an element, so above POOLED_NUMEL elements a tensor is filled from one pool of normals, read from a
-place that depends on the tensor: fine for timing, and said in the start block.
+costs about 10 ns an element, so in a model of more than POOLED_NUMEL elements tensors are filled from one pool of
+normals, read from a place that depends on the tensor: fine for timing.
 """
 
 from typing import Any

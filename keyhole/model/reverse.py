@@ -24,8 +24,9 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.binding import rows_view
 from keyhole.model.compiled import Compiled
-from keyhole.model.ends import Ends, rows_of
+from keyhole.model.ends import Ends
 from keyhole.model.homes import view
 from keyhole.model.kept import Keeper
 from keyhole.model.layout import Unit, find_blocks
@@ -213,7 +214,7 @@ class Reverse:
     def _give_rows(self, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
         """Gives a chunk of a table to the sink under a name of its own, and lets the unit go."""
         if grad_RH is not None:
-            self._sink.gradient(chunk(unit), rows_of(unit, stored), grad_RH.contiguous())
+            self._sink.gradient(chunk(unit), rows_view(unit, stored), grad_RH.contiguous())
             if self._sink.finished(unit):
                 self.model.engine.commit(unit.index)
         self.model.engine.release(unit.index)

@@ -1,4 +1,4 @@
-"""Flat memory of exactly the size that is needed: on the host, page-locked, or on the device.
+"""Flat host memory of exactly the size that is needed, page-locked in place.
 
 A DMA engine reads page-locked ("pinned") memory at the full speed of the link; ordinary ("pageable") memory is
 first copied by the driver, several times slower. PyTorch's own pinned allocator rounds each request up to a power

@@ -19,13 +19,13 @@ Activations and logits are never alive together.
 
 from dataclasses import dataclass, fields
 
+from keyhole.model.head import HEAD_TOKENS
 from keyhole.model.layout import CHUNK_ROWS, Layout
 from keyhole.offload.wire import Wire
 from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, GIB, Workload
 
 METHODS = ("lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
 HIDDEN, WIDE = 18, 6
-HEAD_TOKENS = 4096
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ Activations and logits are never alive together, so the larger counts. These num
 peak is printed beside them after a few steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from keyhole.model.graphs import SMALL_FLOP
+from keyhole.model.head import HEAD_TOKENS
 from keyhole.model.layout import CHUNK_ROWS, Layout
 from keyhole.offload.wire import PACKED, Wire
 
@@ -63,8 +64,7 @@ class DeviceBytes:
         return int((self.homes + self.slots + self.perturbed + moving + self.workspace) * ALLOCATOR_SLACK)
 
     def lines(self) -> list[str]:
-        names = ("homes", "slots", "perturbed", "activations", "logits", "workspace")
-        return [f"{name}: {getattr(self, name) / GIB:.2f} GiB" for name in names]
+        return [f"{field.name}: {getattr(self, field.name) / GIB:.2f} GiB" for field in fields(self)]
 
 
 def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
@@ -88,7 +88,7 @@ def launched_as_graphs(layout: Layout, work: Workload) -> bool:
 
 def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
     """Logits of one chunk in the model's dtype and two fp32 copies, and the hidden states of all passes."""
-    tokens = min(work.tokens, 4096)
+    tokens = min(work.tokens, HEAD_TOKENS)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     return tokens * rows * (element_bytes + 8) + work.tokens * work.passes * layout.table.shape[1] * element_bytes
 

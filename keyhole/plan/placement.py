@@ -29,14 +29,13 @@ from keyhole.plan import gradient
 from keyhole.plan.host import host_memory
 from keyhole.plan.lsp import limit_bytes, lsp_device_bytes
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
-from keyhole.plan.states import check_host_state
+from keyhole.plan.states import SLACK_BYTES, check_host_state
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
 SLOT_COUNT = 3
 ROW_METHODS = ("zo", "eval", "chat")  # forward passes only: they may have a large matrix a few rows at a time
 PLANNED = ("zo", *gradient.METHODS)  # methods whose bytes on the device are known
-HOST_SLACK_BYTES = GIB  # Python, PyTorch and the CUDA driver
 
 
 @dataclass
@@ -194,7 +193,7 @@ def _enforce(budget: int | None, device: torch.device) -> None:
 
 def _check_host(needed: int, placement: str) -> None:
     memory = host_memory()
-    missing = needed + HOST_SLACK_BYTES - memory.available_bytes
+    missing = needed + SLACK_BYTES - memory.available_bytes
     if missing > 0:
         raise UserError(
             f"placement: {placement} keeps {needed / GIB:.2f} GiB of weights in host memory, but only "

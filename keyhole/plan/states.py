@@ -12,9 +12,9 @@ so 12 + b in all, 14 in 16 bit, wherever the model lives.
 from keyhole.errors import UserError
 from keyhole.model.layout import Layout
 from keyhole.plan.host import host_memory
+from keyhole.plan.memory import GIB
 
-GIB = 2**30
-SLACK_BYTES = GIB  # Python, PyTorch and the CUDA driver
+SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
 
 
 def host_state_bytes(layout: Layout, streamed: set[int], element_bytes: int) -> int:
