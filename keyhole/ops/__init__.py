@@ -11,10 +11,14 @@
     fp8_encode_           fp32 to an 8-bit page
     sgd_update_           LOMO: the SGD update of a tensor from its gradient, in place
     sum_squares_          the sum of squares of a gradient alone
-    adalomo_update_       AdaLomo: the same with a factored second moment (adalomo_state)
+    adalomo_update_       AdaLOMO: the same with a factored second moment (adalomo_state)
     compress              X P for a sparse projector (random_projector, identity_projector: projector.py)
     decompress_add_       W + alpha P delta Q^T, in place
     describe              which implementation runs, and why
+
+Not here, but in files of their own: the loss over chunks of the vocabulary (loss.py), AdamW on host memory
+(host_adam.py, torch's own kernel). What the ops share: noise (tiles.py, philox.py, gaussian.py), rounding (rounding.py,
+strips.py, settle.py), checks of arguments (arguments.py), the choice of implementation (backend.py).
 """
 
 from keyhole.ops.adalomo import adalomo_state, adalomo_update_

@@ -1,4 +1,4 @@
-"""AdaLomo's update of one tensor: a factored second moment, a normalised update, a step relative to the weights.
+"""AdaLOMO's update of one tensor: a factored second moment, a normalised update, a step relative to the weights.
 
 For a matrix [R, C] (or E of them, [E, R, C], each with its own factors), with decay = -0.8, t = 1, 2, ..:
 
@@ -210,7 +210,7 @@ def adalomo_update_(w: torch.Tensor, grad: torch.Tensor, state: State, *, lr: fl
                     compensation: torch.Tensor | None = None, offset: int = 0, seed: int = 0, step: int = 0,
                     sum_squares: torch.Tensor | None = None, bad: torch.Tensor | None = None,
                     changed: torch.Tensor | None = None) -> None:
-    """One AdaLomo step of w, in place; state (adalomo_state) is updated too. t = 1 at the first step.
+    """One AdaLOMO step of w, in place; state (adalomo_state) is updated too. t = 1 at the first step.
 
     The other arguments are those of lomo.sgd_update_. If grad * scale has an inf or a nan, bad is set to 1 and
     weights, compensation and state stay as they are; sum_squares is then inf or nan.
@@ -221,7 +221,7 @@ def adalomo_update_(w: torch.Tensor, grad: torch.Tensor, state: State, *, lr: fl
     assert compensation is None or compensation.dtype == w.dtype, compensation.dtype
     assert all(s.dtype == torch.float32 and s.is_contiguous() and s.device == w.device for s in state.values())
     check_scalars(w.device, scale, sum_squares, bad, changed)
-    check(offset, w.numel(), seed, (step,), 0, "gaussian")
+    check(offset, w.numel(), seed, (step,))
     if w.numel() == 0:
         return
     reference, launch = (matrix_reference_, _launch_matrix) if w.dim() > 1 else (vector_reference_, launch_vector)

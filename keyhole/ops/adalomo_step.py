@@ -1,4 +1,4 @@
-"""The end of AdaLomo's update, the same for matrices and vectors: from the normalised gradient u to the stored weight.
+"""The end of AdaLOMO's update, the same for matrices and vectors: from the normalised gradient u to the stored weight.
 
     u   /= max(1, rms(u) / clip_threshold)        a = lr max(eps2, rms(w))        w = round(w (1 - a wd) - a u)
 

@@ -1,4 +1,4 @@
-"""AdaLomo's update of a vector: its second moment is kept whole, and one program does it all.
+"""AdaLOMO's update of a vector: its second moment is kept whole, and one program does it all.
 
     g = grad * scale        v = beta v + (1 - beta) (g^2 + eps1)        u = g rsqrt(v)        then adalomo_step.py
 

@@ -31,13 +31,13 @@ Legend: G groups.
 
 import torch
 
+from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.philox import philox
 from keyhole.ops.rounding import ROUNDINGS, STREAM, TILE, chunk_bits_reference, round_nearest
 from keyhole.ops.tiles import CHUNK, WIDTH, check, chunks, int32, key
 
 GROUP = 64  # elements to a scale
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INF_PATTERN = 0x7F800000
 NAN_CODE = 0x7F
 ROOM = 0x1FFFFF  # carries into the exponent what is above 1.75 * 2^e, the largest code's place in its binade
@@ -227,6 +227,6 @@ def fp8_encode_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int
     _check(packed, w)
     assert w.dtype == torch.float32 and offset % GROUP == 0, (w.dtype, offset)
     assert rounding in ROUNDINGS, rounding
-    check(offset, w.numel(), seed, (step,), 0, "gaussian")
+    check(offset, w.numel(), seed, (step,))
     run = fp8_encode_triton_ if use_kernel(w.device) and w.numel() else fp8_encode_reference_
     run(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)

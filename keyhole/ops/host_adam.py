@@ -21,8 +21,6 @@ operations differently and agree to about 1e-7 of an update. c is applied as a d
 one more rounding.
 """
 
-import time
-
 import torch
 
 CHUNK_PER_THREAD = 128 * 1024  # elements: w, m, v and the cast gradient are 2 MiB a thread
@@ -48,7 +46,7 @@ def host_adamw_(
     `grad` holds afterwards is unspecified), or None where only the master is wanted. scratch: fp32, its length is the
     chunk; made here when None."""
     if scratch is None:
-        scratch = new_scratch()
+        scratch = torch.empty(CHUNK_PER_THREAD * torch.get_num_threads())
     chunk = scratch.numel()
     count = [torch.tensor(float(step))]
     divisor = None if clip == 1.0 else torch.tensor(1.0 / clip)
@@ -60,20 +58,3 @@ def host_adamw_(
         torch._fused_adamw_([w], [cast], [m], [v], [], count, **how)
         if weight is not None:
             out.copy_(w)
-
-
-def new_scratch() -> torch.Tensor:
-    """A chunk for the threads that this thread's torch uses."""
-    return torch.empty(CHUNK_PER_THREAD * torch.get_num_threads())
-
-
-def host_adam_rate(numel: int = 2**25, dtype: torch.dtype = torch.bfloat16) -> float:
-    """Parameters a second that this thread updates, measured on memory larger than the caches: for plans."""
-    master, exp_avg, exp_avg_sq = torch.zeros(3, numel).unbind()
-    grad, scratch = torch.randn(numel).to(dtype), new_scratch()
-    best_s = float("inf")
-    for step in range(1, 4):
-        begin_s = time.perf_counter()
-        host_adamw_(master, exp_avg, exp_avg_sq, grad, grad, step=step, lr=1e-3, scratch=scratch)
-        best_s = min(best_s, time.perf_counter() - begin_s)
-    return numel / best_s

@@ -181,7 +181,7 @@ def sgd_update_(w: torch.Tensor, grad: torch.Tensor, *, lr: float, weight_decay:
     check_tensors(w, grad, *(() if compensation is None else (compensation,)))
     assert compensation is None or compensation.dtype == w.dtype, compensation.dtype
     check_scalars(w.device, scale, sum_squares, bad, changed)
-    check(offset, w.numel(), seed, (step,), 0, "gaussian")
+    check(offset, w.numel(), seed, (step,))
     c = None if compensation is None else compensation.view(-1)
     run = _launch if use_kernel(w.device) and w.numel() else sgd_update_reference_
     run(w.view(-1), grad.view(-1), c, lr=float32(lr), weight_decay=float32(weight_decay), scale=scale,

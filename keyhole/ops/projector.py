@@ -50,10 +50,6 @@ class Projector:
     def kind(self) -> str:
         return "blocks" if self.group else "free" if self.run == 1 else "runs"
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.nbytes for t in (self.values_Rr, self.runs, self.sources) if t is not None)
-
     def columns_Rr(self) -> torch.Tensor:
         """The column of each number, int64."""
         row_R1 = torch.arange(self.rows, device=self.values_Rr.device)[:, None]

@@ -1,4 +1,4 @@
-"""How a weight that has moved is stored: one ending for every update that has a gradient (LOMO, AdaLomo, LSP).
+"""How a weight that has moved is stored: one ending for every update that has a gradient (LOMO, AdaLOMO, LSP).
 
 An update ends in float32, at x. What is stored depends on the rounding:
 

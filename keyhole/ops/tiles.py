@@ -40,8 +40,9 @@ DISTRIBUTIONS = ("gaussian", "rademacher")
 _WIDTH, _TILE, _ROWS = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(ROWS)
 
 
-def check(offset: int, n: int, seed: int, steps: tuple[int, ...], directions: int, distribution: str) -> None:
-    """The bounds of the format; a caller that breaks them has a bug."""
+def check(offset: int, n: int, seed: int, steps: tuple[int, ...], directions: int = 0,
+          distribution: str = "gaussian") -> None:
+    """The bounds of the format; a caller that breaks them has a bug. Without noise there are no directions."""
     assert 0 <= offset and offset + n <= MAX_INDEX, (offset, n)
     assert 0 <= seed < 1 << 64, seed
     assert all(0 <= step < 1 << 32 for step in steps), steps
@@ -200,7 +201,7 @@ def noise_triton(n: int, *, offset: int, seed: int, step: int, direction: int, d
 
 def noise(n: int, *, offset: int, seed: int, step: int, direction: int = 0, distribution: str = "gaussian",
           device: torch.device | str = "cpu") -> torch.Tensor:
-    """z of elements offset..offset+n as float32 [n], for tests, textbook loops and replay."""
+    """z of elements offset..offset+n as float32 [n], for tests and textbook loops."""
     device = torch.device(device)
     check(offset, n, seed, (step,), direction + 1, distribution)
     run = noise_triton if use_kernel(device) and n else noise_reference

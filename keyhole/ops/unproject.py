@@ -235,7 +235,7 @@ def decompress_add_(w_mn: torch.Tensor, delta_dd: torch.Tensor, p: Projector, q:
     assert rounding in ROUNDINGS and (rounding == "kahan") == (compensation is not None), rounding
     check_tensors(w_mn, *(() if compensation is None else (compensation,)))
     check_scalars(w_mn.device, None, None, None, changed)
-    check(offset, w_mn.numel(), seed, (step,), 0, "gaussian")
+    check(offset, w_mn.numel(), seed, (step,))
     how = {"alpha": float32(alpha), "keep": float32(keep), "offset": offset, "seed": seed, "step": step}
     how |= {"stochastic": rounding == "stochastic" and w_mn.dtype != torch.float32, "changed": changed}
     if use_kernel(w_mn.device) and is_one_stage(p, q):

@@ -54,5 +54,5 @@ def test_same_seed_same_projector_and_moves() -> None:
     a, b, c = (random_projector("free", 50, 20, 3, seed=s) for s in (1, 1, 2))
     assert torch.equal(a.dense_Rd(), b.dense_Rd()) and not torch.equal(a.dense_Rd(), c.dense_Rd())
     doubled = a.with_values(a.values_Rr * 2).to("cpu")
-    assert torch.equal(doubled.dense_Rd(), 2 * a.dense_Rd()) and doubled.nbytes == a.nbytes
+    assert torch.equal(doubled.dense_Rd(), 2 * a.dense_Rd())
     assert torch.equal(identity_projector(7).dense_Rd(), torch.eye(7))
