@@ -2,8 +2,10 @@
 
     schema.py    the settings themselves          loader.py   YAML and key=value in, all faults at once
     methods.py   those of each method             dump.py     YAML out
-    rules.py     what fields demand of each other limits.py   bounds of numbers
-    docs.py      the help and docs/config.md      recipes.py  the configs that are shipped
+    rules.py     what fields demand of each other faults.py   what is wrong, in words
+    types.py     a YAML node as a typed value     limits.py   bounds of numbers; sizes.py: "8GiB"
+    docs.py      the help and docs/config.md      fields.py   the table of all settings, which both need
+    recipes.py   the configs that are shipped
 
 Nothing here imports torch.
 """

@@ -1,6 +1,6 @@
 """What one field demands of another, and what is filled in when a field is left null. All of it, here.
 
-Rule 1 of the design is "exact or refused": a setting that a method cannot honour is a fault with the change
+The rule above all is "exact or refused": a setting that a method cannot honour is a fault with the change
 that fixes it; one that is only useless is a warning. `apply` changes nothing when it is applied twice.
 
 Learning rates: the default of a method, and the range in which it has been seen to work on models of 0.1 to

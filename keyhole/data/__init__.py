@@ -2,7 +2,7 @@
 
 from keyhole.data.chat import plain_template
 from keyhole.data.dataset import Dataset, Report, Sample
-from keyhole.data.loader import Batch, EvalBatches, Loader, collate, eval_batches
+from keyhole.data.loader import Batch, EvalBatches, Loader, collate
 from keyhole.data.packing import check_packing, pack
 from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
@@ -10,6 +10,6 @@ from keyhole.data.run import Data, from_config, load_tokenizer, preview_config
 
 __all__ = [
     "Batch", "Data", "Dataset", "EvalBatches", "Loader", "Report", "Sample", "check_packing", "collate",
-    "eval_batches", "from_config", "load_tokenizer", "pack", "plain_template", "prepare", "preview",
+    "from_config", "load_tokenizer", "pack", "plain_template", "prepare", "preview",
     "preview_config",
 ]  # fmt: skip

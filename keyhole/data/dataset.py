@@ -51,7 +51,6 @@ class Report:
     trained_tokens: int = 0
     longest: int = 0
     truncated: int = 0
-    cut_tokens: int = 0
     cut_trained_tokens: int = 0
     dropped_overlong: int = 0
     dropped_untrained: int = 0

@@ -22,7 +22,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +203,3 @@ def read_hub(name: str) -> Iterator[Record]:
         raise UserError(f"{name}: cannot load hub data set {repo!r}, split {split!r}: {error}") from None
     for number, row in enumerate(rows, 1):
         yield Record(name, "row", number, row)
-
-
-def take(records: Iterator[Record], limit: int | None) -> Iterator[Record]:
-    """The first `limit` rows, or all."""
-    return records if limit is None else islice(records, limit)

@@ -71,12 +71,11 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset, batch_size: int, gradient_accumulation_steps: int = 1, seed: int = 0,
-        shuffle: bool = True, pad_token_id: int | None = None, pad_to_multiple_of: int = 8,
+        shuffle: bool = True, pad_to_multiple_of: int = 8,
     ) -> None:  # fmt: skip
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.rows_per_step = batch_size * gradient_accumulation_steps
-        self.pad_token_id = dataset.pad_token_id if pad_token_id is None else pad_token_id
         self.pad_to_multiple_of = pad_to_multiple_of
         self.fingerprint = dataset.fingerprint
         self._epoch, self._offset = 0, 0
@@ -109,7 +108,7 @@ class Loader:
         return [self._batch(rows[i : i + self.batch_size]) for i in range(0, len(rows), self.batch_size)]
 
     def _batch(self, rows: list[int]) -> Batch:
-        return collate([self.dataset[i] for i in rows], self.pad_token_id, self.pad_to_multiple_of)
+        return collate([self.dataset[i] for i in rows], self.dataset.pad_token_id, self.pad_to_multiple_of)
 
     __next__ = next_step
 
@@ -148,15 +147,8 @@ class Loader:
 class EvalBatches:
     """The batches of a data set in order, as often as one likes; empty (and false) without one."""
 
-    def __init__(
-        self,
-        dataset: Dataset | None,
-        batch_size: int,
-        pad_token_id: int | None = None,
-        pad_to_multiple_of: int = 8,
-    ) -> None:
-        self.dataset, self.batch_size, self.pad_to_multiple_of = dataset, batch_size, pad_to_multiple_of
-        self.pad_token_id = dataset.pad_token_id if dataset and pad_token_id is None else pad_token_id or 0
+    def __init__(self, dataset: Dataset | None, batch_size: int) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else -(-len(self.dataset) // self.batch_size)
@@ -165,9 +157,4 @@ class EvalBatches:
         for i in range(len(self)):
             stop = min(len(self.dataset), (i + 1) * self.batch_size)
             rows = [self.dataset[j] for j in range(i * self.batch_size, stop)]
-            yield collate(rows, self.pad_token_id, self.pad_to_multiple_of)
-
-
-def eval_batches(dataset: Dataset, batch_size: int, pad_token_id: int | None = None) -> EvalBatches:
-    """Every row once, in order, batch_size at a time."""
-    return EvalBatches(dataset, batch_size, pad_token_id)
+            yield collate(rows, self.dataset.pad_token_id)

@@ -8,7 +8,7 @@ share of *trained* tokens that was cut, which is what is lost. A sample with not
 dropped and counted: it would cost a forward pass and teach nothing. A data set of only such samples is an
 error, since training on it would look like training.
 
-`from_config` is the same for a whole run: loaders for train_data and eval_data out of one config.
+The same for a whole run, train_data and eval_data out of one config: run.py.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from keyhole.data.dataset import Cut, Dataset, Report
-from keyhole.data.files import Record, read, take
+from keyhole.data.files import Record, read
 from keyhole.data.formats import COLUMNS, Example, check_format, detect, normalise
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer, Tokens
@@ -48,7 +48,7 @@ def prepare(
     renderer = Renderer(tokenizer, train_on)
     report = Report(max_length=max_length, train_on=train_on)
     gather = Gather(report, max_length, overlong)
-    for block in _blocks(_examples(take(read(source), limit), data_format, report), BLOCK):
+    for block in _blocks(_examples(islice(read(source), limit), data_format, report), BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             gather.add(example, tokens)
     report.template = _template_line(renderer, gather)
@@ -139,7 +139,6 @@ class Gather:
         tail = ids_T[n:]
         cut = Cut(len(tail), int(trained_T[n:].sum()), tail[:CUT_SHOWN].tolist())
         r.truncated += 1
-        r.cut_tokens += cut.tokens
         r.cut_trained_tokens += cut.trained
         return ids_T[:n], trained_T[:n], cut
 

@@ -1,15 +1,15 @@
 """Samples as the model will see them, readable in any terminal.
 
 A sample is shown in runs: stretches of tokens that are only read, and stretches that are trained on, each
-with a word in front, so nothing depends on colour. Tokens are separated by `|`, line breaks are written
-\\n, ids stand below:
+with a word and the place of its first token in front, so nothing depends on colour. Tokens are separated by `|`,
+line breaks are written \\n, ids stand below:
 
-    sample 1 of 24 (sums.jsonl, line 1): 14 tokens, 3 trained
-      read     0  1| +| 1| =|
-               16 489 220 284
-      TRAINED  4   2|</s>
-               220 2
-      cut      12 tokens after this one, 12 of them trained: ...
+    sample 2 of 2 (notes.jsonl, line 2): 11 tokens, 3 trained
+      read         0  The| soup| was| cold|.|\\n|Stamp|:
+      ids             267 1133 264 676 17 202 318 29
+      TRAINED      8   red| and| red
+      ids             386 297 386
+      cut      3 tokens after these, 3 of them trained:  and| red|<|end|>
 
 Long runs show their two ends. In a packed row every sample is shown under its own heading.
 """

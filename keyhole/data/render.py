@@ -73,7 +73,7 @@ class Renderer:
             b = self._end_of_turn(ids, a, b)
             trained[a:b] = [True] * (b - a)
             end_id = ids[b - 1] if b > a and ids[b - 1] in self.special else None
-        if self._is_open(example, ids, trained, end_id):
+        if self._is_open(example, trained, end_id):
             ids, trained, end_id = [*ids, self.eos], [*trained, True], self.eos
         if example.turns is None and self.bos and ids[: len(self.bos)] != self.bos:
             ids, trained = [*self.bos, *ids], [False] * len(self.bos) + trained
@@ -87,7 +87,7 @@ class Renderer:
         last = next((t for t in range(b - 1, a - 1, -1) if ids[t] in self.special), b - 1)
         return last + 1 if last < b - 1 and not self.tokenizer.decode(ids[last + 1 : b]).strip() else b
 
-    def _is_open(self, example: Example, ids: list[int], trained: list[bool], end_id: int | None) -> bool:
+    def _is_open(self, example: Example, trained: list[bool], end_id: int | None) -> bool:
         """Whether an eos has to be added: the last thing said is an answer, and no special token ends it."""
         last_turn_trained = example.turns is None or (
             bool(example.turns) and example.turns[-1]["role"] == "assistant" and example.turns[-1].get("weight") != 0

@@ -41,9 +41,6 @@ class DataScore:
     perplexity: float
     truncated: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def evaluate(
     directory: str,
@@ -134,7 +131,7 @@ def _write_json(path: Path, directory: str, model: Model, scores: Sequence[TaskS
         raise UserError(f"--json: {path.parent} is not a directory")
     dtype = str(model.dtype).removeprefix("torch.")
     about = {"model": directory, "dtype": dtype, "device": str(model.device)}
-    write_text(path, json.dumps(about | {"results": [score.as_dict() for score in scores]}, indent=1) + "\n")
+    write_text(path, json.dumps(about | {"results": [asdict(score) for score in scores]}, indent=1) + "\n")
 
 
 def _progress(groups: list) -> Any:

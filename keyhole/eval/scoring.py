@@ -16,7 +16,7 @@ long for the model loses its beginning; how many did is in the result.
 """
 
 import os.path
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,9 +42,6 @@ class TaskScore:
     loss: float
     truncated: int
     predictions: list[int]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def score_task(model: Model, task: Task, *, max_length: int | None = None, **options: Any) -> TaskScore:

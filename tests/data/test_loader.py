@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data import Batch, Dataset, EvalBatches, Loader, Sample, collate, eval_batches
+from keyhole.data import Batch, Dataset, EvalBatches, Loader, Sample, collate
 from keyhole.data.loader import _splitmix64, order
 from keyhole.errors import UserError
 
@@ -139,7 +139,7 @@ def test_where_names_the_samples_of_the_last_step() -> None:
 
 def test_eval_batches_come_in_order_and_again() -> None:
     """Every row once, as often as asked; without data there are none, and that is false."""
-    batches = eval_batches(dataset(5), 2)
+    batches = EvalBatches(dataset(5), 2)
     assert len(batches) == 3 and batches
     assert [seen([b]) for b in batches] == [[0, 1], [2, 3], [4]] == [seen([b]) for b in batches]
     assert not EvalBatches(None, 2) and list(EvalBatches(None, 2)) == []
