@@ -95,7 +95,13 @@ class Snapshot:
         self.waited_s += time.perf_counter() - begin_s
 
     def _copy_aside(self, source: Source) -> None:
-        copy = self._copy(source)
+        try:
+            copy = self._copy(source)
+        except BaseException as error:  # of any kind: workers must not wait for a copy that will not come
+            self.fail(error)
+            if isinstance(error, OSError):  # there is no memory for it: training goes on
+                return
+            raise
         with self.turn:
             if source.state == DONE:  # written meanwhile, or given up
                 self.copied_bytes -= source.size_bytes
@@ -185,13 +191,14 @@ class Snapshot:
                 thread.join()
             for file in files.values():
                 os.close(file)
-            self.spare.clear()
+            with self.turn:  # training may look for memory still, for a page that was written meanwhile
+                self.spare.clear()
         if self.error is not None:
             raise self.error
 
     def _work(self, files: dict[str, int]) -> None:
-        hand = Hand(self.device)
         try:
+            hand = Hand(self.device)
             while (source := self._take()) is not None:
                 if (event := source.event) is not None:  # which training may take away when it makes a copy
                     event.synchronize()

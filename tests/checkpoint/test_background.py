@@ -265,6 +265,70 @@ def test_a_disk_that_fails_to_flush_lets_training_go_on(
     assert background.wait().error is error and list(tmp_path.iterdir()) == []
 
 
+def test_a_worker_that_cannot_begin_is_a_failure(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No page-locked memory for its buffer: no checkpoint of zeros, and training does not wait for the worker."""
+    error = RuntimeError("no page-locked memory")
+
+    def fail(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(snapshots, "Hand", fail)
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt, 0)
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2, 3)], daemon=True)
+    stepping.start()
+    stepping.join(20)
+    assert not stepping.is_alive()
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), RuntimeError("a bug")])
+def test_a_copy_that_cannot_be_made(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Without memory for it training goes on and the checkpoint does not; nobody waits for the copy."""
+
+    def fail(size_bytes: int) -> None:
+        raise error
+
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background, go = Background(model, opt), threading.Event()
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    snapshot = background.writing.snapshot
+    real, snapshot._take = snapshot._take, lambda: go.wait() and real()
+    opt.step(batch(1))
+    monkeypatch.setattr(snapshots.arena, "host_memory", fail)
+    if isinstance(error, OSError):
+        opt.step(batch(2))
+    else:
+        with pytest.raises(RuntimeError, match="a bug"):
+            opt.step(batch(2))
+    go.set()
+    ending = threading.Thread(target=background.abandon, daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive() and snapshot.error is error and list(tmp_path.iterdir()) == []
+
+
+def test_spare_memory_is_let_go_under_the_lock(tmp_path: Path) -> None:
+    """When the last page is written from its home, training may be looking for memory to copy it to."""
+
+    class Spare(list):
+        def clear(self) -> None:
+            assert snapshot.turn._is_owned()
+            super().clear()
+
+    snapshot, _ = one_page()
+    snapshot.spare = Spare()
+    (tmp_path / "f").write_bytes(bytes(16))
+    snapshot.write(tmp_path)
+
+
 def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
     """A NaN in a page is found on its way to the disk."""
     model, opt = make(tiny_model, "sgd", "resident", "float32")
