@@ -36,7 +36,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def staged(path: Path) -> Iterator[Path]:
-    """An empty directory beside `path`. It is flushed at the end; whatever is not moved away is deleted."""
+    """An empty directory beside `path`; whatever has not been moved away in the end is deleted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.saving-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)

@@ -73,11 +73,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Journal:
-    """A journal as read: the good records, where they end in the file, and what is wrong with the rest."""
+    """A journal as read: the good records, and what is wrong with the rest."""
 
     header: Header
     records: list[Record] = field(repr=False)
-    good_bytes: int
     fault: str | None = None  # why reading stopped before the end of the file
     torn: bool = False  # no more than the last record is missing: what a crash leaves
 
@@ -124,10 +123,10 @@ def read(path: Path) -> Journal:
             fault = f"holds step {record.step} of seed {record.seed}"
         if fault:
             what = f"the record of step {expected} {fault}"
-            return Journal(header, records, begin, what, torn=len(content) - begin <= size)
+            return Journal(header, records, what, torn=len(content) - begin <= size)
         records.append(record)
         begin += size
-    return Journal(header, records, begin)
+    return Journal(header, records)
 
 
 def _read_header(content: bytes, path: Path) -> tuple[Header, int, int]:
@@ -159,13 +158,12 @@ def _record(shape: struct.Struct, piece: bytes) -> Record:
 
 def create(path: Path, header: Header) -> Journal:
     """An empty journal: complete, or not there at all."""
-    content = pack_header(header)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
+    temporary.write_bytes(pack_header(header))
     flush(temporary)
     os.replace(temporary, path)
     flush(path.parent)
-    return Journal(header, [], len(content))
+    return Journal(header, [])
 
 
 def set_aside(path: Path) -> Path:

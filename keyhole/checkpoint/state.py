@@ -7,7 +7,7 @@
 
 Nothing else is state: the learning rate is a function of the step, noise of (seed, step, element), and no
 random generator runs in a step. The directory is written beside its place, flushed, and appears by one
-rename. Host memory of a save: one shard; of a load: one tensor.
+rename. Host memory of a save: a piece of a tensor (tensors.py); of a load: one tensor.
 """
 
 import json
