@@ -1,4 +1,14 @@
-"""How weights are updated: one idea a file, and this table of names."""
+"""How weights are updated: one idea a file, and this table of names.
+
+A new method is its file, a line in METHODS, and what others have to know of it:
+
+    keyhole/__init__.py        its class, for those who use the library
+    config/methods.py          its settings; config/schema.py: the section, and the name in `Method`
+    config/rules.py            its learning rates, whether it streams, what it refuses
+    plan/placement.py          the bytes it takes on the device (PLANNED)
+    checkpoint/background.py   who tells when its weights change; without, a checkpoint holds the next step up
+    demo/run.py                its rate in the demo, if not the usual one
+"""
 
 from keyhole.methods.adalomo import AdaLOMO
 from keyhole.methods.adam_offload import AdamOffload

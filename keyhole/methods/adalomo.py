@@ -20,8 +20,6 @@ from keyhole.methods.lomo import LOMO, State
 from keyhole.model.layout import FlatTensor
 from keyhole.model.model import Model
 
-MOMENTS = ("row", "col", "v")
-
 
 class AdaLOMO(LOMO):
     """See the top of this file. Its rate is relative to the size of the weights: 1e-4 to 1e-3, not SGD's."""

@@ -22,8 +22,8 @@ from keyhole.model.model import Model
 State = dict[str, Any]
 
 
-class _TorchMethod:
-    """What AdamW and SGD share: the step, clipping, and state by parameter name."""
+class TorchMethod:
+    """What the baselines share, here and in galore.py and lora.py: the step, clipping, state by parameter name."""
 
     name: str
 
@@ -42,6 +42,10 @@ class _TorchMethod:
             raise UserError("every parameter is frozen: there is nothing to train")
         self.optimizer: torch.optim.Optimizer
         self._grad_norm: torch.Tensor | None = None
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "TorchMethod":
+        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     def _require_plain(self, model: Model) -> None:
         if not model.is_plain:
@@ -114,7 +118,7 @@ def _run_twice(module: torch.nn.Module) -> Iterator[None]:
             del block.forward
 
 
-class AdamW(_TorchMethod):
+class AdamW(TorchMethod):
     """torch.optim.AdamW."""
 
     name = "adamw"
@@ -135,12 +139,8 @@ class AdamW(_TorchMethod):
         params = list(self.params.values())
         self.optimizer = torch.optim.AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
 
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "AdamW":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
 
-
-class SGD(_TorchMethod):
+class SGD(TorchMethod):
     """torch.optim.SGD; its weight decay is added to the gradient, as torch does."""
 
     name = "sgd"
@@ -158,7 +158,3 @@ class SGD(_TorchMethod):
         super().__init__(model, max_grad_norm)
         params = list(self.params.values())
         self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
-
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "SGD":
-        return cls(model, config.learning_rate, **settings(config, cls.name))

@@ -12,7 +12,7 @@ and scale = 1). Weights are rounded to nearest, moments are fp32.
 
 Bytes on the device: weights and gradients of b bytes each, and of a projected matrix 4 (2 O rank + I rank) for moments
 and projector instead of Adam's 8 O I. The gradient is whole, and so is the model: GaLore saves optimizer state only.
-The SVD takes seconds a matrix at width 4096; it is shared out over update_proj_gap steps.
+The SVD takes seconds a matrix at width 4096, all of them in one step out of update_proj_gap.
 """
 
 from typing import Any
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.first_order import _TorchMethod
-from keyhole.methods.settings import settings
+from keyhole.methods.first_order import TorchMethod
 from keyhole.model.model import Model
 
 
@@ -73,7 +72,7 @@ def project_back(low: torch.Tensor, p: torch.Tensor, shape: torch.Size) -> torch
     return low @ p.mT if shape[-2] >= shape[-1] else p @ low
 
 
-class GaLore(_TorchMethod):
+class GaLore(TorchMethod):
     """See the top of this file."""
 
     name = "galore"
@@ -110,10 +109,6 @@ class GaLore(_TorchMethod):
         """For the start block."""
         low, rest = len(self.projected), len(self.params) - len(self.projected)
         return [f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"]
-
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "GaLore":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
 
 
 def is_larger(shape: torch.Size, rank: int) -> bool:

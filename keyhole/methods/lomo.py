@@ -150,13 +150,13 @@ class LOMO(Updates):
             self._look_for_untouched()
 
     def _beside_squares(self) -> None:
-        """For parameters beside the model's (lomo_lora.py): adds their squares,"""
+        """Adds the squares of parameters beside the model's (lomo_lora.py)."""
 
     def _beside_forget(self) -> None:
-        """drops their gradients,"""
+        """Drops the gradients of those."""
 
     def _beside_step(self) -> None:
-        """and updates them."""
+        """Updates those."""
 
     def _look_for_untouched(self) -> None:
         in_blocks = {t.name for t in self.trained if t.block is not None}

@@ -44,10 +44,10 @@ class LOMOLoRA(LOMO):
             raise UserError(
                 f"{self.name}: found a {type(model).__name__}, expected the model that keyhole.load returns"
             )
-        targets = lora._targets(model, target_modules)
-        self.config = lora._peft_config(r=r, lora_alpha=alpha, target_modules=targets)
+        targets = lora.find_targets(model, target_modules)
+        self.config = lora.peft_config(r=r, lora_alpha=alpha, target_modules=targets)
         trained = [p for p in model.module.parameters() if p.requires_grad]
-        self.layers = lora._inject(model, self.config, seed)
+        self.layers = lora.inject(model, self.config, seed)
         self.adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         for param in self.adapters.values():
             param.data = param.data.to(model.device)

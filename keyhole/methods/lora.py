@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.methods.first_order import State, _TorchMethod
-from keyhole.methods.settings import settings
+from keyhole.methods.first_order import State, TorchMethod
 from keyhole.model.batch import Batch
 from keyhole.model.layout import FlatTensor, find_blocks
 from keyhole.model.model import Model
@@ -34,7 +33,7 @@ NOT_WITH_MAMBA = ("out_proj", "conv1d")  # peft refuses them: the kernels of sta
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 
-class LoRA(_TorchMethod):
+class LoRA(TorchMethod):
     """See the top of this file."""
 
     name = "lora"
@@ -56,20 +55,16 @@ class LoRA(_TorchMethod):
     ) -> None:
         self.merge, self.dropout, self.seed, self.step_count = merge, dropout, seed, 0
         self._require_plain(model)
-        config = _peft_config(
-            r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=_targets(model, target_modules)
+        config = peft_config(
+            r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=find_targets(model, target_modules)
         )
-        self.layers = _inject(model, config, seed)
+        self.layers = inject(model, config, seed)
         self.config = config
         adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         super().__init__(model, max_grad_norm, adapters, activations)
         self.optimizer = torch.optim.AdamW(list(adapters.values()), lr=lr, weight_decay=weight_decay)
         self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
         model.addon = self
-
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "LoRA":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters. Returns the loss, unread."""
@@ -149,7 +144,7 @@ def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any) -> N
     config.save_pretrained(str(path / "adapter"))
 
 
-def _peft_config(**settings: Any) -> Any:
+def peft_config(**settings: Any) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -157,7 +152,7 @@ def _peft_config(**settings: Any) -> Any:
     return LoraConfig(**settings, task_type="CAUSAL_LM")
 
 
-def _targets(model: Model, asked: list[str] | str | None) -> list[str]:
+def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
     """Names of the modules to adapt: those asked for, or every linear layer of the blocks."""
     names = {id(m): name for name, m in model.module.named_modules()}
     inside = [names[id(m)] for block in find_blocks(model.module) for m in block.modules() if _is_linear(m)]
@@ -183,7 +178,7 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Linear") or type(module).__name__ == "Conv1D"
 
 
-def _inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
+def inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
     """Puts the adapters in, in fp32; freezes the rest. Returns them by the names of the layers they adapt."""
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer

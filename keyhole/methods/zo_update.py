@@ -9,7 +9,8 @@ more trip of every unit over the link; so it waits here, and a unit gets it on t
     the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`
     a flush             when someone wants to see the weights
 
-`visited` is the set of units that have had it in this sweep. A packed unit (8 bit) is unpacked, updated and packed.
+`visited` is the set of units that have had it: none gets it twice, also after a step that broke off. A packed unit (8
+bit) is unpacked, updated and packed.
 Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not.
 
 An update is elementwise, and its noise is a function of (seed, step, element): replaying a run from its journal is all
@@ -52,8 +53,15 @@ class Update:
         if not self.trained_numel:
             raise UserError("every parameter is frozen: there is nothing to train")
 
+    def defer(self, pending: Pending) -> Pending:
+        """Another update, which no unit has had."""
+        self.pending, self.visited = pending, set()
+        return pending
+
     def begin(self) -> None:
-        """A sweep begins: no unit has had the update."""
+        """A sweep begins. If the one before broke off, the units that it did not reach get their update first."""
+        if self.visited:
+            self.flush()
         self.visited = set()
         if self.pending is not None:  # otherwise flush has counted already
             self.changed.zero_()
@@ -97,10 +105,11 @@ class Update:
         """Applies the update everywhere; there is none afterwards."""
         if self.pending is None:
             return
-        self.begin()
+        if not self.visited:
+            self.changed.zero_()
         with self.model.sweep("flush"):
             self.apply_to_rest()
-        self.pending = None
+        self.pending, self.visited = None, set()
 
     @torch.no_grad()
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
@@ -128,7 +137,7 @@ def trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
     spans: list[tuple[int, int, bool]] = []
     for j, tensor in enumerate(unit.tensors):
         last = j == len(unit.tensors) - 1
-        begin = 0 if unit.rows or not spans else spans[-1][1]
+        begin = spans[-1][1] if spans else 0
         end = unit.numel if last else unit.tensors[j + 1].start - unit.start
         trained = tensor.param.requires_grad
         if spans and spans[-1][2] == trained:
