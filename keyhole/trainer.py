@@ -144,11 +144,11 @@ class Run:
         self.method.lr = rate
         loss = self.method.step(batches)
         self.moving_steps += rate > 0
-        tokens, extra = token_count(batches), self.method.metrics()
         latest = getattr(self.method, "latest", None)
-        update = None if latest is None or self.journal.writer is None else latest.coef
-        where = loader.where(), extra, update, loader.position
-        self.recorder.add(Record(step, loss, rate, loader.epoch, tokens, *where))
+        record = Record(step, loss, rate, loader.epoch, token_count(batches), loader.where())
+        record.extra, record.position = self.method.metrics(), loader.position
+        record.update = None if latest is None or self.journal.writer is None else latest.coef
+        self.recorder.add(record)
 
     def last_good(self) -> Path | None:
         """The newest good checkpoint, for a message that ends the run: one that is still being written counts."""
