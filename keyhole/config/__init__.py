@@ -13,9 +13,12 @@ Nothing here imports torch.
 from keyhole.config.dump import to_dict, to_yaml
 from keyhole.config.loader import load_config, resolve
 from keyhole.config.methods import (
+    AdaLOMOConfig,
     AdamOffloadConfig,
     AdamWConfig,
     GaLoreConfig,
+    LOMOConfig,
+    LOMOLoRAConfig,
     LoRAConfig,
     LSPConfig,
     SGDConfig,
@@ -25,6 +28,7 @@ from keyhole.config.schema import OffloadConfig, TrainConfig
 from keyhole.config.sizes import Bytes
 
 __all__ = [
-    "AdamOffloadConfig", "AdamWConfig", "Bytes", "GaLoreConfig", "LSPConfig", "LoRAConfig", "OffloadConfig",
-    "SGDConfig", "TrainConfig", "ZOConfig", "load_config", "resolve", "to_dict", "to_yaml",
+    "AdaLOMOConfig", "AdamOffloadConfig", "AdamWConfig", "Bytes", "GaLoreConfig", "LOMOConfig", "LOMOLoRAConfig",
+    "LSPConfig", "LoRAConfig", "OffloadConfig", "SGDConfig", "TrainConfig", "ZOConfig", "load_config", "resolve",
+    "to_dict", "to_yaml",
 ]  # fmt: skip

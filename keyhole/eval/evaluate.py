@@ -52,7 +52,6 @@ def evaluate(
     device: str | None = None,
     max_length: int | None = None,
     limit: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
     json_path: str | Path | None = None,
     say: Callable[[str], None] = lambda line: print(f"keyhole: {line}", file=sys.stderr),
 ) -> str:
@@ -66,11 +65,11 @@ def evaluate(
         gpu_memory=gpu_memory,
         dtype=dtype,
         device=device,
-        workload=Workload(method="eval", tokens=batch_tokens, passes=PASSES),
+        workload=Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES),
     )
     for line in model.describe():
         say(line)
-    options = {"max_length": max_length, "batch_tokens": batch_tokens, "watch": _progress}
+    options = {"max_length": max_length, "watch": _progress}
     scores: list[TaskScore | DataScore] = []
     for source in sources:
         if isinstance(source, Task):

@@ -1,9 +1,9 @@
 """Fitting projectors to gradients, measuring how well they fit, and moving Adam's moments between subspaces.
 
 The estimation bias of P, Q on a gradient G (LSP-Offload, Def. 2) and what fitting minimises (Eq. 3), over calibration
-gradients; here each bias is relative, ||b|| / ||G||, so that beta means the same for every layer:
+gradients; here each bias is relative, ||b|| / ||G||, so that BETA means the same for every layer:
 
-    b = P P^T G Q Q^T - G            min over P, Q of   mean ||b|| / ||G||  +  beta (||P|| + ||Q||)
+    b = P P^T G Q Q^T - G            min over P, Q of   mean ||b|| / ||G||  +  BETA (||P|| + ||Q||)
 
 With S = P^T G Q, A = P^T P, B = Q^T Q:   ||b||^2 = tr(S^T A S B) - 2 ||S||^2 + ||G||^2,   so nothing of G's size is
 made, and G may come as factors: G = dY^T X, S = (dY P)^T (X Q), ||G||^2 = sum (dY dY^T) * (X X^T).
@@ -42,6 +42,8 @@ Gradient = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A weight gradient: [m, n], or its factors dY [T, m] and X [T, n]."""
 
 BATCHED = 32  # CUDA's solver takes symmetric matrices up to this side many at a time; larger ones are for the CPU
+LR = 0.3  # of the fit, relative to the rms of a projector's numbers
+BETA = 1e-4  # weight of their norms
 RIDGE = 1e-10  # relative; columns without a number have a zero row in P^T P
 
 
@@ -83,25 +85,18 @@ def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
 
 
 def fit(
-    grads: list[Gradient],
-    p: Projector,
-    q: Projector,
-    *,
-    steps: int = 50,
-    lr: float = 0.3,
-    beta: float = 1e-4,
-    alpha: float = 0.0,
+    grads: list[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0
 ) -> tuple[Projector, Projector]:
     """Projectors of the same positions, fitted to these gradients.
 
-    For free and runs: Adam's step is lr times the rms of the numbers, falling to a tenth of that; it stops early when
+    For free and runs: Adam's step is LR times the rms of the numbers, falling to a tenth of that; it stops early when
     the mean bias is below alpha (looked at every 10 steps: the host waits).
     """
     assert grads and bool(p.group) == bool(q.group), (len(grads), p.kind, q.kind)
     if p.group:
         return fit_blocks(grads, p, q)
     with torch.enable_grad():
-        return _fit_values(grads, p, q, steps, lr, beta, alpha)
+        return _fit_values(grads, p, q, steps, alpha)
 
 
 def _sides(grads: list[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
@@ -119,12 +114,12 @@ def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torc
 
 
 def _fit_values(
-    grads: list[Gradient], p: Projector, q: Projector, steps: int, lr: float, beta: float, alpha: float
+    grads: list[Gradient], p: Projector, q: Projector, steps: int, alpha: float
 ) -> tuple[Projector, Projector]:
     sides = _sides(grads)
     values_p, values_q = _scaled_start(sides, p, q)
     both = [(values, values.detach().square().mean().sqrt().item()) for values in (values_p, values_q)]
-    optimizer = torch.optim.Adam([{"params": [values], "lr": lr * rms} for values, rms in both])
+    optimizer = torch.optim.Adam([{"params": [values], "lr": LR * rms} for values, rms in both])
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
     for step in range(steps):
         p_MD, q_ND = p.with_values(values_p).dense_Rd(), q.with_values(values_q).dense_Rd()
@@ -136,7 +131,7 @@ def _fit_values(
         if alpha and step % 10 == 0 and mean <= alpha:
             break
         optimizer.zero_grad()
-        (mean + beta * (values_p.norm() + values_q.norm())).backward()
+        (mean + BETA * (values_p.norm() + values_q.norm())).backward()
         optimizer.step()
         schedule.step()
     return p.with_values(values_p.detach()), q.with_values(values_q.detach())

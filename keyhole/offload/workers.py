@@ -58,10 +58,11 @@ def default_threads(launches_all_the_time: bool = False) -> int:
 class Workers:
     """See the top of this file. threads: torch's threads inside a job; None: default_threads()."""
 
-    def __init__(self, threads: int | None = None, name: str = "keyhole-host") -> None:
+    def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or default_threads()
         self._state = _State()
-        self._thread = threading.Thread(target=_work, args=(self._state, self.threads), name=name, daemon=True)
+        work = (self._state, self.threads)
+        self._thread = threading.Thread(target=_work, args=work, name="keyhole-host", daemon=True)
         before = torch.get_num_threads()
         self._thread.start()
         self._state.started.wait()
