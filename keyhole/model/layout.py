@@ -152,6 +152,18 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
     return runs
 
 
+def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
+    """id(parameter) -> the one block that uses it, where that block has units of its own."""
+    users = Counter(id(p) for block in blocks for p in block.parameters())
+    return {
+        id(p): i
+        for i, block in enumerate(blocks)
+        if any(id(p) in in_blocks for p in block.parameters())
+        for p in block.parameters()
+        if users[id(p)] == 1
+    }
+
+
 def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
     """Lays the parameters of an HF decoder out flat. Works on the meta device: no weights are needed. cut_rows: where
     blocks are cut, large matrices may be cut too, into units of some rows."""
@@ -165,15 +177,7 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
     large = [leaf for block in blocks for leaf in _leaves(block) if row_tiles(leaf)]
     outside = tables | {id(leaf.bias) for leaf in large}
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine
-    users = Counter(id(p) for block in blocks for p in block.parameters())
-    block_of = {
-        id(p): i
-        for i, block in enumerate(blocks)
-        if any(id(p) in in_blocks for p in block.parameters())
-        for p in block.parameters()
-        if users[id(p)] == 1
-    }
-    builder = _Builder(names, block_of)
+    builder = _Builder(names, _block_of(blocks, in_blocks))
     spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
     builder.unit("spine", "spine", spine, [])
     if table_p is not None:

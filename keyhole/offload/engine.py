@@ -1,6 +1,7 @@
 """Moves pages of memory between host and device, ahead of the work that needs them.
 
-A page is a flat tensor at its home (host memory, or the device when it is resident). The worker sweeps over pages:
+A page (a unit of the model, by its index) is a flat tensor at its home: host memory, or the device when it is resident.
+The caller sweeps over pages:
 
     w = engine.acquire(page)     the page on the device, in a slot
     ...                          enqueue kernels that read and write w
@@ -17,7 +18,6 @@ The order of pages is known ahead: it is what the last sweep of the same name di
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
 Slots that are free keep their pages (slots.py). Others may write homes, or want to know when they change (around.py).
-
 Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
 and, if committed, once down a sweep. On a CPU device the same logic runs with plain copies.
 """
