@@ -203,9 +203,9 @@ class ZO:
             projected = projected.clamp(-self.clip, self.clip)
         lr = torch.full((1,), self.lr, device=projected.device)
         coef = torch.cat([lr, projected / self.directions])
-        finite = torch.isfinite(losses_q2).all()
+        coef = torch.where(torch.isfinite(losses_q2).all(), coef, torch.zeros_like(coef))
         self.projected = projected
-        self.latest = self.update.pending = Pending(torch.where(finite, coef, torch.zeros_like(coef)), self.step_count)
+        self.latest = self.update.defer(Pending(coef, self.step_count))
         self.step_count += 1
 
     # -- between steps ---------------------------------------------------------------------------------------------

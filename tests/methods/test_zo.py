@@ -364,3 +364,34 @@ def test_compiled_blocks_are_whole() -> None:
     where = ("stream", None, bf16, torch.device("cpu"))
     layout, _ = placement.place(module, *where, Workload(whole_blocks=True))
     assert len(layout.of_kind("block")) == layout.block_count
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+@pytest.mark.parametrize("kind", ["block", "head"])
+@pytest.mark.parametrize("retries", [True, False])
+def test_a_step_that_breaks_off_updates_no_weight_twice(name: str, kind: str, retries: bool) -> None:
+    """An interrupt at a unit in the middle: the step again, or a flush, ends as if there had been none."""
+
+    def run(model: keyhole.Model, breaks: bool) -> list[torch.Tensor]:
+        opt, real = keyhole.ZO(model, 1e-2, eps=EPS, seed=SEED), model.engine.acquire
+        last = (model.layout.of_kind("block")[1:2] if kind == "block" else model.layout.head_units)[-1]
+
+        def acquire(page: int, changes: bool = True) -> torch.Tensor:
+            if page == last.index:
+                raise KeyboardInterrupt
+            return real(page, changes)
+
+        opt.step(batch(seed=0))
+        if breaks:
+            model.engine.acquire = acquire
+            with pytest.raises(KeyboardInterrupt):
+                opt.step(batch(seed=1))
+            model.engine.acquire = real
+        if retries:
+            opt.step(batch(seed=1))
+        opt.flush()
+        return weights(model)
+
+    expected = run(load(name), breaks=False)
+    assert equal(expected, run(load(name), breaks=True))
+    assert equal(expected, run(streamed(load(name), slot_count=2), breaks=True))
