@@ -22,7 +22,7 @@ Tensors = list[torch.Tensor]
 def adam_delta_(grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Tensors, rule: dict[str, float], *,
                 clip: torch.Tensor | None = None, skip: torch.Tensor | None = None) -> None:  # fmt: skip
     """Every gradient becomes Adam's step, with its sign; moments move on. clip: a factor of the gradients. skip: 1.0
-    leaves the moments as they are; the caller puts zeros where the steps would be."""
+    leaves the moments as they are; the caller puts nan where the steps would be."""
     divisor = None
     if clip is not None and clip.is_cuda:
         torch._foreach_mul_(grads, clip)

@@ -29,13 +29,13 @@ class DeviceAdam:
 
     def deltas_(self, unit: int, given: list[Piece], grad: torch.Tensor, clip: torch.Tensor | None,
                 skip: torch.Tensor) -> None:  # fmt: skip
-        """The unit's gradients become its steps. skip: 1.0 changes nothing, and the steps are 0."""
+        """The unit's gradients become its steps. skip: 1.0 changes nothing; a step of nan leaves its weight alone."""
         grads, m, v = ([seen(flat, piece) for piece in given] for flat in (grad, self.m[unit], self.v[unit]))
         steps = [self.steps_K[self.index[piece.name]] for piece in given]
         torch._foreach_add_(steps, 1.0)
         adam_delta_(grads, m, v, steps, self.rule, clip=clip, skip=skip)
         torch._foreach_sub_(steps, [skip] * len(steps))
-        grad.masked_fill_(skip.bool(), 0.0)
+        grad.masked_fill_(skip.bool(), float("nan"))
 
     def moments(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
         """m and v of a piece, as views."""

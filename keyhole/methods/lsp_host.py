@@ -13,7 +13,8 @@ The wire is float32. In bfloat16 it would be 2 + 2 bytes on the link instead of 
 place (benchmarks/ops_lsp.py --host). The link is not what is short, and so the steps are those of moments on the
 device, up to the rounding of two kernels.
 
-Order of the jobs: lsp_schedule.py. A gradient that is not finite: its unit's step is 0 and its moments stay.
+Order of the jobs: lsp_schedule.py. A gradient that is not finite: its unit's step is nan, by which weights
+stay as they are, not even decayed (ops/), and its moments stay.
 """
 
 import time
@@ -112,7 +113,7 @@ class HostAdam:
                 told: list[bool]) -> None:  # fmt: skip
         begin_s = time.perf_counter()
         if not torch.isfinite(number):
-            self.staging[unit].zero_()
+            self.staging[unit].fill_(float("nan"))
             told.append(False)
             return
         for piece in given:

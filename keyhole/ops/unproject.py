@@ -29,6 +29,7 @@ from keyhole.ops.arguments import check_scalars, check_tensors, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.project import power_of_two
 from keyhole.ops.projector import Projector
+from keyhole.ops.rounding import FLOAT32_MAX
 from keyhole.ops.settle import ROUNDINGS, settle, settle_reference
 from keyhole.ops.strips import LANE_ROWS, LANES, STRIP_ROWS, lane_bits, strip_bits_reference, strip_words
 from keyhole.ops.tiles import check, int32, key
@@ -38,7 +39,7 @@ BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random
 MOST = 64 * 64  # numbers of delta that one stage holds at a time: three times that is on its way in shared memory
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
-_LANE_ROWS, _LANES = tl.constexpr(LANE_ROWS), tl.constexpr(LANES)
+_LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
 
 
 def expand_reference(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor) -> None:
@@ -63,10 +64,12 @@ def apply_reference_(w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, c_
     where = {"offset": offset, "seed": seed, "step": step, "device": w_mn.device}
     bits = strip_bits_reference(*w_mn.shape, **where) if stochastic else None
     new_mn, c_new_mn = settle_reference(w_mn, x_mn, c_mn, bits)
+    fine_mn = torch.isfinite(moved_mn)
+    new_mn = torch.where(fine_mn, new_mn, w_mn)
     if changed is not None:
         changed += (new_mn != w_mn).sum()
     if c_mn is not None:
-        c_mn.copy_(c_new_mn)
+        c_mn.copy_(torch.where(fine_mn, c_new_mn, c_mn))
     w_mn.copy_(new_mn)
 
 
@@ -97,6 +100,7 @@ def _expand_kernel(delta_ptr, values_ptr, runs_ptr, out_ptr, A, n, d, r, group, 
 @jit()
 def _move(w_ptr, c_ptr, row, column, m, n, total, alpha, keep, bits, STOCHASTIC: tl.constexpr):
     """A tile of W moves by alpha total; returns, per element, whether the stored value changed (0 or 1)."""
+    fine = tl.abs(total) <= _FLOAT32_MAX
     mask, at = (row < m)[:, None] & (column < n)[None, :], row.to(tl.int64)[:, None] * n + column[None, :]
     w = tl.load(w_ptr + at, mask, 0.0)
     x = w.to(tl.float32) * keep + total * alpha
@@ -104,7 +108,7 @@ def _move(w_ptr, c_ptr, row, column, m, n, total, alpha, keep, bits, STOCHASTIC:
     if c_ptr is not None:
         at_c = c_ptr + at
         x = tl.load(at_c, mask, 0.0).to(tl.float32) + (total * alpha + w.to(tl.float32) * (keep - 1))
-    return settle(w_ptr + at, at_c, mask, mask, w, x, bits, STOCHASTIC)
+    return settle(w_ptr + at, at_c, mask, mask & fine, w, x, bits, STOCHASTIC)
 
 
 @jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
@@ -229,7 +233,7 @@ def decompress_add_(w_mn: torch.Tensor, delta_dd: torch.Tensor, p: Projector, q:
 
     w: contiguous [m, n], float32 | bfloat16 | float16; delta: contiguous [d_P, d_Q], any of these. offset: global
     index of w's first element. compensation: with rounding "kahan", like w. changed (int64 scalar): stored values
-    that changed are added.
+    that changed are added. Where the step is not finite the weight is left alone, not even kept less of.
     """
     assert w_mn.shape == (p.rows, q.rows) and delta_dd.shape == (p.d, q.d), (w_mn.shape, delta_dd.shape, p.d, q.d)
     assert rounding in ROUNDINGS and (rounding == "kahan") == (compensation is not None), rounding

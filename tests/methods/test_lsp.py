@@ -188,10 +188,10 @@ def test_what_was_decided_is_said() -> None:
 
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
 def test_a_step_that_is_not_finite(where: str) -> None:
-    """All of it: nothing changes. Part of it: the run stops. Part of it, with max_grad_norm: nothing changes."""
+    """All of it: nothing changes, by decay neither. Part: the run stops. Part, with max_grad_norm: nothing changes."""
     for clip, bad in ((None, "model.norm.weight"), (0.5, "model.layers.1.mlp.up_proj.weight")):
         model = load()
-        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, **SMALL)
+        opt = LSP(model, 1e-2, optimizer_on=where, max_grad_norm=clip, weight_decay=0.1, **SMALL)
         dict(model.named_tensors())[bad].fill_(float("nan"))
         before = weights(model)
         opt.step(batch())

@@ -72,6 +72,22 @@ def test_stochastic_rounding_is_by_element(kernel_device: torch.device, kind: st
     assert changed == (w_mn != before_mn).sum()
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+def test_a_step_that_is_not_finite_leaves_the_weight(kernel_device: torch.device, kind: str, rounding: str,
+                                                     choice: str) -> None:
+    """Nor does it decay."""
+    w_mn, delta_dd, p, q = problem((kind, kind), 40, 70, 16, 4, kernel_device)
+    w_mn = w_mn.bfloat16()
+    before, lost_mn = w_mn.clone(), torch.full_like(w_mn, 1e-3) if rounding == "kahan" else None
+    with force(choice):
+        decompress_add_(w_mn, delta_dd.fill_(float("nan")), p, q, -0.3, keep=0.9, rounding=rounding,
+                        compensation=lost_mn)
+    assert torch.equal(w_mn, before)
+    assert lost_mn is None or torch.equal(lost_mn, torch.full_like(w_mn, 1e-3))
+
+
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_kahan_keeps_what_rounding_loses(kernel_device: torch.device, choice: str) -> None:
     """Six steps too small for bfloat16: with the compensation they all arrive."""
