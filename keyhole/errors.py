@@ -8,3 +8,7 @@ fixes it.
 
 class UserError(ValueError):
     """Something in the input, the config or the machine that the user can change."""
+
+
+class NonFinite(UserError):
+    """A loss, a gradient or a weight is NaN or infinite."""

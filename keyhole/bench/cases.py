@@ -138,23 +138,16 @@ def ablation() -> list[Case]:
 
 
 def wire() -> list[Case]:
-    """Formats on the link, as many as this version has."""
+    """Formats on the link."""
+    from keyhole.offload.wire import FORMATS
+
     base = Case("6.7B", "streamed")
     return [
         replace(base, system="resident"),
         replace(base, system="textbook"),
         base,
-        *[replace(base, wire=name) for name in wire_formats()],
+        *[replace(base, wire=name) for name in FORMATS],
     ]
-
-
-def wire_formats() -> list[str]:
-    """What `keyhole.load(wire=...)` takes; [] where it takes none."""
-    try:
-        from keyhole.offload.wire import FORMATS
-    except ImportError:
-        return []
-    return list(FORMATS)
 
 
 def batches() -> list[Case]:

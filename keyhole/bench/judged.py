@@ -25,7 +25,7 @@ class Row:
 
 
 def judge(records: list[Record]) -> list[Row]:
-    """Every target, in the order of the issues that set them."""
+    """Every target: speed, budgets, memory, and what holds for any streamed case."""
     found = cases_of(records)
     lines = {case.name: line_of(case, found) for case in judged()}
     return [

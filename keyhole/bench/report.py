@@ -35,9 +35,6 @@ the peak that the allocator reserved, with the planned peak in brackets; host Gi
 the process. "blocks" says how many ran where that is not all: times of such a row are those of the blocks
 that ran, not scaled. "losses" compares, bit for bit and from the same weights, streamed with resident,
 and a run with parts switched off with the streamed one."""
-NO_WIRE = (
-    "\n\nThis version moves weights in the dtype they are computed in; there is no other format to compare."
-)
 HEADER = (
     "model|dtype|blocks|batch|length|system|setting|s/step|+-|tok/s|vs textbook|compute s|link s|vs floor|"
     "bound by|GPU GiB (planned)|host GiB|losses"
@@ -136,8 +133,7 @@ class Report:
         return lines_of([case for case in TABLES[table]() if case.name in self.chosen], self.records)
 
     def table(self, name: str) -> str:
-        note = NO_WIRE if name == "wire" and not any(line.case.wire for line in self.lines(name)) else ""
-        return table_of(self.lines(name)) + note
+        return table_of(self.lines(name))
 
     def links(self) -> str:
         rows = [

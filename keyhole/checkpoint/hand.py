@@ -12,7 +12,7 @@ import torch
 from keyhole import ops
 from keyhole.checkpoint.crc import Span
 from keyhole.checkpoint.sources import Source
-from keyhole.training.guard import NonFinite
+from keyhole.errors import NonFinite
 
 PIECE_BYTES = 16 * 2**20
 BUFFER_BYTES = 4 * 2**20  # page-locked: pieces of what lies on a GPU, where 4 MiB already cross at full rate

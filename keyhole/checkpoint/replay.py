@@ -7,8 +7,8 @@ the whole journal, and the time is that of the update passes alone,
                                                also waits for kernels to be compiled)
 
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data: base weights of the right content, and the journal.
-The result has the run's bits where the same kind of device replays it (a GPU's exponentials and a CPU's may
-differ in the last bit of a noise value).
+The result has the run's bits on whatever device replays it: noise and update are the same to the bit everywhere
+(ops/gaussian.py, zo_element.py).
 """
 
 import time
@@ -86,8 +86,6 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     try:
         method = method_of(found.header, model)
         say(f"base: {base}, content {found.header.base[:12]}, as recorded")
-        for line in _device_notes(records, model.device):
-            say(line)
         numel = model.layout.numel
         say(f"replaying steps {found.header.first + 1} to {records[-1].step} of {found.last} over {numel:,} elements")
         seconds = apply_records(method, records, say)
@@ -142,8 +140,3 @@ def method_of(header: Header, model: Model) -> ZO:
         rounding=header.rounding,
         seed=header.seed,
     )
-
-
-def _device_notes(records: list[Record], device: torch.device) -> list[str]:
-    kinds = sorted({record.device for record in records} - {device.type})
-    return [f"note: recorded on {kind}, replayed on {device.type}: equal but for the last bits" for kind in kinds]

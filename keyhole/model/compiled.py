@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +31,8 @@ from keyhole.errors import UserError
 from keyhole.model.kept import Keeper, Kept
 from keyhole.model.layout import find_blocks
 from keyhole.model.taken import linears_offer
+
+RECOMPILES = 64
 
 
 def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -46,6 +49,12 @@ def _plain_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any
     return type(block).forward(block, *args, **kwargs)
 
 
+def _allow_recompiling() -> None:
+    """All blocks share one function, with code for each kind of block, dimension that varies, and mask or none. torch
+    gives up after 8, and the rest would run plain: by what came first in this process."""
+    torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
+
+
 def compile_forward(model: Any, backend: str = "inductor") -> None:
     """From here on, passes without gradients that meet their blocks at the door run them compiled."""
     if len(model.layout.of_kind("block")) != model.layout.block_count:
@@ -55,11 +64,13 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
         )
     if model.layout.tiled_layers:
         raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")
-    run, conducted = torch.compile(_plain_forward, backend=backend), weakref.ref(model)
+    _allow_recompiling()
+    run, model_of = torch.compile(_plain_forward, backend=backend), weakref.ref(model)
 
     def compiled(block: nn.Module, ordinary: Callable) -> Callable:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled() or not getattr(getattr(conducted(), "conductor", None), "whole", False):
+            conductor = None if torch.is_grad_enabled() or (owner := model_of()) is None else owner.conductor
+            if conductor is None or not conductor.whole:
                 return ordinary(*args, **kwargs)
             return run(block, args, kwargs)
 
@@ -78,6 +89,7 @@ class Compiled:
 
     def __init__(self, backend: str = "inductor") -> None:
         self.offer: torch.device | None = None
+        _allow_recompiling()
         torch._functorch.config.donated_buffer = False  # or no graph could be reversed twice (exact clipping)
         self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 
@@ -112,6 +124,3 @@ class Saved:
         if isinstance(value, nn.Parameter):
             return value.data
         return self.keeper.get(value, self.last) if isinstance(value, Kept) else value
-
-
-Compile = Callable[[nn.Module, tuple, dict[str, Any], Saved], Any]

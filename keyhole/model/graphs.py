@@ -64,11 +64,12 @@ class BlockGraphs:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             conductor, ordinary = self.model.conductor, self.ordinary[i]
-            if not (together and getattr(conductor, "steady", False) and args and self._is_small(unit, args[0])):
+            steady = conductor is not None and conductor.steady
+            if not (together and steady and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
             where = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
             what = tuple(_signature(value) for value in (*args, *kwargs.values()))
-            key = (conductor.current.index, where, shape, tuple(kwargs), what)
+            key = (conductor.current.index, conductor.whole, where, shape, tuple(kwargs), what)
             if self._must_wait(key) or self.checked.get((key, unit.index)) is False:
                 return ordinary(*args, **kwargs)
             self._use_own_vectors(vectors, first, span, key)

@@ -11,12 +11,23 @@ Compiled code cannot stop inside a block, so there units are met at the door and
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from keyhole.model.layout import Unit, find_blocks
+
+
+class Conductor(Protocol):
+    """Who decides what parameters point to while passes run: lockstep.py, or solo.py for one pass."""
+
+    current: Any  # the pass that runs: its index, the unit it holds (wants), and meet(unit)
+    whole: bool  # passes meet all units of a block at its door
+    steady: bool  # a pass finds a unit's weights at the same address in every block
+
+    def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
+        """[M, H] rows of the embedding for a pass."""
 
 
 def install_hooks(model: Any) -> None:

@@ -30,7 +30,7 @@ from keyhole.model.binding import Binding
 from keyhole.model.graphs import BlockGraphs
 from keyhole.model.head import Head
 from keyhole.model.homes import Homes
-from keyhole.model.hooks import install_hooks
+from keyhole.model.hooks import Conductor, install_hooks
 from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
 from keyhole.model.lockstep import Lockstep
 from keyhole.model.rowtiles import compute_in_tiles
@@ -66,7 +66,7 @@ class Model:
         self.graphs: BlockGraphs | None = None
         self.head = Head(module)
         self.embedding = module.get_input_embeddings()
-        self.conductor: Any = None
+        self.conductor: Conductor | None = None
         self.addon: Any = None  # what a method adds on top of the weights when they are looked at (LoRA)
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
@@ -91,7 +91,7 @@ class Model:
         return hidden_BTH.flatten(0, 1)[batch.index_N]
 
     @contextmanager
-    def _conducted_by(self, conductor: Any) -> Iterator[None]:
+    def _conducted_by(self, conductor: Conductor) -> Iterator[None]:
         padding_idx, self.embedding.padding_idx = self.embedding.padding_idx, None
         self.conductor = conductor
         try:

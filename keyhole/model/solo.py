@@ -17,7 +17,7 @@ class Solo:
     """A conductor for one pass on the caller's thread: units come in as they are entered."""
 
     index = 0
-    whole = False
+    whole = steady = False
 
     def __init__(self, model: Any) -> None:
         self.model, self.current, self.wants = model, self, None

@@ -18,13 +18,9 @@ from pathlib import Path
 
 import torch
 
-from keyhole.errors import UserError
+from keyhole.errors import NonFinite
 
 MOST_SKIPS = 10
-
-
-class NonFinite(UserError):
-    """A loss, a gradient or a weight is NaN or infinite."""
 
 
 def stop(step: int, what: str, batch: str, last_good: Path | None) -> NonFinite:

@@ -56,7 +56,8 @@ class Moved:
         names = ", ".join(still[:NAMED]) + (f", and {len(still) - NAMED} more" if len(still) > NAMED else "")
         why = "they get no gradient, or their steps are too small"
         if torch.finfo(dtype).bits == 16:
-            why = f"rounding to nearest {dtype} loses steps below half its spacing; dtype=float32 keeps them"
+            why = f"rounding to nearest {dtype} loses small steps, stochastic rounding takes few of them"
+            why += "; raise learning_rate, or set dtype=float32"
         head = f"warning: {len(still)} of {count} trained tensors did not change in {steps} steps"
         return f"{head} ({names}): {why}. {percent}"
 
