@@ -12,11 +12,11 @@ concurrency, and the order of the work is the same every time. A handover takes 
     conductor:  serve(unit, resume)  ->  prepare weights, resume(pass) for each, ...
     pass i:                              ... runs through the unit, meets the next one, gives the turn back
 
-PyTorch keeps the grad mode, the current stream and the compiler's settings (context variables, from 2.13 on at the
-latest) by thread, so each pass takes them from the conductor. CUDA
-libraries keep handles and compiled plans by thread too (cuDNN's attention plan takes 90 ms to build), so the threads
-stay from step to step. And on a GPU all of them stay on one core: launching kernels is what they do, and each launch
-takes twice as long on a core that has just been woken, with cold caches (62 -> 38 ms a step of a 1.3B model).
+PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings by thread, so each pass takes them
+from the conductor. CUDA libraries keep handles and compiled plans by thread too (cuDNN's attention plan takes 90 ms to
+build), so the threads stay from step to step. And on a GPU all of them stay on one core: launching kernels is what they
+do, and each launch takes twice as long on a core that has just been woken, with cold caches (62 -> 38 ms a step of a
+1.3B model).
 """
 
 import ctypes

@@ -357,6 +357,15 @@ def test_compiled_blocks(name: str) -> None:
     assert counters["stats"]["unique_graphs"] > 0 and not counters["graph_break"]
 
 
+def test_compiled_blocks_of_many_shapes() -> None:
+    """Rows and lengths that vary: torch does not give up compiling, and so no block falls back to plain code."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=1):
+        opt = keyhole.ZO(load("opt"), compile="eager")
+        for rows, length in ((3, 16), (4, 8), (1, 8)):
+            opt.step(batch(rows, length))
+
+
 def test_compiled_blocks_are_whole() -> None:
     with pytest.raises(UserError, match="cut in several units"):
         keyhole.ZO(streamed(load(), max_unit_numel=1, slot_count=3), compile="aot_eager")

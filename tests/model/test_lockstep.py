@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -97,6 +98,14 @@ def test_passes_may_visit_different_units(routes: list[list[int]]) -> None:
     assert len(served) - 1 <= sum(len(route) for route in routes)
     if all(route == routes[0] for route in routes):
         assert served == [None, *routes[0]]
+
+
+def test_passes_see_the_context_of_the_conductor() -> None:
+    """As it is now, in threads that are older (the compiler's settings are context variables)."""
+    conductor, setting = Lockstep(CPU), ContextVar("setting", default=0)
+    for value in (1, 2):
+        setting.set(value)
+        assert conductor.run([setting.get] * 3, serve_all(3, [])) == [value] * 3
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
