@@ -109,13 +109,16 @@ class TorchMethod:
 def _run_twice(module: torch.nn.Module) -> Iterator[None]:
     """Activation checkpointing: the graph of a block is made again when its turn comes in backward."""
     blocks = find_blocks(module)
+    before = [block.__dict__.get("forward") for block in blocks]  # of graphs.py, for other methods
     for block in blocks:
         block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
     try:
         yield
     finally:
-        for block in blocks:
+        for block, forward in zip(blocks, before, strict=True):
             del block.forward
+            if forward is not None:
+                block.forward = forward
 
 
 class AdamW(TorchMethod):

@@ -1,5 +1,6 @@
 """AdamW and SGD: torch's own steps on the same loss, for every decoder, and through save and load."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
+from keyhole.model.layout import find_blocks
 from tests.model.decoders import NAMES, TWELVE, batch, config
 
 
@@ -78,3 +80,12 @@ def test_streamed_weights_are_refused_with_the_way_out() -> None:
     """A baseline that needs everything on the device says so, and what to use instead."""
     with pytest.raises(UserError, match="placement=resident"):
         keyhole.AdamW(load(placement="stream"))
+
+
+def test_a_second_run_leaves_blocks_as_they_were() -> None:
+    """Another method's wrapper of a block (graphs, compiled code) is back afterwards."""
+    model = load()
+    blocks = find_blocks(model.module)
+    blocks[0].forward = wrapper = partial(blocks[0].forward)
+    METHODS["galore"](model, 1e-3, activations="block").step(batch())
+    assert blocks[0].forward is wrapper and "forward" not in vars(blocks[1])
