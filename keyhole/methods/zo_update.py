@@ -133,14 +133,13 @@ class Update:
 
 
 def trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
-    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree."""
+    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree. Gaps between
+    aligned tensors are in none: they stay 0, as after loading, whatever a checkpoint does not hold."""
     spans: list[tuple[int, int, bool]] = []
-    for j, tensor in enumerate(unit.tensors):
-        last = j == len(unit.tensors) - 1
-        begin = spans[-1][1] if spans else 0
-        end = unit.numel if last else unit.tensors[j + 1].start - unit.start
+    for tensor in unit.tensors:
+        begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)
         trained = tensor.param.requires_grad
-        if spans and spans[-1][2] == trained:
+        if spans and spans[-1][1:] == (begin, trained):
             spans[-1] = (spans[-1][0], end, trained)
         else:
             spans.append((begin, end, trained))

@@ -158,7 +158,7 @@ def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.dev
 
 
 def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
-    """The gaps between aligned tensors are perturbed and updated with the rest: they must hold numbers."""
+    """Of the gaps between aligned tensors: reserved memory may hold anything, and copies of them are looked at."""
     starts = [tensor.start - unit.start for tensor in unit.tensors[1:]] + [unit.numel]
     for tensor, begin in zip(unit.tensors, starts, strict=True):
         end = tensor.stop - unit.start

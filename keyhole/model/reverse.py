@@ -182,7 +182,9 @@ class Reverse:
 
     def _take_at(self, w: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
         """The same for a compiled block, which knows its weights by their addresses."""
-        param = self._at[w.data_ptr()]
+        param = self._at.get(w.data_ptr())
+        if param is None:
+            raise UserError("compile: this model computes with a part or a copy of a weight; set compile=false")
         if id(param) in self._taken or not self._whole and not getattr(self._sink, "accumulates", False):
             raise UserError("compile: this model uses a weight twice in one pass; set compile=false")
         self._taken.add(id(param))

@@ -32,6 +32,8 @@ from keyhole.training.guard import NonFinite, first_bad_tensor
 GIB = 2**30
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
+# Not the end of training, if it can go on: no room on the disk, or none to copy to.
+CANNOT_SAVE = (OSError, Cancelled, MemoryError, torch.AcceleratorError, torch.OutOfMemoryError)
 
 
 def free_bytes(path: Path) -> int:
@@ -144,7 +146,7 @@ class Saver:
         step, error = done.about.step, done.error
         if isinstance(error, NonFinite):
             raise self._broken(step, str(error)) from error
-        if isinstance(error, OSError | Cancelled):
+        if isinstance(error, CANNOT_SAVE):
             return self._failed(step, now, UserError(f"output_dir: {done.path} could not be written: {error}"))
         if error is not None:
             raise error
