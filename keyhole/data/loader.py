@@ -147,8 +147,8 @@ class Loader:
 class EvalBatches:
     """The batches of a data set in order, as often as one likes; empty (and false) without one."""
 
-    def __init__(self, dataset: Dataset | None, batch_size: int) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
+    def __init__(self, dataset: Dataset | None, batch_size: int, pad_to_multiple_of: int = 8) -> None:
+        self.dataset, self.batch_size, self.pad_to_multiple_of = dataset, batch_size, pad_to_multiple_of
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else -(-len(self.dataset) // self.batch_size)
@@ -157,4 +157,4 @@ class EvalBatches:
         for i in range(len(self)):
             stop = min(len(self.dataset), (i + 1) * self.batch_size)
             rows = [self.dataset[j] for j in range(i * self.batch_size, stop)]
-            yield collate(rows, self.dataset.pad_token_id)
+            yield collate(rows, self.dataset.pad_token_id, self.pad_to_multiple_of)

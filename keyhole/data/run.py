@@ -3,13 +3,15 @@
     from_config(config) -> Data: a resumable loader of train_data, batches of eval_data, and the report
 
 Both sets are prepared in the same way. Evaluation is never packed: it has no use for it, and its loss then
-does not depend on a setting of training.
+does not depend on a setting of training. Both are held against what the model can take (capacity.py), so that
+a text too long for it is refused here and not in the middle of the run.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.data.capacity import check_data, padding_multiple
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import prepare
@@ -32,38 +34,57 @@ def load_tokenizer(model: str) -> Any:
     """The tokenizer that lies with a model."""
     from transformers import AutoTokenizer
 
-    from keyhole.model.skeleton import read_config
-
     model = locate(model, MODEL)
     try:
         return AutoTokenizer.from_pretrained(model)
     except Exception as error:  # missing files, a bad name, no network: each has its own type
-        read_config(model)  # says so in plain words when there is no model at all
-        kind = "directory" if Path(model).is_dir() else "model"
-        raise UserError(f"model={model}: no tokenizer can be loaded from this {kind}: {error}") from None
+        _model_config(model)  # says so in plain words when there is no model at all
+        if Path(model).is_dir() and not list(Path(model).glob("token*")):
+            raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in") from None
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from None
 
 
 def from_config(config: Any, tokenizer: Any = None) -> Data:
     """Loaders and report for a TrainConfig."""
     tokenizer = tokenizer or load_tokenizer(config.model)
-    train = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing)
-    held_out = _prepare(config, config.eval_data, TEST, tokenizer, packing=False) if config.eval_data else None
-    report = [f"train: {line}" for line in train.report.lines()]
-    report += [f"eval:  {line}" for line in held_out.report.lines()] if held_out else []
-    loader = Loader(train, config.batch_size, config.gradient_accumulation_steps, config.seed)
-    return Data(loader, EvalBatches(held_out, config.batch_size), report, train.end_token_ids)
+    known = _model_config(config.model)
+    train, report = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing, known)
+    report = [f"train: {line}" for line in report]
+    loader = Loader(
+        train, config.batch_size, config.gradient_accumulation_steps, config.seed,
+        pad_to_multiple_of=padding_multiple(train, known),
+    )  # fmt: skip
+    if not config.eval_data:
+        return Data(loader, EvalBatches(None, config.batch_size), report, train.end_token_ids)
+    held_out, lines = _prepare(config, config.eval_data, TEST, tokenizer, False, known)
+    report += [f"eval:  {line}" for line in lines]
+    batches = EvalBatches(held_out, config.batch_size, padding_multiple(held_out, known))
+    return Data(loader, batches, report, train.end_token_ids)
 
 
 def preview_config(config: Any, count: int = 3, *, color: bool = False) -> str:
     """What `keyhole data` prints: the report and the first samples of train_data."""
     tokenizer = load_tokenizer(config.model)
-    dataset = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing)
-    return "\n".join([*dataset.report.lines(), "", preview(dataset, tokenizer, count, color=color)])
+    known = _model_config(config.model)
+    dataset, lines = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing, known)
+    return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
 
 
-def _prepare(config: Any, source: str | list[str], demo: Path, tokenizer: Any, packing: bool) -> Dataset:
+def _model_config(model: str) -> Any:
+    from keyhole.model.skeleton import read_config
+
+    return read_config(locate(model, MODEL))
+
+
+def _prepare(
+    config: Any, source: str | list[str], demo: Path, tokenizer: Any, packing: bool, known: Any
+) -> tuple[Dataset, list[str]]:
+    """A data set that the model of HF config `known` can take, and its report."""
     sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
-    return prepare(
+    data = prepare(
         sources, tokenizer, data_format=config.data_format, max_length=config.max_length,
         overlong=config.overlong, packing=packing, train_on=config.train_on,
     )  # fmt: skip
+    warnings = check_data(data, config.model, known)
+    return data, [*data.report.lines(), *warnings]

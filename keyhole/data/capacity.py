@@ -1,0 +1,124 @@
+"""What a model can take: texts of so many tokens, and ids below so many rows of its embedding.
+
+Both limits are found in the HF config, and are held against the data before a step is taken. A learned position
+table of L rows has none for token L + 1: the step would end in an IndexError, on a GPU in a device assert that
+names no line. Rotary models compute any position, so there going past L is only worth a warning: it runs, where
+the model has never been trained.
+
+    positions in the config     max_position_embeddings, n_positions (GPT-2) or max_seq_len (MPT)
+    a table                     no rope_parameters, and a matrix of L rows (OPT: L + 2) named after positions;
+                                the module is built for this question (no memory, skeleton.py), and only when a
+                                text is longer than L
+    rows of the embedding       vocab_size; a tokenizer may be smaller, or larger with tokens that no text has,
+                                so the ids that occur are compared, not the sizes
+
+Padding counts too. Packed rows are padded with positions from 0 on, up to the longest row of the batch, so with a
+table whole rows have to fit; and a batch is not rounded up to 8 where that would pass L.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from keyhole.data.dataset import Dataset
+from keyhole.errors import UserError
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+TABLE_WORDS = ("pos", "wpe")
+
+
+def context_length(config: Any) -> int | None:
+    """The longest text the model is made for, where its HF config says so."""
+    text = config.get_text_config(decoder=True)
+    found = (getattr(text, name, None) for name in POSITIONS)
+    return next((length for length in found if isinstance(length, int) and length > 0), None)
+
+
+def has_table(config: Any, module: Any = None) -> bool:
+    """Whether positions end with context_length. `module`: the model, if there is one already."""
+    text, length = config.get_text_config(decoder=True), context_length(config)
+    if length is None or getattr(text, "rope_parameters", None):
+        return False
+    if getattr(text, POSITIONS[0], None) is None and getattr(text, "max_seq_len", None):
+        return True  # MPT: biases for max_seq_len distances, made anew at every call
+    if module is None:
+        import torch
+
+        from keyhole.model.skeleton import build
+
+        module = build(config, torch.float32)
+    return any(
+        tensor.ndim == 2 and length <= len(tensor) <= length + 2 and any(word in name for word in TABLE_WORDS)
+        for tensors in (module.named_parameters(), module.named_buffers())
+        for name, tensor in tensors
+    )
+
+
+def embedding_rows(config: Any) -> int | None:
+    """How many token ids the model knows."""
+    return getattr(config.get_text_config(decoder=True), "vocab_size", None)
+
+
+def check_max_length(max_length: int | None, config: Any, module: Any = None) -> None:
+    """Refuses a limit that the model's positions cannot serve."""
+    length = context_length(config)
+    if max_length and length and max_length > length and has_table(config, module):
+        raise UserError(
+            f"max_length: {max_length} is more than the {length} positions the model has; set it to {length} or less"
+        )
+
+
+def check_ids(ids: Any, where: str, model: Any, config: Any) -> None:
+    """Refuses tokens that have no row in the embedding. ids: an array or a list, not empty."""
+    rows, largest = embedding_rows(config), int(np.max(ids))
+    if rows is not None and largest >= rows:
+        raise UserError(
+            f"model: {model}: {where} has token id {largest}, but the embedding has {rows:,} rows (ids 0 to "
+            f"{rows - 1}): the tokenizer has more tokens than the model; resize the embedding to it "
+            "(Transformers: model.resize_token_embeddings(len(tokenizer))) and save both, or use the model's own "
+            "tokenizer"
+        )
+
+
+def check_data(data: Dataset, model: Any, config: Any, module: Any = None) -> list[str]:
+    """Refuses data that the model cannot take; returns warnings. Makes the padding an id that the model has."""
+    at = int(data.ids.argmax())
+    check_ids(data.ids[at], data.where[int(np.searchsorted(data.starts, at, side="right")) - 1], model, config)
+    if data.pad_token_id >= (embedding_rows(config) or data.pad_token_id + 1):
+        data.pad_token_id = 0
+    length, row = context_length(config), longest_row(data)
+    if length is None or row <= length:
+        return []
+    if has_table(config, module):
+        raise UserError(_too_long(data, length, row, model))
+    sample = max(data.lengths)
+    if sample <= length:
+        return []
+    return [
+        f"warning: the longest sample has {sample:,} tokens, the model is made for {length:,} (max_position_embeddings "
+        f"in its config); it runs, but beyond what the model has seen; max_length={length} cuts there"
+    ]
+
+
+def longest_row(data: Dataset) -> int:
+    """Tokens of the longest row."""
+    return max(data.row_length(i) for i in range(len(data)))
+
+
+def padding_multiple(data: Dataset, config: Any, usual: int = 8) -> int:
+    """`usual`, or 1 where rounding the longest row up to it would pass the last position."""
+    length, row = context_length(config), longest_row(data)
+    return 1 if length is not None and row <= length < -(-row // usual) * usual else usual
+
+
+def _too_long(data: Dataset, length: int, row: int, model: Any) -> str:
+    limit = data.report.max_length
+    at = int(np.argmax(data.lengths))
+    longest = f"{data.where[at]} has {data.lengths[at]:,} tokens"
+    found = f"packed rows have up to {row:,} tokens" if data.packed else longest
+    beyond = f"{limit} is more than the {length} positions the model has"
+    unlimited = f"null sets no limit, but the model has {length} positions"
+    return (
+        f"max_length: {unlimited if limit is None else beyond} ({model}), and {found}; set max_length={length} or "
+        "less, then longer samples are cut, dropped or refused, as overlong says"
+    )
