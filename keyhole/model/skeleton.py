@@ -4,6 +4,9 @@ Matrices are created on the meta device, so building a model of any size takes n
 biases) and buffers (rotary tables) are real and initialised by the model's own code, since they are tiny and since
 what they should be is known only to that code. Afterwards each matrix is replaced by a tensor of its shape that
 takes no memory, which `Model` points to real memory later (a meta tensor could not be re-pointed).
+
+Only decoders are built. Transformers also makes a "causal" model from the config of an encoder (BERT), whose attention
+sees the very tokens that it should predict: such a model trains to a loss of 0 and has learned nothing.
 """
 
 from collections.abc import Iterator
@@ -15,6 +18,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+
+CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
 
 
 @contextmanager
@@ -38,29 +43,73 @@ def read_config(model: Any, trust_remote_code: bool = False) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(model, PretrainedConfig):
-        return model
+        return check_decoder(model)
+    check_name(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"model: {path} has no config.json, so it is not a Hugging Face model directory")
-    if not path.exists() and (path.is_absolute() or str(model).startswith((".", "~")) or str(model).count("/") != 1):
-        raise UserError(f"model: {model} is not a directory here (and not a hub id, which looks like name/model)")
     try:
-        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=path.exists())
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=path.exists())
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model: the config of {model} cannot be read: {error}") from error
+    return check_decoder(found)
+
+
+def check_name(model: str | Path) -> None:
+    """Refuses, without a request, what is no directory and no hub id. The hub's ids of one word all have a longer name
+    today, and a word is more likely a directory that is not there."""
+    path, text = Path(model), str(model)
+    if path.is_file():
+        raise UserError(f"model: {text} is a file; give the directory that holds config.json and the weights")
+    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1):
+        raise UserError(
+            f"model: {text} is not a directory here, and not a hub id, which looks like name/model "
+            "(openai-community/gpt2, not gpt2)"
+        )
+
+
+def check_decoder(config: Any) -> Any:
+    """The config itself, if it is that of a decoder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    why = ""
+    if config.is_encoder_decoder:
+        why = "it has an encoder and a decoder (is_encoder_decoder is true in its config)"
+    elif setting := _looks_ahead(config.get_text_config()):
+        why = f"its attention sees the tokens it should predict ({setting} in its config)"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
+        why = f"transformers knows no causal language model of type {config.model_type!r}"
+    if why:
+        raise UserError(f"model: {name} is not a decoder: {why}; {CHOOSE}")
+    return config
+
+
+def _looks_ahead(config: Any) -> str:
+    """The setting that makes attention bidirectional; "" where there is none. is_decoder means something only to types
+    that are encoders by default: others (GPT-NeoX) have it, too, and are decoders whatever it says."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"):
+        key = "causal" if hasattr(config, "causal") else "is_decoder"
+        return "" if getattr(config, key, False) else f"{key} is false"
+    bidirectional = {"is_causal": (False,), "use_bidirectional_attention": (True, "all"), "attn_type": ("bi",)}
+    found = {key: getattr(config, key, None) for key in bidirectional}
+    return next((f"{key} is {value}" for key, value in found.items() if value in bidirectional[key]), "")
 
 
 def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
     """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory."""
     from transformers import AutoModelForCausalLM
 
+    check_decoder(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
     with _matrices_on_meta():
         try:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except ValueError as error:
-            raise UserError(f"model: {type(config).__name__} is not a decoder that predicts text: {error}") from error
+            raise UserError(f"model: no module can be built from {type(config).__name__}: {error}") from error
     stand_ins: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():

@@ -4,10 +4,12 @@ import resource
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from keyhole.model.skeleton import build, saved_buffers
+from keyhole.errors import UserError
+from keyhole.model.skeleton import build, read_config, saved_buffers
 from tests.model.decoders import NAMES, config
 
 
@@ -52,3 +54,38 @@ def test_saved_buffers_keep_their_precision() -> None:
     assert {name.rsplit(".", 1)[1] for name in saved_buffers(module)} == {"e_score_correction_bias"}
     assert all(buffer.dtype == torch.float32 for buffer in saved_buffers(module).values())
     assert saved_buffers(build(config("llama"), torch.bfloat16)) == {}
+
+
+_TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "vocab_size": 99}
+NOT_DECODERS = {
+    "BertForMaskedLM": (hf.BertConfig(**_TINY, architectures=["BertForMaskedLM"]), "is_decoder is false"),
+    "RobertaConfig": (hf.RobertaConfig(**_TINY), "is_decoder is false"),
+    "XLMConfig": (hf.XLMConfig(), "causal is false"),
+    "XLNetConfig": (hf.XLNetConfig(), "attn_type is bi"),
+    "Gemma3TextConfig": (config("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention is True"),
+    "T5Config": (hf.T5Config(), "an encoder and a decoder"),
+    "BartConfig": (hf.BartConfig(), "an encoder and a decoder"),
+    "DistilBertConfig": (hf.DistilBertConfig(), "is_decoder is false"),
+    "ViTConfig": (hf.ViTConfig(), "no causal language model of type 'vit'"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_DECODERS)
+def test_what_is_no_decoder_is_refused_by_its_name(name: str) -> None:
+    """Encoders, whose labels would leak, and encoder-decoders: one line, by the architecture and the setting."""
+    made, why = NOT_DECODERS[name]
+    for ask in (read_config, lambda one: build(one, torch.float32)):
+        with pytest.raises(UserError, match=f"^model: {name} is not a decoder: .*{why}") as caught:
+            ask(made)
+        assert len(str(caught.value)) < 250
+
+
+def test_an_encoder_made_a_decoder_is_one() -> None:
+    """BERT with is_decoder: a change of the last token changes no logits before it."""
+    made = hf.BertConfig(**_TINY, is_decoder=True)
+    assert read_config(made) is made and build(made, torch.float32)
+    module = AutoModelForCausalLM.from_config(made).eval()
+    ids = torch.arange(3, 11)[None]
+    other = ids.clone()
+    other[0, -1] = 50
+    assert torch.equal(module(ids).logits[0, :-1], module(other).logits[0, :-1])
