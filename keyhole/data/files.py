@@ -117,12 +117,9 @@ def _jsonl(path: Path) -> Iterator[Record]:
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
+                value = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{path}, line {number}: not valid JSON: {error.msg} at column {error.colno}: "
-                    f"{_excerpt(line, error.pos)}"
-                ) from None
+                raise UserError(f"{path}, line {number}: not valid JSON: {_fault(error)}") from None
             yield _object(value, path, "line", number)
 
 
@@ -131,15 +128,12 @@ def _json(path: Path) -> Iterator[Record]:
     if not text.strip():
         return
     try:
-        value = json.loads(text)
+        value = json.loads(text.rstrip())
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):  # one object per line after all
             yield from _jsonl(path)
             return
-        raise UserError(
-            f"{path}, line {error.lineno}: not valid JSON: {error.msg} at column {error.colno}: "
-            f"{_excerpt(text, error.pos)}"
-        ) from None
+        raise UserError(f"{path}, line {error.lineno}: not valid JSON: {_fault(error)}") from None
     if not isinstance(value, list):
         keys = f" with keys {', '.join(map(str, value))}" if isinstance(value, dict) else ""
         raise UserError(
@@ -150,8 +144,13 @@ def _json(path: Path) -> Iterator[Record]:
         yield _object(item, path, "item", number)
 
 
-def _excerpt(text: str, position: int) -> str:
-    return repr(text[max(0, position - 20) : position + 20])
+def _fault(error: json.JSONDecodeError) -> str:
+    """What is wrong, in which column of the line, and the line around it; `...` stands where it goes on."""
+    line, at = error.doc.split("\n")[error.lineno - 1], error.colno - 1
+    start, end = max(0, at - 40), at + 20
+    shown = f"{'...' if start else ''}{line[start:end]}{'...' if end < len(line) else ''}"
+    ends = ", where the line ends" if at >= len(line) else ""
+    return f"{error.msg} at column {error.colno}{ends}: {shown!r}"
 
 
 def _csv(path: Path) -> Iterator[Record]:
