@@ -26,6 +26,7 @@ import numpy as np
 
 from keyhole.data.chat import ChatTemplate, Rendered, bos_ids, special_tokens
 from keyhole.data.formats import Example
+from keyhole.errors import UserError
 
 
 class Tokens(NamedTuple):
@@ -35,6 +36,18 @@ class Tokens(NamedTuple):
     trained_T: np.ndarray  # bool
     end_id: int | None  # the special token its last answer stops with
     straddles: bool  # a token lies across the beginning of an answer
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuses half a character: JSON can escape one, tokenizers cannot read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise UserError(
+            f"{where}: the text has {half!a}, half of a character (a lone UTF-16 surrogate), near "
+            f"{text[max(0, error.start - 20) : error.start + 20]!a}; write the whole character, or take it out"
+        ) from None
 
 
 class Renderer:
@@ -51,6 +64,8 @@ class Renderer:
         texts = [self._text(example) for example in examples]
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         fast = self.tokenizer.is_fast
+        for example, rendered in zip(examples, texts, strict=True):
+            check_text(rendered.text, example.record.where)
         batch = self.tokenizer([t.text for t in texts], return_offsets_mapping=fast, **options)
         offsets = batch["offset_mapping"] if fast else [None] * len(texts)
         return [

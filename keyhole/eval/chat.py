@@ -20,9 +20,9 @@ from typing import Any, TextIO
 import torch
 from transformers import TextStreamer
 
+from keyhole.data.capacity import context_length
 from keyhole.demo import paths
 from keyhole.errors import UserError
-from keyhole.eval.scoring import context_length
 from keyhole.model.load import load
 from keyhole.model.model import Model
 from keyhole.plan.memory import Workload
@@ -131,7 +131,7 @@ class Conversation:
     def _fit(self, text: str) -> torch.Tensor:
         """The tokens of the conversation, without its oldest turns where the context is too short for all.
         An answer has a quarter of the context for itself, if it may be that long."""
-        ids, longest = self._ids(text), context_length(self.model)
+        ids, longest = self._ids(text), context_length(self.model.config)
         room = min(self.max_new_tokens, longest // 4) if longest else 0
         while longest and ids.shape[1] + room > longest and len(self.turns) > 2:
             self.turns = self.turns[2:]
@@ -141,7 +141,7 @@ class Conversation:
         return ids
 
     def _generate(self, ids: torch.Tensor, out: TextIO) -> str:
-        longest = context_length(self.model)
+        longest = context_length(self.model.config)
         room = min(self.max_new_tokens, longest - ids.shape[1]) if longest else self.max_new_tokens
         options: dict[str, Any] = {"max_new_tokens": room}
         settings = self.model.module.generation_config

@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
 from keyhole.demo import paths
 from keyhole.errors import UserError
-from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
-from keyhole.eval.scoring import TaskScore, context_length, score_task
+from keyhole.eval.rows import BATCH_TOKENS, PASSES, not_finite, score_rows
+from keyhole.eval.scoring import TaskScore, score_task
 from keyhole.eval.tasks import Task, is_task, read_task, task_name
 from keyhole.model.load import load
 from keyhole.model.model import Model
@@ -87,11 +88,15 @@ def score_data(
     """Loss and perplexity of a file in any training format. options: see rows.py."""
     if model.tokenizer is None:
         raise UserError(f"{source}: the model directory has no tokenizer, so text cannot be scored")
-    longest = max_length or context_length(model)
+    check_max_length(max_length, model.config, model.module)
+    longest = max_length or context_length(model.config)
     data = prepare(source, model.tokenizer, max_length=longest, limit=limit)
+    check_data(data, model.source, model.config, model.module)
     nll_R, count_R = score_rows(model, data, **options)
     tokens = int(count_R.sum())
     loss = float(nll_R.sum()) / tokens
+    if not math.isfinite(loss):
+        raise not_finite(model, f"{source}: the loss is {loss}")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return DataScore(task_name(source), len(data), tokens, loss, perplexity, data.report.truncated)
 

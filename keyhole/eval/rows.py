@@ -7,7 +7,8 @@ in all,
 
     bytes over the link  =  W * ceil(T / (batch_tokens * passes))         not  W * rows
 
-Results come back in the order of the rows. Legend: R rows of the whole set, B rows of a batch, T positions.
+Results come back in the order of the rows. Numbers that are not finite are no result; not_finite says what is
+likely behind them. Legend: R rows of the whole set, B rows of a batch, T positions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,9 @@ import torch
 
 from keyhole.data.dataset import Sample
 from keyhole.data.loader import collate
+from keyhole.errors import NonFinite
 from keyhole.model.model import Model
+from keyhole.training.guard import first_bad_tensor
 
 BATCH_TOKENS = 4096
 PASSES = 4
@@ -44,6 +47,18 @@ def score_rows(
             nll_R[batch] = nll_B.double().cpu()
             count_R[batch] = count_B.cpu()
     return nll_R, count_R
+
+
+def not_finite(model: Model, what: str) -> NonFinite:
+    """The error for outputs that are NaN or infinite: a weight that is, or numbers too large for the dtype."""
+    dtype, bad = str(model.dtype).removeprefix("torch."), first_bad_tensor(model.named_tensors())
+    wider = "" if dtype == "float32" else f", or {dtype} is too narrow for it: try dtype=float32"
+    if bad:
+        return NonFinite(
+            f"{what}: the weights are damaged, {bad} has NaN or infinity in it (the first that does){wider}; go back "
+            "to a good checkpoint or fetch the model anew"
+        )
+    return NonFinite(f"{what}, though all weights are finite: the weights are damaged in another way{wider}")
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
+from keyhole.data.capacity import check_ids, check_max_length, context_length
 from keyhole.data.chat import ChatTemplate, bos_ids
 from keyhole.data.dataset import IGNORED, Sample
 from keyhole.errors import UserError
-from keyhole.eval.rows import score_rows
+from keyhole.eval.rows import not_finite, score_rows
 from keyhole.eval.tasks import Question, Task
 from keyhole.model.model import Model
 
@@ -46,8 +47,11 @@ class TaskScore:
 
 def score_task(model: Model, task: Task, *, max_length: int | None = None, **options: Any) -> TaskScore:
     """Scores all candidates of all questions. options: batch_tokens, passes, watch (rows.py)."""
-    encoder = Encoder(model.tokenizer, max_length or context_length(model))
+    check_max_length(max_length, model.config, model.module)
+    encoder = Encoder(model.tokenizer, max_length or context_length(model.config))
     rows_by_question = encoder.encode(task.questions)
+    for question, rows in zip(task.questions, rows_by_question, strict=True):
+        check_ids([i for row in rows for i in row.input_ids], question.where, model.source, model.config)
     nll_R, count_R = score_rows(model, [row for rows in rows_by_question for row in rows], **options)
     sizes = [len(rows) for rows in rows_by_question]
     sums = [-nll for nll in nll_R.split(sizes)]
@@ -79,16 +83,8 @@ def _score(task: Task, sums: list, means: list, counts: tuple, truncated: int) -
 def _check_finite(model: Model, questions: list[Question], sums: list[torch.Tensor]) -> None:
     bad = [question for question, score in zip(questions, sums, strict=True) if not score.isfinite().all()]
     if bad:
-        raise UserError(
-            f"{bad[0].where}: scores that are not finite ({len(bad)} of {len(questions)} questions); the weights "
-            f"are damaged, or {str(model.dtype).removeprefix('torch.')} is too narrow: try dtype=float32"
-        )
-
-
-def context_length(model: Model) -> int | None:
-    """The longest text the model takes, where its config says so."""
-    names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return next((length for name in names if (length := getattr(model.config, name, None))), None)
+        share = f"{len(bad)} of {len(questions)} questions"
+        raise not_finite(model, f"{bad[0].where}: scores that are not finite ({share})")
 
 
 class Encoder:

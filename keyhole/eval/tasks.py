@@ -12,6 +12,7 @@ Further columns are ignored: rows that also have a `completion` serve as trainin
 stands for the embedded task. A wrong row is refused with its file and line before any model is loaded.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.data.files import Record, read
+from keyhole.data.render import check_text
 from keyhole.demo import paths
 from keyhole.errors import UserError
 
@@ -75,6 +77,8 @@ def _question(record: Record) -> Question:
             f"found: {', '.join(map(str, record.row)) or 'nothing'}"
         )
     candidates = _candidates(record)
+    texts = [json.dumps(record.row["prompt"], ensure_ascii=False, default=str), *candidates]
+    check_text("\n".join(texts), record.where)
     return Question(_prompt(record), candidates, _answer(record, candidates), record.where)
 
 

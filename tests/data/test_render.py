@@ -238,3 +238,12 @@ def test_many_examples_at_once_are_as_one_by_one(tmp_path: Path) -> None:
     for example, tokens in zip(examples, together, strict=True):
         alone = Renderer(tok)([example])[0]
         assert np.array_equal(alone.ids_T, tokens.ids_T) and np.array_equal(alone.trained_T, tokens.trained_T)
+
+
+@pytest.mark.parametrize("row", [{"text": "ab \ud83d cd"}, {"messages": chat("ab \ud83d cd", "fine")}])
+def test_half_a_character_is_refused_by_line(row: dict[str, Any]) -> None:
+    """A lone surrogate, which JSON can escape, is named with its file and line; whole ones are text."""
+    tok, layout = tokenizer(chats.CHATML), next(iter(row))
+    with pytest.raises(UserError, match=r"data.jsonl, line 7: .*'\\ud83d', half of a character.*ab .* cd"):
+        render(tok, layout, **row)
+    render(tok, layout, **json.loads(json.dumps(row).replace("\\ud83d", "\\ud83d\\ude00")))

@@ -127,3 +127,19 @@ def test_the_word_demo_is_the_embedded_model_and_task() -> None:
     text = evaluate("demo", ["demo"], device="cpu", limit=40, say=str)
     accuracy = float(next(line for line in text.splitlines() if "demo" in line).split("|")[3].strip(" %"))
     assert 25 < accuracy < 75
+
+
+def test_a_loss_that_is_not_finite_is_refused(tiny_model: Path, tiny_data: Path) -> None:
+    """A table with nan in it would look like a result; the file and the first bad tensor are named."""
+    model = keyhole.load(tiny_model, device="cpu")
+    tensor = model.layout.spine.tensors[0]
+    model.home(tensor).fill_(float("nan"))
+    with pytest.raises(UserError, match=rf"{tiny_data}: the loss is nan: .* {tensor.name} has NaN"):
+        score_data(model, str(tiny_data))
+
+
+def test_half_a_character_is_named_before_the_model(tmp_path: Path) -> None:
+    """A lone surrogate in a task is an error of its line."""
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a \\ud83d", "candidates": ["b", "c"], "answer": 0}\n')
+    with pytest.raises(UserError, match=r"t.jsonl, line 1: .*half of a character"):
+        evaluate("no/such/model", [str(tmp_path / "t.jsonl")])

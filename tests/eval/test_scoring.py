@@ -8,12 +8,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import keyhole
 from keyhole.errors import UserError
 from keyhole.eval.scoring import Encoder, score_task
 from keyhole.eval.tasks import Question, Task
+from tests.conftest import build_tokenizer
 
 WORDS = "soup bread was good bad cold warm very not the a red blue stamp".split()
 
@@ -171,12 +172,31 @@ def test_mistakes_are_named(tiny_model: Path) -> None:
         Encoder(tokenizer).encode([Question("a", ("~", "b"), 0, "task.jsonl, line 4")])
 
 
-def test_scores_that_are_not_finite_are_refused(tiny_model: Path) -> None:
-    """NaN is not an accuracy."""
-    model = keyhole.load(tiny_model, device="cpu")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_scores_that_are_not_finite_are_refused(tiny_model: Path, dtype: str) -> None:
+    """NaN is not an accuracy; the tensor is named, and float32 is not advised to who has it."""
+    model = keyhole.load(tiny_model, device="cpu", dtype=dtype)
     damage(model)
-    with pytest.raises(UserError, match=r"not finite \(5 of 5 questions\).*dtype=float32"):
+    name = model.layout.spine.tensors[0].name
+    with pytest.raises(UserError, match=rf"not finite \(5 of 5 questions\).* {name} has NaN") as error:
         score_task(model, Task("words", make_questions(5)))
+    assert ("try dtype=float32" in str(error.value)) == (dtype == "float16")
+
+
+def test_what_the_model_cannot_take_is_refused(tmp_path: Path) -> None:
+    """Tokens without a row in the embedding, and a max_length beyond the table of positions."""
+    tokenizer = build_tokenizer()
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=30, vocab_size=len(tokenizer))
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    tokenizer.add_tokens(["soup"])
+    tokenizer.save_pretrained(tmp_path)
+    model = keyhole.load(tmp_path, device="cpu")
+    good, bad = (Question(f"{word}:", (" a", " b"), 0, f"t.jsonl, line {i}") for i, word in enumerate(("tea", "soup")))
+    assert score_task(model, Task("words", [good]), max_length=30).questions == 1
+    with pytest.raises(UserError, match="t.jsonl, line 1 has token id 261, .* 261 rows"):
+        score_task(model, Task("words", [good, bad]))
+    with pytest.raises(UserError, match="max_length: 31 is more than the 30 positions"):
+        score_task(model, Task("words", [good]), max_length=31)
 
 
 def damage(model: Any) -> None:
