@@ -22,6 +22,7 @@ import torch
 from keyhole.checkpoint import hf, journal
 from keyhole.checkpoint.content import content_hash
 from keyhole.checkpoint.journal import Header, Journal, Record
+from keyhole.demo import paths
 from keyhole.errors import UserError
 from keyhole.methods.zo import ZO
 from keyhole.methods.zo_update import Pending
@@ -71,11 +72,13 @@ class Replayed:
 
 
 def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: Say = print, **where: Any) -> Replayed:
-    """Writes the model that a journal leads to from `base` to the directory `out`.
+    """Writes the model that a journal leads to from `base` (a directory, a hub id, or demo) to the directory `out`.
 
     steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (model/load.py).
     """
-    begin_s = time.perf_counter()
+    begin_s, base = time.perf_counter(), paths.locate(base, paths.MODEL)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"OUT: {out} is a file; choose a new directory")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"OUT: {out} exists and is not empty; choose a new directory")
     found = read_whole(path, steps)

@@ -9,7 +9,7 @@ from keyhole.config.loader import read_words
 
 
 def replay(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="The model that the run started from.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="The model that the run started from, or demo.")],
     journal: Annotated[str, typer.Argument(metavar="JOURNAL", help="The run's output_dir, or its run/journal.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new directory for the rebuilt model.")],
     overrides: Annotated[

@@ -8,6 +8,8 @@
 Peak host memory: the weights that live on the host, plus one shard of the file mapping.
 """
 
+import inspect
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ import torch
 import transformers
 from torch import nn
 
+from keyhole.demo import paths
 from keyhole.errors import UserError
 from keyhole.model.layout import Layout, Unit
 from keyhole.model.model import Model
 from keyhole.model.random_init import fill_random
-from keyhole.model.skeleton import build, read_config
+from keyhole.model.skeleton import build, check_name, read_config
 from keyhole.model.weights import fill_from
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
@@ -29,6 +32,7 @@ from keyhole.plan.placement import Placement, place
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIGN_BYTES = 256
+ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -48,7 +52,7 @@ def load(
     trust_remote_code: bool = False,
     **engine_options: Any,
 ) -> Model:
-    """Loads an HF directory, hub id or config object; init="random" needs only the config.
+    """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
     dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process.
@@ -58,9 +62,11 @@ def load(
     """
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
+    _check_names(engine_options)
     transformers.utils.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     device = choose_device(device)
+    model = paths.locate(model, paths.MODEL) if isinstance(model, str) else model
     config = read_config(model, trust_remote_code)
     directory = None if model is config else find_directory(model)
     dtype = choose_dtype(dtype, config)
@@ -89,6 +95,16 @@ def load(
         _pin(loaded, touch=False)
     loaded.binding.bind_homes()
     return loaded
+
+
+def _check_names(engine_options: dict[str, Any]) -> None:
+    """What `load` does not name itself must be an option of the engine."""
+    known = [name for name in inspect.signature(load).parameters if name != "engine_options"] + [*ENGINE_OPTIONS]
+    for name in engine_options:
+        if name not in ENGINE_OPTIONS:
+            close = get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UserError(f"keyhole.load: there is no argument {name!r}; {meant}")
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -124,11 +140,20 @@ def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
 
 def find_directory(model: str | Path) -> Path:
     """The directory itself, or where the files of a hub id lie."""
+    check_name(model)
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(model), allow_patterns=WEIGHT_PATTERNS))
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=WEIGHT_PATTERNS))
+    except Exception as error:  # no network, no such model, no access, no room: no type is common to them
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"model: {model} is not a directory here, and its files cannot be had from the hub: {said} "
+            f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
+            "the disk, or give the directory of a copy"
+        ) from error
 
 
 def _tokenizer(directory: Path | None) -> Any:

@@ -86,6 +86,10 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
         replay(str(tiny_model), root, root, device="cpu")
     with pytest.raises(UserError, match="is not there"):
         replay(str(tiny_model), tmp_path / "nowhere", out, device="cpu")
+    with pytest.raises(UserError, match="OUT: .*journal is a file; choose a new directory"):
+        replay(str(tiny_model), root, root / "run" / "journal", device="cpu")
+    with pytest.raises(UserError, match="model: nowhere is not a directory here"):
+        replay("nowhere", root, out, device="cpu")
     content = bytearray((root / "run" / "journal").read_bytes())
     content[-100] ^= 1
     (tmp_path / "bad").write_bytes(content)
@@ -94,6 +98,13 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
     assert not out.exists()
     (tmp_path / "torn").write_bytes((root / "run" / "journal").read_bytes()[:-1])
     assert replay(str(tiny_model), tmp_path / "torn", out, device="cpu").steps == 4
+
+
+def test_the_embedded_model_by_its_name(run: Callable, tmp_path: Path) -> None:
+    """`keyhole replay demo` knows the base that `model: demo` trains."""
+    config = run(model="demo", train_data="demo", max_steps=2)
+    replay("demo", Path(config.output_dir), tmp_path / "again", device="cpu", say=lambda line: None)
+    assert same(weights(config.output_dir), weights(tmp_path / "again"))
 
 
 # -- going on from a journal ------------------------------------------------------------------------------------------

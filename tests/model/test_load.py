@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
 import keyhole
+from keyhole.demo import paths
 from keyhole.errors import UserError
-from keyhole.model.load import choose_device, choose_dtype
+from keyhole.model.load import choose_device, choose_dtype, find_directory
 from tests.model.decoders import batch, config
 
 
@@ -170,6 +172,31 @@ def test_not_a_directory(model: str) -> None:
         keyhole.load(model)
 
 
+@pytest.mark.parametrize("fault", [OfflineModeIsEnabled("offline"), OSError(28, "No space left"), RuntimeError("odd")])
+def test_whatever_the_hub_says_is_one_message(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no room on the disk, a fault of the HTTP library: the name, what was said, and what to check."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError, match=f"^model: some/model is not .*{type(fault).__name__}.*the disk"):
+        find_directory("some/model")
+    with pytest.raises(UserError, match="openai-community/gpt2, not gpt2"):
+        find_directory("gpt2")
+
+
+def test_a_file_is_not_a_model(saved: Path) -> None:
+    """The directory is asked for."""
+    with pytest.raises(UserError, match="config.json is a file; give the directory"):
+        keyhole.load(saved / "config.json", device="cpu")
+
+
+def test_the_embedded_model_by_its_name() -> None:
+    """keyhole.load("demo") is what `model: demo` means in a config."""
+    assert Path(keyhole.load("demo", device="cpu").source) == paths.MODEL
+
+
 def test_wrong_arguments() -> None:
     """Each names the argument, what was found, and what may stand there."""
     with pytest.raises(UserError, match="choose pretrained or random"):
@@ -178,6 +205,12 @@ def test_wrong_arguments() -> None:
         keyhole.load(config("llama"), device="cpu")
     with pytest.raises(UserError, match="resident, stream, auto"):
         keyhole.load(config("llama"), init="random", device="cpu", placement="gpu")
+    with pytest.raises(UserError, match="keyhole.load: there is no argument 'placment'; did you mean placement?"):
+        keyhole.load(config("llama"), init="random", placment="stream")
+    with pytest.raises(UserError, match="no argument 'zzz'; known: model, placement, .*, overlap"):
+        keyhole.load(config("llama"), init="random", zzz=1)
+    with pytest.raises(UserError, match="gpu_memory: 8 is not a size with its unit, such as 8GiB"):
+        keyhole.load(config("llama"), init="random", device="cpu", gpu_memory=8)
     with pytest.raises(UserError, match="float32, bfloat16, float16"):
         choose_dtype("fp16", None)
     with pytest.raises(UserError, match="use cpu, cuda or cuda:0"):
