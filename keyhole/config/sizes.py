@@ -3,8 +3,10 @@
     KiB MiB GiB TiB = 2^10 2^20 2^30 2^40        KB MB GB TB = 10^3 10^6 10^9 10^12        B = 1
 
 keyhole prints GiB everywhere; GB is read because data sheets and link rates use it. A bare number or "8G" is
-refused: one would mean eight bytes and the other could mean either unit, and a guess would be 7 % wrong.
-str() is exact: the largest binary unit that divides the count, so that a config survives a round trip.
+refused: one would mean eight bytes and the other could mean either unit, and a guess would be 7 % wrong. An int is a
+count of bytes, and refused below 1 MiB: a caller who writes gpu_memory=8 means something else.
+str() is exact, so that a config survives a round trip: of all ways to write the count with at most two decimals, the
+shortest ("8GB", "0.04GiB"). `about` is for messages: the same where it is short, else three digits ("13.7 GiB").
 """
 
 import re
@@ -17,6 +19,16 @@ UNITS = {"B": 1} | {
 _BY_LOWER = {unit.lower(): count for unit, count in UNITS.items()}
 _PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
 EXPECTED = "a size with its unit, such as 8GiB or 800MiB"
+LEAST_INT = 2**20
+SHORT = len("1234MiB")
+
+
+def _count(text: str) -> int:
+    match = _PATTERN.fullmatch(text.strip())
+    if match is None or match[2].lower() not in _BY_LOWER:
+        raise ValueError(EXPECTED)
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return round(number * _BY_LOWER[match[2].lower()])
 
 
 class Bytes(int):
@@ -24,24 +36,30 @@ class Bytes(int):
 
     @classmethod
     def parse(cls, text: "str | int") -> "Bytes":
-        """Reads a size; an int is taken as bytes. ValueError names what was expected."""
-        if isinstance(text, int) and not isinstance(text, bool):
+        """Reads a size; a large int is taken as bytes. ValueError names what was expected."""
+        if isinstance(text, Bytes) or (type(text) is int and text >= LEAST_INT):
             count = int(text)
         else:
-            match = _PATTERN.fullmatch(str(text).strip())
-            if match is None or match[2].lower() not in _BY_LOWER:
-                raise ValueError(EXPECTED)
-            number = float(match[1]) if "." in match[1] else int(match[1])
-            count = round(number * _BY_LOWER[match[2].lower()])
+            count = _count(str(text))
         if count < 1:
             raise ValueError(EXPECTED)
         return cls(count)
 
     def __str__(self) -> str:
-        for unit in ("TiB", "GiB", "MiB", "KiB"):
-            if int(self) % UNITS[unit] == 0:
-                return f"{int(self) // UNITS[unit]}{unit}"
-        return f"{int(self)}B"
+        numbers = {unit: f"{int(self) / count:.2f}".rstrip("0").rstrip(".") for unit, count in UNITS.items()}
+        written = [f"{int(self)}B", *(number + unit for unit, number in numbers.items())]
+        exact = [text for text in written if _count(text) == self]
+        return min(exact, key=lambda text: (len(text), text.startswith("0.")))
 
     def __repr__(self) -> str:
         return f"Bytes({str(self)!r})"
+
+
+def about(count: int) -> str:
+    """A size for a message: "8GiB" where that is all of it, else "13.7 GiB"."""
+    text = str(Bytes(count))
+    if len(text) <= SHORT:
+        return text
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")
+    number = count / UNITS[unit]
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {unit}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.config.sizes import UNITS, Bytes
+from keyhole.config.sizes import UNITS, Bytes, about
 
 
 @given(st.integers(min_value=1, max_value=2**50))
@@ -26,7 +26,7 @@ def test_a_fraction_of_a_unit() -> None:
     assert Bytes.parse("8GB") == 8_000_000_000
 
 
-NOT_SIZES = ["8", "8G", "GiB", "-8GiB", "0GiB", "0.1B", "8 potatoes", "", "1e3GiB", 0, -1, True]
+NOT_SIZES = ["8", "8G", "GiB", "-8GiB", "0GiB", "0.1B", "8 potatoes", "", "1e3GiB", 0, -1, 8, 2**20 - 1, True]
 
 
 @pytest.mark.parametrize("text", NOT_SIZES)
@@ -34,3 +34,25 @@ def test_what_is_not_a_size_is_refused(text: object) -> None:
     """Without a unit, with an ambiguous one, or below one byte: refused with an example."""
     with pytest.raises(ValueError, match="8GiB"):
         Bytes.parse(text)
+
+
+AS_WRITTEN = ["8GB", "8GiB", "0.04GiB", "7.5GiB", "5MiB", "800MiB", "20KiB", "512MiB", "1.5GiB", "2TiB", "17GB", "999B"]
+
+
+@pytest.mark.parametrize("text", AS_WRITTEN)
+def test_a_size_is_printed_as_a_person_writes_it(text: str) -> None:
+    """Whatever unit it was given in."""
+    assert str(Bytes.parse(text)) == about(Bytes.parse(text)) == text
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_about_is_within_half_a_percent(count: int) -> None:
+    """A message has a short number with a unit, close to the count."""
+    text = about(count)
+    number = float(text.rstrip("TGMKiB "))
+    assert len(text) <= 9 and abs(number * UNITS[text.lstrip("0123456789. ")] - count) <= 0.005 * count
+
+
+def test_ints_are_bytes() -> None:
+    """A large int, and a size that was read before, however small."""
+    assert Bytes.parse(2**33) == 2**33 and Bytes.parse(Bytes(20)) == 20

@@ -126,12 +126,12 @@ def test_stopped_and_resumed_with_moments_elsewhere(placed_by: Any, clip: float 
 def test_auto_fills_the_budget() -> None:
     """A budget for part of the moments: the planned peak is within it, the embedding first, the head not."""
     found, work = [], Workload("lsp", 20, 1, lsp=LSPWork(d=16))
-    least = load(workload=work, gpu_memory=1)
+    least = load(workload=Workload("lsp", 20, 1, lsp=LSPWork(d=16, optimizer_on="cpu")))
     need = least.placed.device_bytes.total  # with no moment on the device
     numbers = count_numbers(least.layout, work.lsp).of
     for units in (0, 3, len(numbers)):
         more = 8 * sum(list(numbers.values())[:units])
-        model = load(workload=work, gpu_memory=need + more)
+        model = load(workload=work, gpu_memory=f"{need + more}B")
         opt = LSP(model, **SMALL)
         train(opt, 2)
         assert model.placed.device_bytes.total <= need + more
