@@ -10,25 +10,33 @@ second.
 
 Input may be a pipe: lines are questions, the answers are the output, and nothing else is written to it.
 Ctrl-C stops an answer; at the prompt it leaves. A conversation that outgrows the model's context loses its
-oldest turns.
+oldest turns. A line that is too long by itself is refused, and the conversation goes on without it; bytes that
+are not text are read as U+FFFD. A model whose logits are NaN would answer with nothing, or with token 0 for ever:
+it is told so instead.
 """
 
+import io
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 import torch
-from transformers import TextStreamer
+from transformers import LogitsProcessor, TextStreamer
 
-from keyhole.data.capacity import context_length
+from keyhole.data.capacity import check_ids, context_length
 from keyhole.demo import paths
-from keyhole.errors import UserError
+from keyhole.errors import NonFinite, UserError
+from keyhole.eval.rows import not_finite
 from keyhole.model.load import load
 from keyhole.model.model import Model
 from keyhole.plan.memory import Workload
 
 MAX_NEW_TOKENS = 256
 HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+
+
+class Refused(UserError):
+    """One line cannot be answered; the next one may be."""
 
 
 def chat(
@@ -52,6 +60,8 @@ def chat(
     )
     for line in model.describe():
         print(f"keyhole: {line}", file=sys.stderr)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     talk(Conversation(model, system, max_new_tokens), sys.stdin, sys.stdout)
 
 
@@ -60,7 +70,7 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
     on_terminal = source.isatty()
     if on_terminal:
         print(HELP, file=sys.stderr)
-    for line in _lines(source, on_terminal):
+    for number, line in enumerate(_lines(source, on_terminal), 1):
         if line in ("/exit", "/quit"):
             return
         if line == "/reset":
@@ -70,6 +80,9 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
         elif line:
             try:
                 conversation.answer(line, out)
+            except Refused as refused:
+                place = "" if on_terminal else f"line {number} is not answered: "
+                print(f"keyhole: {place}{refused}", file=sys.stderr)
             except (KeyboardInterrupt, UserError) as stop:
                 if not on_terminal:
                     raise
@@ -137,13 +150,16 @@ class Conversation:
             self.turns = self.turns[2:]
             ids = self._ids(text)
         if longest and ids.shape[1] >= longest:
-            raise UserError(f"the text has {ids.shape[1]} tokens; the model takes {longest} in all")
+            raise Refused(f"the text has {ids.shape[1]} tokens; the model takes {longest} in all: shorten it")
+        if not ids.numel():
+            raise Refused("the tokenizer finds no token in the text")
+        check_ids(ids[0].numpy(), "the text", self.model.source, self.model.config)
         return ids
 
     def _generate(self, ids: torch.Tensor, out: TextIO) -> str:
         longest = context_length(self.model.config)
         room = min(self.max_new_tokens, longest - ids.shape[1]) if longest else self.max_new_tokens
-        options: dict[str, Any] = {"max_new_tokens": room}
+        options: dict[str, Any] = {"max_new_tokens": room, "logits_processor": [_Guard()]}
         settings = self.model.module.generation_config
         if settings.eos_token_id is None and self.tokenizer.eos_token_id is not None:
             options["eos_token_id"] = self.tokenizer.eos_token_id
@@ -152,10 +168,22 @@ class Conversation:
         writes = settings.num_beams in (None, 1)  # beams are known only at the end
         if writes:
             options["streamer"] = _Writer(self.tokenizer, out)
-        tokens = self.model.generate(ids, **options)[0, ids.shape[1] :]
+        try:
+            tokens = self.model.generate(ids, **options)[0, ids.shape[1] :]
+        except NonFinite as stop:
+            raise not_finite(self.model, str(stop)) from None
         answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
         print("" if writes else answer, file=out, flush=True)
         return answer
+
+
+class _Guard(LogitsProcessor):
+    """Ends an answer that is made of NaN. Whose fault it is, is found out when no weight is in flight."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise NonFinite("no answer: the model's logits are NaN")
+        return scores
 
 
 class _Writer(TextStreamer):

@@ -144,6 +144,46 @@ def test_the_command_works_with_pipes(tiny_model: Path) -> None:
     assert done.stdout.decode() == out.getvalue()
 
 
+def test_a_line_that_is_too_long_does_not_end_the_conversation(tiny_model: Path, capsys) -> None:
+    """From a pipe, too, it is refused by number, and the answers to the others are those without it."""
+    outputs = []
+    for lines in ("Hi\n" + "z" * 300 + "\nAgain\n", "Hi\nAgain\n"):
+        out = io.StringIO()
+        talk(Conversation(load(tiny_model), max_new_tokens=4), io.StringIO(lines), out)
+        outputs.append(out.getvalue())
+    assert outputs[0] == outputs[1]
+    assert "line 2 is not answered: the text has 3" in capsys.readouterr().err
+
+
+def test_bytes_that_are_not_text_do_not_end_the_conversation(tiny_model: Path, monkeypatch, capsys) -> None:
+    """They are read as U+FFFD, and the next line is answered."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\nHi\n"), encoding="utf-8"))
+    chat_module.chat(str(tiny_model), device="cpu", max_new_tokens=4)
+    found = capsys.readouterr().out
+    out = io.StringIO()
+    talk(Conversation(load(tiny_model), max_new_tokens=4), io.StringIO("caf\ufffd\nHi\n"), out)
+    assert found == out.getvalue()
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampled", "beams"])
+def test_a_damaged_model_says_so(tiny_model: Path, tmp_path: Path, placement: str, settings: dict) -> None:
+    """NaN in the weights is no answer: the tensor is named, and the command ends."""
+    model = load(copy(tiny_model, tmp_path / "model", **settings), placement=placement)
+    tensor = model.layout.tensors[3]
+    model.home(tensor).fill_(float("nan"))
+    with pytest.raises(UserError, match=f"no answer: the model's logits are NaN.* {tensor.name} has NaN"):
+        talk(Conversation(model), io.StringIO("Hi\n"), io.StringIO())
+
+
+def test_a_token_without_a_row_is_refused(tiny_model: Path) -> None:
+    """A tokenizer that has outgrown the embedding is told apart from an index out of range."""
+    model = load(tiny_model)
+    model.tokenizer.add_tokens(["soup"])
+    with pytest.raises(UserError, match="the text has token id 261, .* 261 rows"):
+        Conversation(model).answer("The soup", io.StringIO())
+
+
 def test_a_model_without_a_tokenizer_cannot_talk(tiny_model: Path, tmp_path: Path) -> None:
     """The message says what to copy in."""
     for name in ("config.json", "model.safetensors"):
