@@ -19,6 +19,9 @@ from keyhole.data.preview import preview
 from keyhole.demo.paths import MODEL, TEST, TRAIN, locate
 from keyhole.errors import UserError
 
+# Without any of these Transformers makes an empty tokenizer for some families, and no text has a token.
+TOKENIZER_FILES = ("token*", "vocab*", "*.model", "tekken.json")
+
 
 @dataclass(frozen=True)
 class Data:
@@ -35,12 +38,13 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     model = locate(model, MODEL)
+    if Path(model).is_dir() and not any(file for name in TOKENIZER_FILES for file in Path(model).glob(name)):
+        _model_config(model)  # says so in plain words when there is no model at all
+        raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in")
     try:
         return AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # missing files, a bad name, no network: each has its own type
-        _model_config(model)  # says so in plain words when there is no model at all
-        if Path(model).is_dir() and not list(Path(model).glob("token*")):
-            raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in") from None
+    except Exception as error:  # bad files, a bad name, no network: each has its own type
+        _model_config(model)
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from None
 

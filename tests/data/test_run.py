@@ -1,5 +1,6 @@
 """The data of a run out of its config."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,11 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -
     """The key and the directory stand in the error, and whether it is a model at all."""
     with pytest.raises(UserError, match=f"model: {tmp_path} has no config.json"):
         from_config(config(tmp_path, tiny_data))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match=f"model: {tmp_path} has no tokenizer; copy its tokenizer files in$"):
+    for family in ("llama", "opt"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        with pytest.raises(UserError, match=f"model: {tmp_path} has no tokenizer; copy its tokenizer files in$"):
+            from_config(config(tmp_path, tiny_data))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match=f"model: the tokenizer of {tmp_path} cannot be read: .") as error:
         from_config(config(tmp_path, tiny_data))
+    assert "\n" not in str(error.value)
