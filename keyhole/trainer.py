@@ -19,13 +19,14 @@ from keyhole.checkpoint.replay import apply_records
 from keyhole.checkpoint.state import method_state
 from keyhole.config import TrainConfig, resolve
 from keyhole.data import check_packing
-from keyhole.errors import UserError
+from keyhole.errors import NonFinite, UserError
 from keyhole.methods import METHODS
 from keyhole.model.model import Model
 from keyhole.plan.placement import PLANNED
 from keyhole.plan.probe import environment, versions
 from keyhole.training import rundir, start
 from keyhole.training.evaluate import evaluate
+from keyhole.training.guard import first_bad_tensor
 from keyhole.training.job import Job, look
 from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.loading import dry_lines, load_model
@@ -106,6 +107,7 @@ class Run:
         self.config, self.data, self.display = job.config, job.data, job.display
         self.metrics = MetricsFile(job.directory.metrics, job.first)
         self.track = tracker(job.config.report_to, job.directory.run, job.first)
+        self.display.gone = lambda: self.interrupts.ask("a closed output")
         device, say = self.model.device, self.display.line
         self.recorder = Recorder(device, self.report, say, self.last_good, self.journal.note)
 
@@ -116,6 +118,11 @@ class Run:
         try:
             with self.interrupts:
                 return self.loop()
+        except NonFinite as error:
+            broken = first_bad_tensor(self.model.named_tensors())
+            if broken is None:
+                raise
+            raise NonFinite(f"{error}\n  found: {broken} holds NaN or infinity, before this step") from error
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of GPU memory: {error}\n  lower batch_size (more gradient_accumulation_steps keep the "

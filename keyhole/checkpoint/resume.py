@@ -20,7 +20,7 @@ SAFE = {
     "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
     "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
     "report_to", "output_dir", "device", "placement", "gpu_memory", "background_save", "journal_sync",
-    "adam_offload.schedule", "adam_offload.threads", "lsp.optimizer_on", "lsp.threads",
+    "adam_offload.schedule", "adam_offload.threads", "lsp.optimizer_on", "lsp.threads", "zo.clip", "zo.deferred_update",
 }  # fmt: skip
 
 
@@ -46,13 +46,18 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None) ->
         if before == after:
             continue
         if key in SAFE:
-            lines.append(f"{key}: {before} -> {after}, from step {next_step} on")
+            lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
         else:
-            refused.append(f"  {key}: the run has {before}, the config now says {after}")
+            refused.append(f"  {key}: the run has {_shown(before)}, the config now says {_shown(after)}")
     if refused:
         fix = "set them back, or start a new run in another output_dir"
         raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
     return lines
+
+
+def _shown(value: Any) -> str:
+    """As a config has it: null, true."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> list[str]:

@@ -80,7 +80,7 @@ class TrainConfig:
     """Samples in a micro-batch (rows of packed samples when packing)."""
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
-    learning_rate: Positive | None = None
+    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
     """Peak; null: adamw 2e-5, adam-offload 2e-5, lsp 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lomo-lora 5e-3, lora 2e-4, galore 1e-4."""  # noqa: E501
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""

@@ -33,8 +33,8 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.adam_state import AdamState, Step
-from keyhole.methods.settings import settings
-from keyhole.model.batch import Batch, as_list, to_device
+from keyhole.methods.settings import checked_rate, settings
+from keyhole.model.batch import Batch
 from keyhole.model.layout import FlatTensor, Unit
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
@@ -71,7 +71,7 @@ class AdamOffload:
             raise UserError(f"adam_offload.schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
         if any(home.dtype != model.dtype for home in model.engine.homes):
             raise UserError("wire: adam-offload keeps its own fp32 weights; set wire=null and choose dtype")
-        self.model, self.lr, self.max_grad_norm, self.schedule = model, lr, max_grad_norm, schedule
+        self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
@@ -98,7 +98,7 @@ class AdamOffload:
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
-        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        batches = self.model.to_device(batch)
         self.exchange.wait_s = self.host_s = 0.0
         with self.reverse.sweep():
             self.exchange.wait(self.model.layout.spine.index)

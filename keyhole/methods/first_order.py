@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 
 from keyhole.errors import UserError
 from keyhole.methods.settings import settings
-from keyhole.model.batch import Batch, as_list, to_device
+from keyhole.model.batch import Batch
 from keyhole.model.layout import find_blocks
 from keyhole.model.model import Model
 
@@ -65,7 +65,7 @@ class TorchMethod:
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
-        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        batches = self.model.to_device(batch)
         token_count = max(1, sum(b.token_count for b in batches))
         total = torch.zeros((), device=self.model.device)
         for b in batches:

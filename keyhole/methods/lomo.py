@@ -26,8 +26,8 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.lomo_updates import Squares, Updates
 from keyhole.methods.loss_scale import LossScale
-from keyhole.methods.settings import settings
-from keyhole.model.batch import Batch, as_list, to_device
+from keyhole.methods.settings import checked_rate, settings
+from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
 from keyhole.model.tape import KEEPS
@@ -63,7 +63,7 @@ class LOMO(Updates):
         seed: int = 0,
     ) -> None:
         _check(self.name, model, rounding, activations, (max_grad_norm, clip_value, clip_group_norm))
-        self.model, self.lr, self.weight_decay, self.seed = model, lr, weight_decay, seed
+        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
         self.reverse = Reverse(model, keep=activations, fused=fused, compiled=compile)
@@ -92,7 +92,7 @@ class LOMO(Updates):
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss."""
-        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        batches = self.model.to_device(batch)
         reverses = 2 if self._looks_first else 1
         with self.reverse.sweep(reverses):
             loss = self.reverse.forward(batches)

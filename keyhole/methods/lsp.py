@@ -36,8 +36,8 @@ from keyhole.errors import UserError
 from keyhole.methods import lsp_learn
 from keyhole.methods.lsp_setup import check_settings, find_pieces, place_moments, say_pieces
 from keyhole.methods.lsp_update import Updates
-from keyhole.methods.settings import settings
-from keyhole.model.batch import Batch, as_list, to_device
+from keyhole.methods.settings import checked_rate, settings
+from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.reverse import Reverse
 from keyhole.weak import weakly
@@ -75,7 +75,7 @@ class LSP:
         seed: int = 0,
     ) -> None:
         check_settings(model, d, r, kind, others, optimizer_on, rounding, activations)
-        self.model, self.lr, self.weight_decay, self.seed = model, lr, weight_decay, seed
+        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
         self.d, self.r, self.kind, self.rounding, self.others = d, r, kind, rounding, others
         self.alpha, self.check_freq, self.check_share = alpha, check_freq, check_share
         self.fit_steps, self.learn, self.max_grad_norm = fit_steps, learn, max_grad_norm
@@ -105,7 +105,7 @@ class LSP:
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
-        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        batches = self.model.to_device(batch)
         looks = self.learn and self.step_count % self.check_freq == 0
         self.biases, optimizer = {}, self.optimizer
         if looks:

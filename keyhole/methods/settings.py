@@ -1,8 +1,17 @@
 """What a method takes from the configuration: the settings that all share, and its own section."""
 
+import math
 from typing import Any
 
 from keyhole.config.fields import section_of
+from keyhole.errors import UserError
+
+
+def checked_rate(lr: Any) -> float:
+    """The learning rate, if it is one: for those who do not come by way of a config."""
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
+        raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
+    return float(lr)
 
 
 def settings(config: Any, name: str) -> dict[str, Any]:

@@ -10,8 +10,7 @@ What we do differently from the textbook loop (perturb in place by +1, -2, +1, t
     step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes an element in 16 bit, instead of 16.
   - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1
     (zo_update.py). Over the link: each unit once up, once down a step.
-  - z is a function of (seed, t, i, element) and never stored. Perturbed weights are computed from the clean ones, so
-    nothing drifts. fp32 arithmetic, one rounding at the end (stochastic by default in 16 bit).
+  - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
     these rows on the fly, exactly as the full pass over the table will apply it later in the step.
   - g stays on the device. A non-finite g gives an update of exactly zero.
@@ -20,6 +19,7 @@ Memory beside the weights: two units and 2q spines in the compute dtype, and the
 Legend: q directions, m micro-batches; pass index = (2 i + sign) m + micro-batch.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +27,9 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.settings import checked_rate
 from keyhole.methods.zo_update import Pending, Update
-from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.compiled import compile_forward
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
@@ -56,19 +57,18 @@ class ZO:
         deferred_update: bool = True,
         compile: bool | str = False,
     ) -> None:
-        if not eps > 0:
-            raise UserError(f"zo.eps: {eps} must be above 0; 1e-3 is usual")
-        if directions < 1:
-            raise UserError(f"zo.directions: {directions} must be at least 1")
+        if not eps > 0 or directions < 1:
+            raise UserError(f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least 1")
         self.whole = bool(compile)  # compiled code cannot stop inside a block
         if compile:
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
-        self.model, self.lr, self.eps, self.directions = model, lr, eps, directions
+        self.model, self.lr, self.eps, self.directions = model, checked_rate(lr), eps, directions
         self.weight_decay, self.clip, self.deferred_update = weight_decay, clip, deferred_update
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
         self.update = Update(model, self.noise, self.decay)
+        model.deferred = weakref.WeakMethod(self.flush)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
         layout, device, dtype = model.layout, model.device, model.dtype
@@ -84,7 +84,7 @@ class ZO:
     @torch.no_grad()
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
-        batches = [to_device(b, self.model.device) for b in as_list(batch)]
+        batches = self.model.to_device(batch)
         self.update.begin()
         with self.model.sweep("train"):
             self._perturb_spine()
@@ -212,7 +212,7 @@ class ZO:
 
     @property
     def pending(self) -> Pending | None:
-        """The update that the weights at home do not have yet."""
+        """The update that the weights at home do not have yet. Saving, evaluating and generating apply it."""
         return self.update.pending
 
     @property

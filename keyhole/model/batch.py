@@ -13,7 +13,11 @@ from functools import cache
 
 import torch
 
+from keyhole.errors import UserError
+
 Batch = dict[str, torch.Tensor]
+IGNORED = -100
+PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
 @dataclass
@@ -30,15 +34,44 @@ class DeviceBatch:
 
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
-    return [batch] if isinstance(batch, dict) else list(batch)
+    batches = [batch] if isinstance(batch, dict) else list(batch)
+    if not batches:
+        raise UserError("batch: the list is empty; a step needs at least one micro-batch")
+    return batches
+
+
+def check(batch: Batch, row_count: int) -> None:
+    """UserError for what cannot be trained on. row_count: of the embedding."""
+    if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
+        found = ", ".join(batch) if isinstance(batch, dict) else type(batch).__name__
+        raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
+    shape = tuple(getattr(batch["input_ids"], "shape", ()))
+    for name, x in ((name, batch[name]) for name in PER_TOKEN if name in batch):
+        if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
+            found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise UserError(f"batch: {name} is {found}; all must be tensors of one shape [rows, length], as input_ids")
+        if x.is_floating_point():
+            raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
+    _check_tokens("input_ids", batch["input_ids"], row_count)
+    _check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
+
+
+def _check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "") -> None:
+    """That all are tokens of the model. Tensors on a GPU are not looked into: that would wait."""
+    tokens = x_BT[x_BT != IGNORED] if or_else and x_BT.device.type == "cpu" else x_BT
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = (int(value) for value in torch.aminmax(tokens))
+        if low < 0 or high >= row_count:
+            has = f"the model has tokens 0 to {row_count - 1}{or_else}"
+            raise UserError(f"batch: {name} holds {low} to {high}; {has}")
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     labels_BT = batch["labels"]
-    next_BT = torch.full_like(labels_BT, -100)
+    next_BT = torch.full_like(labels_BT, IGNORED)
     next_BT[:, :-1] = labels_BT[:, 1:]
     flat = next_BT.flatten()
-    index_N = (flat != -100).nonzero()[:, 0]
+    index_N = (flat != IGNORED).nonzero()[:, 0]
     inputs = {"input_ids": batch["input_ids"]}
     mask = batch.get("attention_mask")
     if mask is not None and not bool(mask.all()):  # an all-ones mask says nothing, and costs kernels

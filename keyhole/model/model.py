@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from keyhole import ops
-from keyhole.model.batch import Batch, DeviceBatch, as_list, to_device
+from keyhole.model.batch import Batch, DeviceBatch, as_list, check, to_device
 from keyhole.model.binding import Binding
 from keyhole.model.graphs import BlockGraphs
 from keyhole.model.head import Head
@@ -68,6 +68,7 @@ class Model:
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.addon: Any = None  # what a method adds on top of the weights when they are looked at (LoRA)
+        self.deferred: weakref.WeakMethod | None = None  # applies an update that the weights do not have yet (zo)
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
         self.homes = Homes(layout, engine.homes, dtype)
@@ -84,6 +85,13 @@ class Model:
         return self.homes.read(tensor)
 
     # -- running it ------------------------------------------------------------------------------------------------
+
+    def to_device(self, batch: Batch | list[Batch]) -> list[DeviceBatch]:
+        """One batch or the micro-batches of a step, looked at and sent."""
+        batches = as_list(batch)
+        for one in batches:
+            check(one, self.layout.table.shape[0])
+        return [to_device(one, self.device) for one in batches]
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token."""
@@ -158,7 +166,8 @@ class Model:
     @torch.no_grad()
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. A list of batches crosses the link once, together."""
-        batches = [to_device(b, self.device) for b in as_list(batch)]
+        self.settle()
+        batches = self.to_device(batch)
         spine = self.clean(self.layout.spine)
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -184,6 +193,7 @@ class Model:
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """HF generation; a streamed model crosses the link once a token (the whole batch together)."""
+        self.settle()
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)
         if self.is_plain:
@@ -198,6 +208,11 @@ class Model:
 
     # -- looking at it, and saving ---------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """The weights are those after the last step, also where a method applies its update later."""
+        if self.deferred is not None and (flush := self.deferred()) is not None:
+            flush()
+
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter at its home, a tied one once; with what the method adds on top."""
         self.engine.wait_for_homes()
@@ -209,6 +224,7 @@ class Model:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
         from keyhole.checkpoint.hf import save_model
 
+        self.settle()
         save_model(self, Path(path))
 
     def close(self) -> None:

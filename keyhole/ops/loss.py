@@ -50,7 +50,7 @@ class RunningNLL:
     def split(self, tokens: int) -> "list[RunningNLL]":
         """The same state seen in slices of tokens: what is added to a slice is added to the whole."""
         slices = []
-        for first in range(0, self.targets_N.numel(), tokens):
+        for first in range(0, max(1, self.targets_N.numel()), tokens):  # of nothing, one slice, as Tensor.split gives
             part = RunningNLL.__new__(RunningNLL)
             for name, value in vars(self).items():
                 setattr(part, name, value[first : first + tokens])

@@ -4,9 +4,15 @@
 
 With logging_steps above 1 the line shows means over the steps since the last one. rich is used on a terminal
 only, so a log file never holds control codes.
+
+Nobody may be listening any more: the other end of a pipe has gone, or the terminal. Then `gone` is told, once, and
+everything that would be printed goes nowhere; the run must not end in the middle of a step for it.
 """
 
+import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 Entry = dict[str, Any]
@@ -30,6 +36,7 @@ class Display:
         self.total, self.every = total, every
         self.entries: list[Entry] = []
         self.bar: Any = None
+        self.gone: Callable[[], None] | None = None
 
     def open(self, first_step: int) -> None:
         """Shows the bar, on a terminal."""
@@ -49,16 +56,28 @@ class Display:
 
     def close(self) -> None:
         """Takes the bar away and shows the cursor again."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+        bar, self.bar = self.bar, None
+        if bar is not None:
+            with suppress(OSError):
+                bar.stop()
 
     def line(self, text: str) -> None:
         """One line of text, above the bar if there is one."""
-        if self.bar is None:
-            print(text, flush=True)
-        else:
-            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        try:
+            if self.bar is None:
+                print(text, flush=True)
+            else:
+                self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except OSError:
+            if self.gone is None:
+                raise
+            self._leave_terminal()
+
+    def _leave_terminal(self) -> None:
+        self.close()
+        for file in (sys.stdout, sys.stderr):  # what is in their buffers must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        self.gone()
 
     def lines(self, texts: list[str]) -> None:
         """Several lines."""

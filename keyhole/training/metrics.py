@@ -9,8 +9,7 @@ save, or the end. What has been read and found good is handed on (`done`): a jou
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
 {"step", "eval_loss", "perplexity", "eval_tokens"}. A number that is not finite is written as null.
-Everything but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed
-(and but for zo's `changed`, which also counts the padding between tensors).
+Everything but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed.
 """
 
 import json
@@ -71,7 +70,7 @@ class Recorder:
         self.device, self.write, self.warn, self.last_good, self.done = device, write, warn, last_good, done
         self.lag = 1 if device.type == "cuda" else 0
         self.queue: deque[tuple[Record, torch.Tensor, Stamp]] = deque()
-        self.skips = 0
+        self.skips = self.still = 0
         self.clock = Stamp(device)
 
     def add(self, record: Record) -> None:
@@ -117,6 +116,7 @@ class Recorder:
         }
         self.write(entry | memory_gib(self.device) | extra)
         self._check(record, loss, extra)
+        self._notice(record, extra)
         self.done(record, list(numbers))
 
     def _check(self, record: Record, loss: float, extra: dict[str, float]) -> None:
@@ -125,10 +125,20 @@ class Recorder:
         bad = guard.bad_numbers(extra)
         self.skips = self.skips + 1 if bad else 0
         if bad:
-            self.warn(f"warning: step {record.step}: {', '.join(bad)}; its update was not applied")
+            self.warn(f"warning: step {record.step}: {', '.join(bad)}; such an update is left out")
         if self.skips >= guard.MOST_SKIPS:
             what = f"{', '.join(bad)}, for {self.skips} steps in a row"
             raise guard.stop(record.step, what, record.batch, self.last_good())
+
+    def _notice(self, record: Record, extra: dict[str, float]) -> None:
+        """Says it once when nothing has moved for a while: a run that has diverged into a flat place looks well."""
+        moved = [extra[name] for name in ("grad_norm", "projected_grad") if name in extra]
+        self.still = self.still + 1 if moved and not any(moved) and record.learning_rate else 0
+        if self.still == guard.MOST_SKIPS:
+            self.warn(
+                f"warning: the gradient has been exactly 0 for {self.still} steps, so nothing is learnt any more: most "
+                "likely the run has diverged; go back to a checkpoint before that, with a lower learning_rate"
+            )
 
 
 class Stamp:

@@ -1,23 +1,27 @@
-"""Ctrl-C and SIGTERM: the first asks, the second takes.
+"""Ctrl-C, SIGTERM, a closed terminal: the first asks, the second takes.
 
 The first signal only sets a flag: the loop finishes its step, saves a checkpoint and returns 130. It also
-gives the signal back to the system, so a second one ends the process at once, even inside a long copy or
+gives the signals back to the system, so a second one ends the process at once, even inside a long copy or
 write. That harms nothing: everything on disk is written beside its place and renamed when complete, and what
 a dead process left half-written is swept away by the next run.
+
+A terminal that is closed sends SIGHUP, and whoever is at the other end of a pipe may just go (display.py): both ask
+too. A signal that is ignored stays so: `nohup keyhole train ...` outlives its terminal.
 """
 
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 EXIT_INTERRUPTED = 130
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Interrupts:
-    """A context that turns the first SIGINT or SIGTERM into `requested`; idle outside the main thread."""
+    """A context that turns the first of SIGNALS into `requested`; idle outside the main thread."""
 
     def __init__(self) -> None:
         self.requested: str | None = None  # the name of the signal
@@ -25,7 +29,8 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
+            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._first) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -33,9 +38,14 @@ class Interrupts:
             signal.signal(number, handler)
         self._before = {}
 
+    def ask(self, why: str) -> None:
+        """The same as a first signal, from inside."""
+        self.requested = self.requested or why
+
     def _first(self, number: int, frame: FrameType | None) -> None:
-        for each in SIGNALS:
+        for each in self._before:
             signal.signal(each, signal.SIG_DFL)
-        self.requested = signal.Signals(number).name
+        self.ask(signal.Signals(number).name)
         text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
-        os.write(2, text.encode())  # print could have been interrupted itself, and may not be entered twice
+        with suppress(OSError):  # the terminal may be gone
+            os.write(2, text.encode())  # print could have been interrupted itself, and may not be entered twice

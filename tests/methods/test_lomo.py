@@ -142,6 +142,20 @@ def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
     assert all(close(tensor, expected[key], 1e-6) for key, tensor in found[0].items())
 
 
+def test_a_micro_batch_without_labels_changes_nothing() -> None:
+    """A sample whose answer was cut off: the step is that of the others."""
+    found, nothing = [], batch(seed=9) | {"labels": torch.full_like(batch(seed=9)["labels"], -100)}
+    for batches in ([batch(seed=1)], [batch(seed=1), nothing]):
+        model = load()
+        LOMO(model, fused=False).step(batches)
+        found.append(weights(model))
+    assert all(close(found[1][key], found[0][key], 1e-6) for key in found[0])
+    model = load()
+    before = weights(model)
+    loss = LOMO(model).step([nothing])
+    assert torch.isfinite(loss) and all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
+
+
 def test_dropout_is_replayed() -> None:
     """The second run of a block, and the second reverse, see the masks of the first."""
     found = []

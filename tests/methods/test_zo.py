@@ -254,6 +254,25 @@ def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
     assert made["nearest"] < 0.5
 
 
+def test_saving_and_looking_apply_the_last_update(tmp_path: Any) -> None:
+    """Who forgets flush() finds the weights after the last step all the same."""
+    models = [load(placement="stream") for _ in range(3)]
+    opts = [keyhole.ZO(model, 1e-2, eps=EPS) for model in models]
+    for opt in opts:
+        opt.step(batch())
+    opts[0].flush()
+    models[1].save_pretrained(tmp_path / "out")
+    models[2].nll(batch())
+    assert all(opt.pending is None and equal(weights(models[0]), weights(opt.model)) for opt in opts)
+
+
+@pytest.mark.parametrize("lr", [float("nan"), -1.0, float("inf"), "1e-3", None])
+def test_what_is_no_learning_rate_is_refused(lr: Any) -> None:
+    for method in (keyhole.ZO, keyhole.LOMO, keyhole.LSP, keyhole.AdamOffload):
+        with pytest.raises(UserError, match="lr: .* is no learning rate"):
+            method(load(), lr)
+
+
 def test_it_learns() -> None:
     """On one batch, the loss falls."""
     model = load()

@@ -1,10 +1,14 @@
 """Batches on their way to the device: what is predicted from where, found on the host."""
 
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.model.batch import as_list, to_device
+from keyhole.errors import UserError
+from keyhole.model.batch import as_list, check, to_device
 
 CPU = torch.device("cpu")
 
@@ -39,3 +43,33 @@ def test_a_batch_or_its_micro_batches() -> None:
     """A step takes either."""
     assert as_list({"labels": torch.zeros(1)})[0].keys() == {"labels"}
     assert len(as_list([{}, {}])) == 2
+
+
+IDS = torch.tensor([[1, 2, 3], [4, 5, 9]])
+WRONG = {
+    "needed, found labels": {"labels": IDS},
+    "found list": [IDS],
+    "labels is (2, 2)": {"input_ids": IDS, "labels": IDS[:, :2]},
+    "input_ids is (3,)": {"input_ids": IDS[0], "labels": IDS[0]},
+    "input_ids is (0, 3)": {"input_ids": IDS[:0], "labels": IDS[:0]},
+    "labels is list": {"input_ids": IDS, "labels": IDS.tolist()},
+    "input_ids is torch.float32": {"input_ids": IDS.float(), "labels": IDS},
+    "input_ids holds 1 to 9; the model has tokens 0 to 8": {"input_ids": IDS, "labels": torch.full_like(IDS, -100)},
+    "labels holds -1 to 8; the model has tokens 0 to 8, or -100": {"input_ids": IDS - 1, "labels": IDS - 2 + (IDS > 8)},
+    "attention_mask is (2, 1)": {"input_ids": IDS - 1, "labels": IDS - 1, "attention_mask": IDS[:, :1]},
+}
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_what_cannot_be_trained_on_is_refused(says: str) -> None:
+    """By name, before anything is sent."""
+    with pytest.raises(UserError) as error:
+        check(WRONG[says], 9)
+    assert says in str(error.value)
+    check({"input_ids": IDS - 1, "labels": torch.where(IDS > 2, IDS - 1, -100)}, 9)
+
+
+def test_a_step_without_batches_is_refused() -> None:
+    empty: list[Any] = []
+    with pytest.raises(UserError, match="at least one"):
+        as_list(empty)

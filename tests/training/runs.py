@@ -12,7 +12,6 @@ from keyhole.training.metrics import read_metrics
 
 Make = Callable[..., TrainConfig]
 TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s"}
-PADDED = {"changed"}  # zo's count includes the padding between tensors, which no checkpoint holds
 VARIANTS = {
     "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1, "save_steps": 2},
     "adamw-bf16": {"method": "adamw", "learning_rate": 1e-3, "dtype": "bfloat16"},
@@ -53,7 +52,7 @@ def weights(path: Path | str) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load_file(Path(path) / "model.safetensors").items()}
 
 
-def metrics(config: TrainConfig, ignore: set[str] = TIMED | PADDED) -> list[dict[str, Any]]:
+def metrics(config: TrainConfig, ignore: set[str] = TIMED) -> list[dict[str, Any]]:
     entries = read_metrics(Path(config.output_dir) / "run" / "metrics.jsonl")
     return [{name: value for name, value in entry.items() if name not in ignore} for entry in entries]
 

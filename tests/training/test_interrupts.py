@@ -15,21 +15,35 @@ from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 
 
-def test_sigterm_from_outside(make: Make) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_from_outside(make: Make, number: signal.Signals) -> None:
     """A real process finishes its step, saves, and exits with 130; what it saved can be gone on from."""
     config = make(max_steps=100_000, logging_steps=1000)
     child = Child(config)
     try:
         child.wait_for(" 1/100000 ")
-        os.kill(child.process.pid, signal.SIGTERM)
+        os.kill(child.process.pid, number)
         code, out = child.end()
     finally:
         child.kill()
     assert code == 130, out
     done = len(losses(config))
-    assert f"stopped by SIGTERM after step {done}" in out and done < 100_000
+    assert f"stopped by {number.name} after step {done}" in out and done < 100_000
     assert train(replace(config, max_steps=done + 1), resume="") == 0
     assert len(losses(config)) == done + 1
+
+
+def test_nobody_listens_any_more(make: Make) -> None:
+    """The other end of the output is closed: the step is finished, a checkpoint saved, and the exit code 130."""
+    config = make(max_steps=100_000, logging_steps=1)
+    child = Child(config)
+    child.wait_for(" 2/100000 ")
+    child.out.close()
+    child.process.join()
+    child.limit.cancel()
+    assert child.process.exitcode == 130
+    done = len(losses(config))
+    assert (Path(config.output_dir) / f"checkpoint-{done}").is_dir() and done < 100_000
 
 
 def interrupt_the_save_twice() -> None:

@@ -57,7 +57,20 @@ def test_overflowing_gradients_are_borne_for_a_while() -> None:
     with pytest.raises(NonFinite, match="grad_norm is inf, for 10 steps in a row"):
         patient.add(record(MOST_SKIPS, 1.0, grad_norm=float("inf")))
     assert len(warnings) == 2 * MOST_SKIPS - 1
-    assert warnings[0] == "warning: step 1: grad_norm is inf; its update was not applied"
+    assert warnings[0] == "warning: step 1: grad_norm is inf; such an update is left out"
+
+
+def test_a_gradient_of_nothing_is_noticed() -> None:
+    """Once, after some steps in a row; a rate of 0 or a step that moves starts the count again."""
+    warnings: list = []
+    one = recorder([], warnings=warnings)
+    for step in range(1, MOST_SKIPS):
+        one.add(record(step, 7.0, grad_norm=0.0))
+    one.add(record(MOST_SKIPS, 7.0, grad_norm=1e-9))
+    assert not warnings
+    for step in range(1, 3 * MOST_SKIPS):
+        one.add(record(step, 7.0, grad_norm=0.0))
+    assert len(warnings) == 1 and "has been exactly 0 for 10 steps" in warnings[0]
 
 
 def test_file_drops_what_a_resumed_run_does_again(tmp_path: Path) -> None:
