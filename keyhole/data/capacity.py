@@ -102,7 +102,7 @@ def check_data(data: Dataset, model: Any, config: Any, module: Any = None) -> li
 
 def longest_row(data: Dataset) -> int:
     """Tokens of the longest row."""
-    return max(data.row_length(i) for i in range(len(data)))
+    return max(data.row_length(i) for i in range(len(data))) if data.packed else max(data.lengths)
 
 
 def padding_multiple(data: Dataset, config: Any, usual: int = 8) -> int:
