@@ -85,7 +85,7 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     records = [record for record in found.records if steps is None or record.step <= steps]
     check_base(found.header, base)
     where.setdefault("placement", "auto")
-    model = load(base, dtype=found.header.dtype, wire=found.header.wire, workload=Workload(), **where)
+    model = load(base, dtype=found.header.dtype, wire=found.header.wire, workload=Workload("replay"), **where)
     try:
         method = method_of(found.header, model)
         say(f"base: {base}, content {found.header.base[:12]}, as recorded")

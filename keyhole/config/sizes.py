@@ -7,6 +7,7 @@ refused: one would mean eight bytes and the other could mean either unit, and a 
 count of bytes, and refused below 1 MiB: a caller who writes gpu_memory=8 means something else.
 str() is exact, so that a config survives a round trip: of all ways to write the count with at most two decimals, the
 shortest ("8GB", "0.04GiB"). `about` is for messages: the same where it is short, else three digits ("13.7 GiB").
+`enough` is for limits that a message names: rounded up, so that it can be copied into a config.
 """
 
 import re
@@ -60,6 +61,17 @@ def about(count: int) -> str:
     text = str(Bytes(count))
     if len(text) <= SHORT:
         return text
-    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")
+    unit = _unit(count)
     number = count / UNITS[unit]
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {unit}"
+
+
+def enough(count: int) -> str:
+    """A size of at least this count, at most a tenth of its unit above it: "13.8GiB"."""
+    unit = _unit(count)
+    tenths = -(-10 * count // UNITS[unit])
+    return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
+
+
+def _unit(count: int) -> str:
+    return next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if count >= UNITS[unit]), "B")

@@ -4,4 +4,5 @@
     memory.py     device bytes of a zeroth-order step      gradient.py   of a step that differentiates block by block
     lsp.py        of lsp, and where its moments go         states.py     host bytes of adam-offload
     placement.py  which units stay on the device           probe.py      the machine, for `keyhole env`
+    refusals.py   what too small a budget is told
 """

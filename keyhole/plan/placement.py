@@ -21,21 +21,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from keyhole.config.sizes import Bytes
+from keyhole.config.sizes import Bytes, about
 from keyhole.errors import UserError
 from keyhole.model.layout import TILE_NUMEL, Layout, Unit, find_layout
 from keyhole.offload.wire import Wire
-from keyhole.plan import gradient
+from keyhole.plan import gradient, refusals
 from keyhole.plan.host import host_memory
 from keyhole.plan.lsp import limit_bytes, lsp_device_bytes
 from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
+from keyhole.plan.refusals import PLANNED
 from keyhole.plan.states import SLACK_BYTES, check_host_state
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
 SLOT_COUNT = 3
-ROW_METHODS = ("zo", "eval", "chat")  # forward passes only: they may have a large matrix a few rows at a time
-PLANNED = ("zo", *gradient.METHODS)  # methods whose bytes on the device are known
+ROW_METHODS = ("zo", "eval", "chat", "replay")  # forward passes only: they may have a large matrix a few rows at a time
 
 
 @dataclass
@@ -86,6 +86,8 @@ def place(
     whole = find_layout(module)
     resident = Placement(set(), 0, costs.of(whole, set()), budget)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
+        if budget is not None and work.method in PLANNED and resident.device_bytes.total > budget:
+            raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
         _check_state(whole, resident, formats, work)
         resident.reasons = _reasons(whole, resident, placement, formats, device, work)
         _enforce(budget, device)
@@ -123,13 +125,8 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
             found.append((layout, _keep_what_fits(layout, streamed, costs, budget)))
     if found:
         return min(found, key=lambda one: host_bytes(*one, costs.formats))
-    parts = ", ".join(smallest.lines())
-    raise UserError(
-        f"gpu_memory: {Bytes(budget)} is below the minimum of {smallest.total / GIB:.2f} GiB for this model at "
-        f"{costs.work.tokens} tokens a pass and {costs.work.passes} passes ({parts}). Raise gpu_memory, or lower "
-        "batch_size, max_length, gradient_accumulation_steps or zo.directions (lomo: activations=host)."
-        + (" Compiled blocks are not cut: zo.compile=false needs less." if costs.work.whole_blocks else "")
-    )
+    weights_bytes = sum(costs.formats.home_bytes(u) for u in layout.units)
+    raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, costs.formats.dtype.itemsize)
 
 
 def _keep_what_fits(layout: Layout, streamed: set[int], costs: _Costs, budget: int) -> set[int]:
@@ -219,7 +216,7 @@ def _reasons(
         f"units: {layout.block_count} x {layout.block_class}"
         + (f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB or one matrix" if cut > 1 else "")
         + f"; head {'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks",
-        f"placement: {placement}: {(total - away) / GIB:.2f} GiB of weights on the device, {away / GIB:.2f} GiB "
+        f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
     if layout.tiled_layers:
@@ -229,10 +226,9 @@ def _reasons(
             "rounding"
         )
     if placed.budget_bytes is not None:
-        lines.append(f"budget: {Bytes(placed.budget_bytes)}, enforced")
+        enforced = "enforced" if device.type == "cuda" else "not enforced on a CPU"
+        lines.append(f"budget: {about(placed.budget_bytes)}, {enforced}")
     if device.type != "cuda" or work.method not in PLANNED:
         return lines
-    lines.append(
-        f"planned device peak: {placed.device_bytes.total / GIB:.2f} GiB ({', '.join(placed.device_bytes.lines())})"
-    )
-    return lines
+    parts = refusals.parts(placed.device_bytes, work.method)
+    return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts})"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.config.sizes import UNITS, Bytes, about
+from keyhole.config.sizes import UNITS, Bytes, about, enough
 
 
 @given(st.integers(min_value=1, max_value=2**50))
@@ -56,3 +56,9 @@ def test_about_is_within_half_a_percent(count: int) -> None:
 def test_ints_are_bytes() -> None:
     """A large int, and a size that was read before, however small."""
     assert Bytes.parse(2**33) == 2**33 and Bytes.parse(Bytes(20)) == 20
+
+
+@given(st.integers(min_value=1, max_value=2**50))
+def test_enough_is_at_least_the_count(count: int) -> None:
+    """The limit that a message names can be used as it stands, and is not far above."""
+    assert count <= Bytes.parse(enough(count)) <= max(1.1 * count, count + 1)

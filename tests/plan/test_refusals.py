@@ -1,0 +1,57 @@
+"""What a budget that is too small is told."""
+
+import re
+
+import pytest
+import torch
+
+from keyhole.errors import UserError
+from keyhole.model.skeleton import build
+from keyhole.offload.wire import Wire
+from keyhole.plan.memory import Workload
+from keyhole.plan.placement import place
+from tests.model.decoders import config
+
+
+def small(method: str, budget: str, how: str = "stream", **work: object) -> list[str]:
+    """The reasons for the placement of a tiny model; or the refusal."""
+    module, formats = build(config("llama"), torch.float32), Wire(torch.float32, None)
+    return place(module, how, budget, formats, torch.device("cpu"), Workload(method, **work))[1].reasons
+
+
+ADVICE = {  # what the message says, and what it must not say
+    "zo": ({"passes": 2}, "lower batch_size or max_length.", ("directions", "accumulation", "activations=host")),
+    "zo, more": ({"passes": 8, "directions": 2}, "gradient_accumulation_steps or zo.directions.", ("host",)),
+    "lomo": ({"passes": 1}, "lower batch_size or max_length, or set lomo.activations=host.", ("perturbed", "zo.")),
+    "adam-offload": ({"passes": 1}, "or set adam_offload.activations=host.", ("perturbed", "zo.")),
+    "lsp": ({"passes": 1, "kept": "host"}, "lower batch_size or max_length.", ("activations=host", "zo.")),
+    "adamw": ({"passes": 1}, "adamw cannot stream them. Raise gpu_memory", ("zo.", "activations", "perturbed")),
+    "eval": ({"passes": 1}, "Raise gpu_memory, or use dtype=bfloat16.", ("batch_size", "perturbed", "tokens")),
+    "replay": ({}, "Raise gpu_memory.", ("batch_size", "perturbed", "dtype")),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_too_small_a_budget_is_told_what_helps(case: str) -> None:
+    """Settings that the method has; sizes in a unit that shows them; nothing that is zero."""
+    work, says, not_said = ADVICE[case]
+    with pytest.raises(UserError, match="^gpu_memory: 20KiB (is below the minimum|cannot hold)") as caught:
+        small(case.partition(",")[0], "20KiB", **work)
+    text = str(caught.value)
+    assert says in text and not [word for word in not_said if word in text]
+    assert "GiB" not in text and " 0B" not in text and "workspace" not in text  # there is none on a CPU
+
+
+@pytest.mark.parametrize("how", ["stream", "resident"])
+@pytest.mark.parametrize("method", ["zo", "lomo", "lsp"])
+def test_the_minimum_that_is_named_is_enough(method: str, how: str) -> None:
+    """Copied into the config, it is accepted; placement=resident has one of its own."""
+    with pytest.raises(UserError, match="is below the .*Raise gpu_memory") as caught:
+        small(method, "20KiB", how)
+    least = re.search(r"[0-9.]+[KM]iB", str(caught.value).partition("is below")[2])[0]
+    assert f"budget: {least}, not enforced on a CPU" in small(method, least, how)
+
+
+def test_what_is_not_planned_is_not_refused() -> None:
+    """The baselines' bytes are not known: a resident model is left to them."""
+    assert small("adamw", "20KiB", "resident")
