@@ -153,7 +153,8 @@ def peft_config(**settings: Any) -> Any:
 
 
 def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
-    """Names of the modules to adapt: those asked for, or every linear layer of the blocks."""
+    """Names of the modules to adapt: those asked for, or every linear layer of the blocks. Also for lomo-lora, so that
+    refusals here and below name the key without its section."""
     names = {id(m): name for name, m in model.module.named_modules()}
     inside = [names[id(m)] for block in find_blocks(model.module) for m in block.modules() if _is_linear(m)]
     if asked is not None:
@@ -162,14 +163,12 @@ def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
         unknown = [word for word, hits in found.items() if not hits]
         if unknown:
             known = ", ".join(sorted({name.rpartition(".")[2] for name in inside}))
-            raise UserError(
-                f"lora.target_modules: no linear layer of the blocks is called {unknown[0]!r}; known: {known}"
-            )
+            raise UserError(f"target_modules: no linear layer of the blocks is called {unknown[0]!r}; known: {known}")
         return sorted({name for hits in found.values() for name in hits})
     if model.config.model_type in MAMBAS:
         inside = [name for name in inside if name.rpartition(".")[2] not in NOT_WITH_MAMBA]
     if not inside:
-        raise UserError("lora.target_modules: this model has no linear layers in blocks to adapt")
+        raise UserError("target_modules: this model has no linear layers in blocks to adapt")
     return inside
 
 
@@ -193,7 +192,7 @@ def inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
         try:
             inject_adapter_in_model(inside, held, ADAPTER)
         except ValueError as error:
-            raise UserError(f"lora.target_modules: peft refuses: {error}") from error
+            raise UserError(f"target_modules: peft refuses: {error}") from error
     layers = {name: m for name, m in model.module.named_modules() if isinstance(m, LoraLayer)}
     for layer in layers.values():
         for part in (layer.lora_A, layer.lora_B):

@@ -108,7 +108,7 @@ def test_a_state_on_top_of_merged_weights_is_refused(tmp_path: Path) -> None:
 
 def test_target_modules_are_checked_and_counted() -> None:
     """A name that no layer has is refused with those there are; the start block says what is trained."""
-    with pytest.raises(UserError, match="q_porj.*known: .*q_proj"):
+    with pytest.raises(UserError, match="^target_modules: .*q_porj.*known: .*q_proj"):
         LoRA(load(), target_modules=["q_porj"])
     method = LoRA(load(), r=4, target_modules=["q_proj", "v_proj"])
     assert "6 adapters of rank 4" in method.describe()[0]
