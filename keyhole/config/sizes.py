@@ -59,9 +59,9 @@ class Bytes(int):
 def about(count: int) -> str:
     """A size for a message: "8GiB" where that is all of it, else "13.7 GiB"."""
     text = str(Bytes(count))
-    if len(text) <= SHORT:
-        return text
     unit = _unit(count)
+    if len(text) <= SHORT and (unit == "B" or text != f"{count}B"):
+        return text
     number = count / UNITS[unit]
     return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {unit}"
 

@@ -94,7 +94,9 @@ def test_what_is_saved_is_a_model_and_a_peft_adapter(tmp_path: Path) -> None:
         assert float(plain_loss(both, batches)) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("options, says", [({"compile": True}, "compile"), ({"target_modules": ["nose"]}, "^target_modules: .*nose")])
+@pytest.mark.parametrize(
+    "options, says", [({"compile": True}, "compile"), ({"target_modules": ["nose"]}, "^target_modules: .*nose")]
+)
 def test_bad_settings_are_refused(options: dict[str, Any], says: str) -> None:
     """With what to change."""
     with pytest.raises(UserError, match=says):
