@@ -6,7 +6,7 @@ keyhole prints GiB everywhere; GB is read because data sheets and link rates use
 refused: one would mean eight bytes and the other could mean either unit, and a guess would be 7 % wrong. An int is a
 count of bytes, and refused below 1 MiB: a caller who writes gpu_memory=8 means something else.
 str() is exact, so that a config survives a round trip: of all ways to write the count with at most two decimals, the
-shortest ("8GB", "0.04GiB"). `about` is for messages: the same where it is short, else three digits ("13.7 GiB").
+shortest ("8GB", "0.04GiB"). `about` is for messages: the same where it is short, else three digits ("13.7GiB").
 `enough` is for limits that a message names: rounded up, so that it can be copied into a config.
 """
 
@@ -57,13 +57,13 @@ class Bytes(int):
 
 
 def about(count: int) -> str:
-    """A size for a message: "8GiB" where that is all of it, else "13.7 GiB"."""
+    """A size for a message: "8GiB" where that is all of it, else "13.7GiB"."""
     text = str(Bytes(count))
     unit = _unit(count)
     if len(text) <= SHORT and (unit == "B" or text != f"{count}B"):
         return text
     number = count / UNITS[unit]
-    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f} {unit}"
+    return f"{number:.{2 if number < 9.995 else 1 if number < 99.95 else 0}f}{unit}"
 
 
 def enough(count: int) -> str:
