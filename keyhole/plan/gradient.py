@@ -17,12 +17,12 @@ with two gradients of them in flight. HIDDEN and WIDE count these, as measured o
 Activations and logits are never alive together.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from keyhole.model.head import HEAD_TOKENS
 from keyhole.model.layout import CHUNK_ROWS, Layout
 from keyhole.offload.wire import Wire
-from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, GIB, Workload
+from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, Workload
 
 METHODS = ("lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
 HIDDEN, WIDE = 18, 6
@@ -44,9 +44,6 @@ class GradientBytes:
     def total(self) -> int:
         moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
         return int((self.homes + self.slots + self.kept + moving + self.workspace) * ALLOCATOR_SLACK)
-
-    def lines(self) -> list[str]:
-        return [f"{field.name}: {getattr(self, field.name) / GIB:.2f} GiB" for field in fields(self)]
 
 
 def slot_count(layout: Layout) -> int:

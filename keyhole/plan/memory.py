@@ -20,7 +20,7 @@ Activations and logits are never alive together, so the larger counts. These num
 peak is printed beside them after a few steps.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from keyhole.model.graphs import SMALL_FLOP
@@ -62,9 +62,6 @@ class DeviceBytes:
     def total(self) -> int:
         moving = max(self.activations, self.logits)
         return int((self.homes + self.slots + self.perturbed + moving + self.workspace) * ALLOCATOR_SLACK)
-
-    def lines(self) -> list[str]:
-        return [f"{field.name}: {getattr(self, field.name) / GIB:.2f} GiB" for field in fields(self)]
 
 
 def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
