@@ -75,8 +75,9 @@ class Display:
 
     def _leave_terminal(self) -> None:
         self.close()
-        for file in (sys.stdout, sys.stderr):  # what is in their buffers must not fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in its buffer must not fail again
+        with suppress(OSError):  # the terminal may be gone as well
+            os.write(2, b"keyhole: nobody reads the output any more: finishing this step and saving\n")
         self.gone()
 
     def lines(self, texts: list[str]) -> None:
