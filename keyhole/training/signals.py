@@ -6,7 +6,7 @@ write. That harms nothing: everything on disk is written beside its place and re
 a dead process left half-written is swept away by the next run.
 
 A terminal that is closed sends SIGHUP, and whoever is at the other end of a pipe may just go (display.py): both ask
-too. A signal that is ignored stays so: `nohup keyhole train ...` outlives its terminal.
+too. Where SIGHUP is ignored it stays so: `nohup keyhole train ...` outlives its terminal.
 """
 
 import os
@@ -17,11 +17,12 @@ from types import FrameType
 from typing import Any
 
 EXIT_INTERRUPTED = 130
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGHUP = getattr(signal, "SIGHUP", None)  # not every system has it
 
 
 class Interrupts:
-    """A context that turns the first of SIGNALS into `requested`; idle outside the main thread."""
+    """A context that turns the first signal into `requested`; idle outside the main thread."""
 
     def __init__(self) -> None:
         self.requested: str | None = None  # the name of the signal
@@ -29,7 +30,8 @@ class Interrupts:
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            hangs_up = SIGHUP is not None and signal.getsignal(SIGHUP) != signal.SIG_IGN
+            heard = (*SIGNALS, SIGHUP) if hangs_up else SIGNALS
             self._before = {number: signal.signal(number, self._first) for number in heard}
         return self
 

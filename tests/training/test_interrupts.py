@@ -15,11 +15,17 @@ from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 
 
+def hear_all() -> None:
+    """A background job may have signals ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_from_outside(make: Make, number: signal.Signals) -> None:
     """A real process finishes its step, saves, and exits with 130; what it saved can be gone on from."""
     config = make(max_steps=100_000, logging_steps=1000)
-    child = Child(config)
+    child = Child(config, hear_all)
     try:
         child.wait_for(" 1/100000 ")
         os.kill(child.process.pid, number)

@@ -21,6 +21,20 @@ def test_the_first_signal_asks_and_the_next_is_the_systems(number: int, capfd: p
     assert "finishing this step" in capfd.readouterr().err
 
 
+def test_a_hang_up_is_heard_unless_it_is_ignored() -> None:
+    """`nohup` ignores it, and then it stays so."""
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler in (signal.SIG_IGN, signal.SIG_DFL):
+            signal.signal(signal.SIGHUP, handler)
+            with Interrupts() as interrupts:
+                heard = signal.getsignal(signal.SIGHUP) not in (signal.SIG_IGN, signal.SIG_DFL)
+            assert heard == (handler == signal.SIG_DFL) and signal.getsignal(signal.SIGHUP) == handler
+            assert interrupts.requested is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_does_nothing_in_other_threads() -> None:
     """Only the main thread may set handlers; elsewhere a run goes on without them."""
     seen = []
