@@ -41,6 +41,15 @@ def make(tiny_model: Path, method: str, placement: str, dtype: str, device: str 
     return model, METHODS[method](model, 1e-3)
 
 
+def begun(tiny_model: Path, tmp_path: Path, pool_bytes: int | None = None) -> tuple[Background, Any]:
+    """A run after one step, and a checkpoint of it that has begun."""
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt, pool_bytes)
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    return background, opt
+
+
 def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
@@ -237,10 +246,7 @@ def test_a_failing_disk_lets_training_go_on(
         raise error
 
     monkeypatch.setattr(hand, "write_at", fail)
-    model, opt = make(tiny_model, "zo", "resident", "float32")
-    background = Background(model, opt, 0)
-    opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    background, opt = begun(tiny_model, tmp_path, 0)
     for step in (1, 2, 3):
         opt.step(batch(step))
     assert background.wait().error is error and list(tmp_path.iterdir()) == []
@@ -256,10 +262,7 @@ def test_a_disk_that_fails_to_flush_lets_training_go_on(
         raise error
 
     monkeypatch.setattr(snapshots, "flush_data", fail)
-    model, opt = make(tiny_model, "zo", "resident", "float32")
-    background = Background(model, opt)
-    opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    background, opt = begun(tiny_model, tmp_path)
     for step in (1, 2, 3):
         opt.step(batch(step))
     assert background.wait().error is error and list(tmp_path.iterdir()) == []
@@ -275,10 +278,7 @@ def test_a_worker_that_cannot_begin_is_a_failure(
         raise error
 
     monkeypatch.setattr(snapshots, "Hand", fail)
-    model, opt = make(tiny_model, "zo", "resident", "float32")
-    background = Background(model, opt, 0)
-    opt.step(batch(0))
-    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    background, opt = begun(tiny_model, tmp_path, 0)
     stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2, 3)], daemon=True)
     stepping.start()
     stepping.join(20)

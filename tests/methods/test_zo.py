@@ -402,10 +402,13 @@ def test_compiled_blocks(name: str) -> None:
 def test_compiled_blocks_of_many_shapes() -> None:
     """Rows and lengths that vary: torch does not give up compiling, and so no block falls back to plain code."""
     torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=1):
         opt = keyhole.ZO(load("opt"), compile="eager")
         for rows, length in ((3, 16), (4, 8), (1, 8)):
-            opt.step(batch(rows, length))
+            assert opt.step(batch(rows, length)).isfinite()
+    assert counters["stats"]["unique_graphs"] > 1
 
 
 def test_compiled_blocks_are_whole() -> None:
