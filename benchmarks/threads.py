@@ -15,7 +15,7 @@ import torch
 
 from keyhole.bench import gradient, measure
 from keyhole.bench.gradient_trials import VOCABULARY
-from keyhole.bench.lsp import TRIALS, cpu_alone_s
+from keyhole.bench.lsp import TRIALS, updates_alone_s
 
 WARM_UP, TIMED = 3, 5
 
@@ -30,7 +30,7 @@ def seconds(method: object, device: torch.device) -> float:
 def update_s(method: object) -> float:
     """Of all updates of the last step, on the CPU."""
     spans = getattr(getattr(method, "optimizer", None), "spans", None)
-    return method.host_s if spans is None else spans.read()["update"]
+    return method.updates.host_s if spans is None else spans.read()["update"]
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
         peak = torch.cuda.max_memory_allocated(device) / 2**30
         print(
             f"threads {threads:>2}: {step_s:.4f} s, {native_s / step_s:.2f}x of native AdamW; updates "
-            f"{update_s(method):.3f} s (alone {cpu_alone_s(method) or float('nan'):.3f}); peak {peak:.2f} GiB",
+            f"{update_s(method):.3f} s (alone {updates_alone_s(method) or float('nan'):.3f}); peak {peak:.2f} GiB",
             flush=True,
         )
         method.flush()

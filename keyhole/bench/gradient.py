@@ -8,7 +8,7 @@ Floors:
                product of a block that is left out) at the rate of a large product of the same run
     link       two uploads of what is streamed, or the bytes that crossed if more (what is still there at the turn from
                forward to reverse does not cross again), at the duplex rate of the same run
-    CPU        of adam-offload: the updates of a step with nothing else at work in the machine
+    updates    of adam-offload: all updates of a step with nothing else at work in the machine
     a streamed step is compared with max(resident step of the same method, link)
 
 Random weights of the true shapes; median of the timed steps. GPU GiB: peak handed out, and reserved, by the allocator.
@@ -76,7 +76,7 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
     import torch
 
     from keyhole.bench import measure
-    from keyhole.bench.lsp import cpu_alone_s, parts
+    from keyhole.bench.lsp import parts, updates_alone_s
 
     length = 16 if quick else trial.length
     begin_s = time.perf_counter()
@@ -99,7 +99,7 @@ def _timed(trial: Trial, device: Any, quick: bool, timed: int, warm_up: int) -> 
     found |= {"weights_bytes": model.layout.numel * model.dtype.itemsize, "decided": model.describe()}
     found |= {"planned_bytes": model.placed.device_bytes.total, "parts": parts(method)}
     found["decided"] += getattr(method, "describe", list)()
-    found["cpu_alone_s"] = cpu_alone_s(method)
+    found["updates_alone_s"] = updates_alone_s(method)
     model.close()
     return found
 

@@ -17,11 +17,11 @@ HEADER = (
 
 STEP_PARTS = (
     "forward_s", "reverse_s", "down_s", "update_s", "up_s",
-    "exposed_down_s", "exposed_update_s", "exposed_up_s", "host_wait_s", "layer_update_s",
+    "exposed_down_s", "exposed_update_s", "exposed_up_s", "host_wait_s", "layer_update_s", "gpu_updates",
 )  # fmt: skip
 STEP_HEADER = (
     "trial|step|forward, GPU|reverse, GPU|down|updates, CPU|up|exposed: down|exposed: CPU|exposed: up|host waited|"
-    "one update, CPU|GiB up|GiB down"
+    "one update, CPU|updated by GPU|GiB up|GiB down"
 ).split("|")
 
 
@@ -73,8 +73,8 @@ class Report:
         rate = self.about.get("machine", {}).get("product_rate") or float("nan")
         products_s = None if self.quick else product_flop(r["trial"]["shape"], r["tokens"]) / rate
         if not r["trial"]["streamed"]:
-            cpu_s = r.get("cpu_alone_s") or 0.0
-            return (cpu_s, "CPU") if cpu_s > (products_s or 0.0) else (products_s, "products")
+            updates_s = r.get("updates_alone_s") or 0.0
+            return (updates_s, "updates") if updates_s > (products_s or 0.0) else (products_s, "products")
         other = self.find(r["trial"]["compare"])
         compute_s = other["step_s"] if other else products_s
         link = r.get("link")
@@ -110,7 +110,10 @@ class Report:
             ]
             for r in found
         ]
-        about = "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them:"
+        about = (
+            "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them. Updated "
+            "by GPU: the share of parameters whose state crossed the link for that (adam-offload)."
+        )
         return [about, grid(STEP_HEADER, rows)] if rows else []
 
     def save(self) -> None:

@@ -3,7 +3,8 @@
     native adamw     torch's fused AdamW on the plain module, states in the dtype of the weights (bf16)
     lsp d            (d, 4)-sparse projectors; Adam's moments on the GPU, on the CPU ("cpu"), or as many on the GPU as a
                      budget leaves room for ("17GB") and the rest on the CPU
-    adam-offload     exact AdamW with fp32 states in host memory, layer by layer or monolithic (ZeRO-Offload's order)
+    adam-offload     exact AdamW with fp32 states in host memory, layer by layer (updated by the CPU and the GPU, or by
+                     the CPU alone: "cpu") or monolithic (by the CPU: ZeRO-Offload's order)
     lora, galore     baselines; GaLore's first SVD (minutes) is left out: its bases are drawn at random
 
 Projectors are random here, since the time of a step does not depend on their numbers; what learning them costs is a
@@ -23,7 +24,7 @@ def _lsp(shape: str, d: int, label: str = "", gpu_memory: str | None = None, **o
 
 def _offload(shape: str, schedule: str, **options: Any) -> Trial:
     how = {"schedule": schedule, "activations": "host", **options}
-    label = " compiled" if options.get("compile") else ""
+    label = (" cpu" if options.get("gpu_updates") is False else "") + (" compiled" if options.get("compile") else "")
     return Trial(f"{shape} adam-offload {schedule}{label}", shape, "adam-offload", options=how)
 
 
@@ -40,6 +41,7 @@ TRIALS = [
     Trial("3.5B native adamw", "3.5B", "native", options={"optimizer": "adamw"}),
     _offload("3.5B", "layerwise", **COMPILED),
     _offload("3.5B", "monolithic", **COMPILED),
+    _offload("3.5B", "layerwise", gpu_updates=False, **COMPILED),
     _lsp("3.5B", 2048, " compiled", **COMPILED),
     _offload("7B", "layerwise"),
     _lsp("7B", 256, " compiled", **COMPILED),
@@ -90,8 +92,8 @@ def _leave_out_svd() -> None:
 def parts(method: Any) -> dict[str, float]:
     """Where the time of the last step went, as far as the method knows; the device has been waited for."""
     found = {key: float(value) for key, value in getattr(method, "metrics", dict)().items()}
-    if hasattr(method, "host_s"):
-        found["update_s"] = float(method.host_s)
+    if getattr(method, "name", None) == "adam-offload":
+        found["update_s"] = method.updates.host_s
     spans = getattr(getattr(method, "optimizer", None), "spans", None)
     if spans is not None:
         seconds = spans.read()
@@ -100,22 +102,21 @@ def parts(method: Any) -> dict[str, float]:
     return found
 
 
-def cpu_alone_s(method: Any) -> float | None:
-    """Seconds that the CPU needs for the updates of a step of adam-offload when nobody else moves memory: its floor.
-    From one unit, updated a few times in the worker that does it in a step; the best of them, by elements."""
+def updates_alone_s(method: Any) -> float | None:
+    """Seconds of all updates of a step of adam-offload, by whoever makes them, when nobody else is at work: its floor.
+    (With a learning rate of 0, from whatever the staging buffers hold: nothing is trained afterwards.)"""
     if getattr(method, "name", None) != "adam-offload":
         return None
-    state, seconds = method.state, []
-    unit = max(state.units, key=lambda u: u.numel)
-    given = sorted(at for at, one in state.trained.items() if one.unit is unit)
-
-    def update() -> None:
-        begin_s = time.perf_counter()
-        state.update(unit, given, method.exchange.staging[unit.index], 0.0, 1.0, in_place=False)
-        seconds.append(time.perf_counter() - begin_s)
+    from keyhole.methods.adam_state import Step
 
     method.flush()
-    for _ in range(4):
-        method.pool.submit(update)
-    method.pool.drain()
-    return min(seconds) * sum(u.numel for u in state.units) / unit.numel
+    numbers = method.exchange.small(len(method.slots) + 2).zero_()
+    step = Step(0.0, numbers, numbers, method.slots, whole=False)
+    given: dict[int, list[int]] = {}
+    for at, one in sorted(method.state.trained.items()):
+        given.setdefault(one.unit.index, []).append(at)
+    begin_s = time.perf_counter()
+    for unit in method.state.units:
+        method.updates.submit(step, unit, given[unit.index], None)
+    method.exchange.drain()
+    return time.perf_counter() - begin_s

@@ -135,6 +135,8 @@ class AdamOffloadConfig:
     """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
     threads: Count | None = None
     """CPU threads of the updates; null = all cores but one."""
+    gpu_updates: bool | None = None
+    """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501
     activations: Literal["block", "host", "none"] = "block"
     """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
     compile: bool = False

@@ -11,7 +11,7 @@ One step, layer by layer (schedule: layerwise):
     reverse     the sweep (model/reverse.py) gives the gradient of each tensor, whole, summed over all micro-batches; it
                 leaves for the host on its own stream while the blocks below are differentiated
     update      a worker updates a unit as soon as its gradients have arrived, always the one that the next forward
-                needs first
+                needs first; and so does the GPU, whose link is idle (adam_lane.py): the same bits
     return      a resident unit's weights are sent back by the worker; a streamed one's are at home already
     forward     the next one waits at each unit for its weights, and for nothing else
 
@@ -25,14 +25,15 @@ have been updated before it was met; if any was, the run stops at once, since th
 that is not finite makes every gradient so, and then nothing has changed.)
 """
 
-import time
 import weakref
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.adam_lane import open_lane
 from keyhole.methods.adam_state import AdamState, Step
+from keyhole.methods.adam_update import Updates
 from keyhole.methods.settings import checked_rate, settings
 from keyhole.model.batch import Batch
 from keyhole.model.layout import FlatTensor, Unit
@@ -63,12 +64,15 @@ class AdamOffload:
         eps: float = 1e-8,
         schedule: str = "layerwise",
         threads: int | None = None,
+        gpu_updates: bool | None = None,
         activations: str = "block",
         compile: bool | str = False,
         seed: int = 0,
     ) -> None:
         if schedule not in SCHEDULES:
             raise UserError(f"adam_offload.schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if gpu_updates and schedule != "layerwise":
+            raise UserError("adam_offload.gpu_updates: the GPU helps in schedule=layerwise only; leave it at null")
         if any(home.dtype != model.dtype for home in model.engine.homes):
             raise UserError("wire: adam-offload keeps its own fp32 weights; set wire=null and choose dtype")
         self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
@@ -76,7 +80,8 @@ class AdamOffload:
             raise UserError("every parameter is frozen: there is nothing to train")
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
         self.reverse = Reverse(model, keep=activations, fused=not compile, compiled=compile)
-        self.pool = Workers(threads)
+        helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
+        self.pool = Workers(threads, helper=helped)
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
         self.state = AdamState(model.layout, rule, self.pool.threads)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.streamed}
@@ -84,11 +89,12 @@ class AdamOffload:
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
         for unit in self.state.units:
             self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.homes[unit.index]))
-        if model.engine.cuda and masters:
+        self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
+        if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.whole(self.state.flats[0]), model.device)
+        self.updates = Updates(self.state, self.exchange, self.lane, at_once=schedule == "layerwise")
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.now: Step | None = None
-        self.host_s = 0.0
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "AdamOffload":
@@ -99,13 +105,14 @@ class AdamOffload:
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         batches = self.model.to_device(batch)
-        self.exchange.wait_s = self.host_s = 0.0
+        self.exchange.wait_s = self.updates.host_s = 0.0
         with self.reverse.sweep():
             self.exchange.wait(self.model.layout.spine.index)
             loss = self.reverse.forward(batches)
-            self._raise_if_broken()  # the forward has waited for every unit, so this is all of the last step
+            self._settle()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            self.now = Step(self.lr, norms_K, self.exchange.small(len(self.slots) + 2))
+            numbers = self.exchange.small(len(self.slots) + 2)
+            self.now = Step(self.lr, norms_K, numbers, self.slots, whole=self._clips_at_end)
             try:
                 self.reverse.reverse(self)
             except BaseException:
@@ -118,7 +125,7 @@ class AdamOffload:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
         for page in self.exchange.take_back():
             unit = self.model.layout.units[page]
-            self._write(unit)
+            self.updates.write(unit)
         step.bad = step.applied = step.submitted
 
     @property
@@ -142,9 +149,8 @@ class AdamOffload:
         if given and self._clips_at_end:
             self.now.waiting.append((unit, given))
         elif given:
-            first, last = self.slots[given[0]], self.slots[given[-1]] + 1
-            self.exchange.send(self.now.norms_K[first:last], self.now.numbers[first:last])
-            self._submit(self.now, unit, given, self.exchange.sent())
+            self.exchange.send(*self.now.norms(given))
+            self.updates.submit(self.now, unit, given, self.exchange.sent())
         return False
 
     def _end_reverse(self, step: Step) -> None:
@@ -157,44 +163,17 @@ class AdamOffload:
         self.exchange.send(torch.stack([clip, self.norm]), step.numbers[-2:])
         after = self.exchange.sent()
         for unit, given in step.waiting:
-            self._submit(step, unit, given, after)
+            self.updates.submit(step, unit, given, after)
         if self.schedule == "monolithic":
             self.pool.drain()
             for unit, given in step.waiting if not step.bad else ():
-                self.exchange.send_back(unit.index, self.state.ranges(given))
-
-    def _submit(self, step: Step, unit: Unit, given: list[int], after: Any) -> None:
-        step.submitted = True
-        job, layerwise = (lambda: self._update(step, unit, given)), self.schedule == "layerwise"
-        self.exchange.submit(unit.index, job, after, self.state.ranges(given), at_once=layerwise)
-
-    # -- in the worker ---------------------------------------------------------------------------------------------
-
-    def _update(self, step: Step, unit: Unit, given: list[int]) -> None:
-        """One unit: the gradients in its staging buffer become its new weights."""
-        begin_s, staging = time.perf_counter(), self.exchange.staging[unit.index]
-        if self._is_bad(step, given):
-            step.bad = True
-            self._write(unit)
-            return
-        step.applied = True
-        clip = float(step.numbers[-2]) if self._clips_at_end else 1.0
-        self.state.update(unit, given, staging, step.lr, clip, in_place=unit.index in self.model.engine.streamed)
-        self.host_s += time.perf_counter() - begin_s
-
-    def _write(self, unit: Unit) -> None:
-        """The weights as they are, over a gradient that is not used."""
-        if unit.index in self.model.engine.streamed:
-            self.state.write(unit, self.exchange.staging[unit.index])
-
-    def _is_bad(self, step: Step, given: list[int]) -> bool:
-        if self._clips_at_end:
-            return not torch.isfinite(step.numbers[-1])
-        return step.bad or not torch.isfinite(step.numbers[self.slots[given[0]] : self.slots[given[-1]] + 1]).all()
+                self.updates.send_back(unit, given)
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
-    def _raise_if_broken(self) -> None:
+    def _settle(self) -> None:
+        if self.lane is not None:
+            self.lane.settle()
         if self.now is not None and self.now.bad and self.now.applied:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "
@@ -205,13 +184,15 @@ class AdamOffload:
     def flush(self) -> None:
         """Waits for all updates: the weights at home are those after the last step."""
         self.exchange.drain()
-        self._raise_if_broken()
+        self._settle()
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates."""
+        """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates;
+        gpu_updates: the share of parameters that the GPU has updated, in the last step that was waited for."""
         if self.now is None:
             return {}
-        return {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
+        found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
+        return found if self.lane is None else found | {"gpu_updates": self.lane.share}
 
     def describe(self) -> list[str]:
         """For the start block."""
@@ -220,6 +201,7 @@ class AdamOffload:
         when = "between reverse and forward" if self.schedule == "monolithic" else when
         return [
             f"adam-offload: {gib:.2f} GiB of fp32 state in host memory, {self.pool.threads} threads; updates {when}"
+            + (f"; {self.who}" if self.who else "")
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -232,7 +214,7 @@ class AdamOffload:
         self.flush()
         self.state.load_state_dict(state)
         for unit in self.state.units:
-            self._write(unit)
+            self.updates.write(unit)
             self.exchange.send_back(unit.index, [(0, unit.numel)])
         self.exchange.drain()
         self.model.engine.invalidate()

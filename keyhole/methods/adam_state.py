@@ -22,6 +22,7 @@ from keyhole.offload import arena
 from keyhole.ops.host_adam import CHUNK_PER_THREAD, host_adamw_
 
 NAMES = ("master", "exp_avg", "exp_avg_sq")
+PART = 32 * 2**20  # elements that are updated in one go: some 10 ms
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,46 @@ def trained_in(unit: Unit) -> list[Trained]:
     return [Trained(unit, t.start, stop) for t, stop in pairs if t.param.requires_grad]
 
 
+@dataclass(frozen=True)
+class Part:
+    """[begin, end) of a unit: neighbours with equally many updates. `step`: the number of the coming one; `starts`: the
+    trained tensors that begin here."""
+
+    begin: int
+    end: int
+    step: int
+    starts: tuple[int, ...]
+
+
 @dataclass
 class Step:
-    """What the updates of one step share. `numbers` on the host: norms of all tensors, then clip factor and norm."""
+    """What the updates of one step share. `numbers` on the host: norms of all tensors (`slots`: which is whose), then
+    clip factor and norm of all. whole: these two are known before the first update."""
 
     lr: float
     norms_K: torch.Tensor
     numbers: torch.Tensor
+    slots: dict[int, int]
+    whole: bool
     given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
     waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
     submitted: bool = False
     applied: bool = False
     bad: bool = False
+
+    def norms(self, given: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of tensors that are side by side: on the device, and their places on the host."""
+        at = slice(self.slots[given[0]], self.slots[given[-1]] + 1)
+        return self.norms_K[at], self.numbers[at]
+
+    def is_bad(self, given: list[int]) -> bool:
+        """Whether these must not be updated: a gradient is not finite."""
+        if self.whole:
+            return not torch.isfinite(self.numbers[-1])
+        return self.bad or not torch.isfinite(self.norms(given)[1]).all()
+
+    def clip(self) -> float:
+        return float(self.numbers[-2]) if self.whole else 1.0
 
 
 class AdamState:
@@ -79,8 +108,9 @@ class AdamState:
         for moment in moments:
             moment.zero_()
 
-    def ranges(self, given: list[int]) -> list[tuple[int, int]]:
-        """Places in their unit of what got a gradient: neighbours with equally many updates together."""
+    def parts(self, given: list[int]) -> list[Part]:
+        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates together, in
+        pieces of at most PART."""
         ranges: list[list[int]] = []
         for at in given:
             one = self.trained[at]
@@ -89,24 +119,25 @@ class AdamState:
                 ranges[-1][1] = end
             else:
                 ranges.append([begin, end, self.steps[at]])
-        return [(begin, end) for begin, end, _ in ranges]
+        cuts = [(i, min(i + PART, end), step) for begin, end, step in ranges for i in range(begin, end, PART)]
+        places = [(at, at - self.trained[at].unit.start) for at in given]
+        return [Part(i, j, step + 1, tuple(at for at, place in places if i <= place < j)) for i, j, step in cuts]
 
-    def update(
-        self, unit: Unit, given: list[int], page: torch.Tensor, lr: float, clip: float, in_place: bool = True
-    ) -> None:
-        """From the gradients in `page`, of the tensors that begin at `given`. in_place: they become new weights, in the
-        same place; else the master alone is new."""
-        for begin, end in self.ranges(given):
-            part, step = page[begin:end], self.steps[unit.start + begin] + 1
-            weight = part if in_place else None
-            state = self.of(unit, begin, end)
-            host_adamw_(*state, part, weight, step=step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
-        for at in given:
+    def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float, in_place: bool = True) -> None:
+        """From the gradients in `page`. in_place: they become new weights, in the same place; else the master alone is
+        new."""
+        grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
+        weight = grad if in_place else None
+        host_adamw_(*state, grad, weight, step=part.step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
+
+    def count(self, part: Part) -> None:
+        """The part has had its update."""
+        for at in part.starts:
             self.steps[at] += 1
 
-    def write(self, unit: Unit, page: torch.Tensor) -> None:
-        """The weights as they are, over whatever `page` holds."""
-        page.copy_(self.of(unit)[0])
+    def write(self, unit: Unit, page: torch.Tensor, begin: int = 0, end: int | None = None) -> None:
+        """The weights as they are, over whatever `page` holds in this range."""
+        page[begin:end].copy_(self.of(unit, begin, end)[0])
 
     def state_dict(self) -> dict[str, Any]:
         """By tensor, as views."""

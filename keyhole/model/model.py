@@ -27,6 +27,7 @@ from torch import nn
 from keyhole import ops
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, to_device
 from keyhole.model.binding import Binding
+from keyhole.model.fused_relu import fuse_relu
 from keyhole.model.graphs import BlockGraphs
 from keyhole.model.head import Head
 from keyhole.model.homes import Homes
@@ -76,6 +77,7 @@ class Model:
         self._scratch: dict[str, torch.Tensor] = {}
         install_hooks(self)
         compute_in_tiles(self)
+        fuse_relu(self)
         whole = len(layout.of_kind("block")) == layout.block_count > 0
         if graphs and self.device.type == "cuda" and whole:
             self.graphs = BlockGraphs(self, find_blocks(module))

@@ -24,14 +24,13 @@ On a CPU device the same jobs run in the same worker, with plain copies.
 """
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
-from keyhole.offload.workers import Workers
+from keyhole.offload.workers import Aside, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
 LANDING = 16 * 2**20  # elements of a master that are on the device at a time
@@ -99,16 +98,25 @@ class Exchange:
 
     # -- the job, and back -----------------------------------------------------------------------------------------
 
-    def submit(self, page: int, job: Callable[[], None], after: Any, back: list[Span], at_once: bool = True) -> None:
+    def submit(
+        self,
+        page: int,
+        job: Job,
+        after: Any,
+        back: list[Span],
+        at_once: bool = True,
+        aside: Aside | None = None,
+    ) -> None:
         """Has the worker do the job and send these spans of the page back (at_once=False: `send_back` will be called).
-        Pages that are needed first in the next pass are worked on first: the engine numbers them in that order."""
+        aside: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
+        worked on first: the engine numbers them in that order."""
 
         def work() -> None:
             job()
             if at_once:
                 self.send_back(page, back)
 
-        self.pool.submit(work, page=page, after=after, urgency=page)
+        self.pool.submit(work, page=page, after=after, urgency=page, aside=aside)
         self.leaving.discard(page)
         if page not in self.engine.streamed:
             self.engine.bytes_up += sum(_bytes(self.source[page][begin:end]) for begin, end in back)

@@ -13,7 +13,11 @@ Which job is next? Of those whose CUDA event has happened, the one with the lowe
 which its page is needed next, and the work that holds up the next forward pass first is done first); when none has
 happened, the oldest, and the worker waits for its event; the caller's thread never does.
 
-The first job that fails ends the work: jobs that wait are dropped, the thread ends, and the caller gets WorkerFailed
+A second thread (helper=True) takes jobs that can be done another way as well, on the device: `aside()` begins one and
+returns what waits for its end. The helper begins the next before it waits, so that the device is never without work.
+Whichever thread is free takes what is most urgent, and nobody has to know how fast the two are.
+
+The first job that fails ends the work: jobs that wait are dropped, the threads end, and the caller gets WorkerFailed
 with the cause at its next submit, ready, wait or drain. Nobody hangs.
 """
 
@@ -29,6 +33,7 @@ import torch
 from keyhole.plan.host import cpu_count
 
 Job = Callable[[], None]
+Aside = Callable[[], Job]  # begins a job elsewhere, returns what waits for its end
 
 
 class WorkerFailed(RuntimeError):
@@ -43,6 +48,7 @@ class Ticket:
     page: Any
     after: Any  # a CUDA event, or None
     urgency: int
+    aside: Aside | None
 
     def may_start(self) -> bool:
         return self.after is None or self.after.query()
@@ -58,20 +64,26 @@ def default_threads(launches_all_the_time: bool = False) -> int:
 class Workers:
     """See the top of this file. threads: torch's threads inside a job; None: default_threads()."""
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, helper: bool = False) -> None:
         self.threads = threads or default_threads()
         self._state = _State()
-        work = (self._state, self.threads)
-        self._thread = threading.Thread(target=_work, args=work, name="keyhole-host", daemon=True)
+        self._threads = [threading.Thread(target=_work, args=(self._state, self.threads), name="keyhole-host")]
+        if helper:
+            self._threads.append(threading.Thread(target=_help, args=(self._state,), name="keyhole-helper"))
         before = torch.get_num_threads()
-        self._thread.start()
-        self._state.started.wait()
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+            self._state.started.acquire()
         torch.set_num_threads(before)  # what threads that begin later start with
-        self._end = weakref.finalize(self, _close, self._state, self._thread)
+        self._end = weakref.finalize(self, _close, self._state, self._threads)
 
-    def submit(self, job: Job, page: Any = None, after: Any = None, urgency: int = 0) -> Ticket:
-        """Takes a job. after: a CUDA event that must have happened before it starts."""
-        ticket = Ticket(job, page, after, urgency)
+    def submit(
+        self, job: Job, page: Any = None, after: Any = None, urgency: int = 0, aside: Aside | None = None
+    ) -> Ticket:
+        """Takes a job. after: a CUDA event that must have happened before it starts. aside: the same job for the
+        helper."""
+        ticket = Ticket(job, page, after, urgency, aside)
         with self._state.changed:
             self._state.check()
             self._state.waiting.append(ticket)
@@ -94,7 +106,7 @@ class Workers:
         self._wait_until(lambda: self._state.pending.total() == 0)
 
     def close(self) -> None:
-        """Drops the jobs that have not begun and ends the thread. Safe to call again."""
+        """Drops the jobs that have not begun and ends the threads. Safe to call again."""
         self._end()
 
     def _wait_until(self, done: Callable[[], bool]) -> None:
@@ -104,11 +116,11 @@ class Workers:
 
 
 class _State:
-    """What the worker and the callers share, under one lock. (Apart from Workers, which the thread must not hold.)"""
+    """What the threads and the callers share, under one lock. (Apart from Workers, which the threads must not hold.)"""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        self.started = threading.Event()
+        self.started = threading.Semaphore(0)
         self.waiting: list[Ticket] = []
         self.pending: Counter = Counter()  # page -> jobs not done
         self.error: BaseException | None = None
@@ -120,16 +132,22 @@ class _State:
             raise WorkerFailed(f"work on the host failed, the run cannot go on: {what}") from self.error
         assert not self.closed, "the workers were closed"
 
-    def take(self) -> Ticket | None:
-        """The job to do next, when there is one; None: the end."""
+    def take(self, aside: bool = False, wait: bool = True) -> Ticket | None:
+        """The job to do next, when there is one; None: the end, or without `wait` none at present that may start."""
         with self.changed:
-            self.changed.wait_for(lambda: self.waiting or self.closed)
-            if self.closed:
+            mine = [] if self.closed else self._mine(aside)
+            while wait and not mine and not self.closed:
+                self.changed.wait()
+                mine = self._mine(aside)
+            able = [ticket for ticket in mine if ticket.may_start()]
+            if self.closed or not (able or wait):
                 return None
-            able = [ticket for ticket in self.waiting if ticket.may_start()]
-            ticket = min(able, key=lambda t: t.urgency) if able else self.waiting[0]
+            ticket = min(able, key=lambda t: t.urgency) if able else mine[0]
             self.waiting.remove(ticket)
             return ticket
+
+    def _mine(self, aside: bool) -> list[Ticket]:
+        return [ticket for ticket in self.waiting if ticket.aside is not None] if aside else self.waiting
 
     def finish(self, ticket: Ticket) -> None:
         with self.changed:
@@ -147,7 +165,7 @@ class _State:
 def _work(state: _State, threads: int) -> None:
     torch.get_num_threads()  # a thread's first question is answered with the process's number, which then stays
     torch.set_num_threads(threads)
-    state.started.set()
+    state.started.release()
     try:
         while (ticket := state.take()) is not None:
             if ticket.after is not None:
@@ -159,7 +177,29 @@ def _work(state: _State, threads: int) -> None:
         state.stop(error)
 
 
-def _close(state: _State, thread: threading.Thread) -> None:
+def _help(state: _State) -> None:
+    """Like _work, by `aside`, and one job ahead: the last one begun is waited for when the next has begun."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    state.started.release()
+    begun: tuple[Ticket, Job] | None = None
+    try:
+        while (ticket := state.take(aside=True, wait=begun is None)) is not None or begun is not None:
+            last, begun = begun, None
+            if ticket is not None:
+                if ticket.after is not None:
+                    ticket.after.synchronize()
+                with torch.no_grad():
+                    begun = ticket, ticket.aside()
+            if last is not None:
+                last[1]()
+                state.finish(last[0])
+    except BaseException as error:
+        state.stop(error)
+
+
+def _close(state: _State, threads: list[threading.Thread]) -> None:
     state.stop()
-    if thread is not threading.current_thread():
-        thread.join()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()

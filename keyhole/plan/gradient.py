@@ -10,6 +10,7 @@ For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, 
     activations  of one block that is run again with its graph                              b M (HIDDEN H + WIDE W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
     workspace    what cuBLAS reserves
+    updates      adam-offload: what is on its way through its lane (offload/lane.py), and masters that land
 
 A pre-norm block with a gated MLP saves, in H-wide tensors, two norms in fp32 with their inputs and outputs, queries,
 keys and values before and after rotation, and the attention's output; in W-wide ones gate, up, activation and product,
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 
 from keyhole.model.head import HEAD_TOKENS
 from keyhole.model.layout import CHUNK_ROWS, Layout
+from keyhole.offload.exchange import LANDING
+from keyhole.offload.lane import SLOTS, chunk_of
 from keyhole.offload.wire import Wire
 from keyhole.plan.memory import ALLOCATOR_SLACK, FRAGMENTATION, Workload
 
@@ -39,17 +42,27 @@ class GradientBytes:
     activations: int
     logits: int
     workspace: int
+    updates: int = 0
 
     @property
     def total(self) -> int:
         moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
-        return int((self.homes + self.slots + self.kept + moving + self.workspace) * ALLOCATOR_SLACK)
+        fixed = self.homes + self.slots + self.kept + self.workspace + self.updates
+        return int((fixed + moving) * ALLOCATOR_SLACK)
 
 
 def slot_count(layout: Layout) -> int:
     """All units of a block are needed at once; those of the next are on their way meanwhile."""
     of_a_block = -(-len(layout.of_kind("block")) // max(1, layout.block_count))
     return 2 * of_a_block + 1
+
+
+def update_bytes(layout: Layout, streamed: set[int], work: Workload, element_bytes: int) -> int:
+    """On the device for adam-offload's updates, whoever makes them."""
+    if work.method != "adam-offload":
+        return 0
+    lane = SLOTS * chunk_of(layout.largest_unit_numel) * (12 + element_bytes)
+    return lane + (4 * LANDING if len(streamed) < len(layout.units) else 0)
 
 
 def gradient_device_bytes(
@@ -74,4 +87,5 @@ def gradient_device_bytes(
         activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide)),
         logits=tokens * rows * (2 * b + 4) + b * rows * hidden * 2 + work.passes * work.tokens * hidden * (b + 4),
         workspace=workspace_bytes * (work.passes + 2),
+        updates=update_bytes(layout, streamed, work, b),
     )

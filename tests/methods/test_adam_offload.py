@@ -44,6 +44,18 @@ def trained(model: keyhole.Model, steps: int = 4, **options: Any) -> dict[str, t
     return found
 
 
+def by_lane_alone(method: AdamOffload) -> None:
+    """The worker uses the lane as well, in turn with its helper: every part goes through it."""
+    lock, begin = threading.Lock(), method.updates.by_gpu
+
+    def by_gpu(*job: Any) -> Any:
+        with lock:
+            begin(*job)()
+        return lambda: None
+
+    method.updates.by_cpu = method.updates.by_gpu = by_gpu
+
+
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
@@ -105,6 +117,46 @@ def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype
     for twin in (*twins, partly):
         assert same(expected, trained(twin, max_grad_norm=clip))
     assert same(expected, trained(streamed(base), max_grad_norm=clip, schedule="monolithic"))
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the worker alone, by both, and by the lane alone, in parts and chunks that cut tensors anywhere."""
+
+    def model() -> keyhole.Model:
+        found = load(dtype="bfloat16")
+        return found if place == "resident" else streamed(found)
+
+    expected = trained(model(), max_grad_norm=clip)
+    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
+    monkeypatch.setattr("keyhole.methods.adam_state.PART", 192)
+    monkeypatch.setattr("keyhole.offload.lane.CHUNK", 128)
+    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
+    alone = model()
+    method = AdamOffload(alone, max_grad_norm=clip, gpu_updates=True, **HOW)
+    by_lane_alone(method)
+    for t in range(4):
+        method.step(micro(t))
+    method.flush()
+    assert same(expected, weights(alone)) and method.metrics()["gpu_updates"] == 1.0
+    method.close()
+
+
+def test_what_goes_through_the_lane_is_counted() -> None:
+    """Resident, 16 bit: 14 bytes a parameter up and 12 + 2 down, instead of 4 and 2."""
+    model, moved = load(dtype="bfloat16"), []
+    for alone in (False, True):
+        method = AdamOffload(model, gpu_updates=alone, **HOW)
+        if alone:
+            by_lane_alone(method)
+        up, down = model.engine.bytes_up, model.engine.bytes_down
+        method.step(batch())
+        method.flush()
+        moved.append((model.engine.bytes_up - up, model.engine.bytes_down - down))
+        method.close()
+    numel = sum(unit.numel for unit in method.state.units)
+    assert moved[1][0] - moved[0][0] == 10 * numel and moved[1][1] - moved[0][1] == 12 * numel
 
 
 def test_the_demo_sized_vocabulary_is_chunked_alike() -> None:
@@ -263,8 +315,8 @@ def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatc
     assert isinstance(caught.value.__cause__, MemoryError)
     with pytest.raises(WorkerFailed):
         method.flush()
-    method.pool._thread.join(10)
-    assert method.pool._thread not in threading.enumerate()
+    method.pool._threads[0].join(10)
+    assert method.pool._threads[0] not in threading.enumerate()
     method.close()
 
 
@@ -275,21 +327,21 @@ def test_the_worker_ends_with_the_model() -> None:
     method.step(batch())
     method.flush()
     model.close()
-    assert method.pool._thread not in threading.enumerate()
+    assert method.pool._threads[0] not in threading.enumerate()
 
 
 def test_updates_run_beside_the_next_forward() -> None:
     """With clipping, step returns before its updates are done, and the forward waits unit by unit, in its order."""
     model = load()
     method = AdamOffload(model, max_grad_norm=0.5, **HOW)
-    release, order, update = threading.Event(), [], method._update
+    release, order, update = threading.Event(), [], method.updates.by_cpu
 
-    def slow(step: Any, unit: Any, given: list) -> None:
+    def slow(step: Any, unit: Any, given: list, part: Any) -> None:
         assert release.wait(20)
         order.append(unit.index)
-        update(step, unit, given)
+        update(step, unit, given, part)
 
-    method._update = slow
+    method.updates.by_cpu = slow
     method.step(batch())
     assert not method.exchange.ready(model.layout.of_kind("block")[-1].index)
     release.set()
@@ -328,8 +380,9 @@ def test_every_order_and_placement_gives_the_same_bits_on_a_gpu(clip: float | No
     def gpu(**options: Any) -> keyhole.Model:
         return keyhole.load(config("llama", **shape), init="random", device="cuda", dtype="bfloat16", **options)
 
-    expected = trained(gpu(), 6, max_grad_norm=clip)
+    expected = trained(gpu(), 6, max_grad_norm=clip, gpu_updates=False)
     assert same(expected, trained(gpu(), 6, max_grad_norm=clip, schedule="monolithic"))
+    assert same(expected, trained(gpu(), 6, max_grad_norm=clip))
     for seed in range(3):
         model = gpu(placement="stream", chaos=random.Random(seed))
         assert same(expected, trained(model, 6, max_grad_norm=clip))

@@ -31,7 +31,7 @@ def pool() -> Workers:
     workers = Workers(threads=1)
     yield workers
     workers.close()
-    assert not workers._thread.is_alive()
+    assert not workers._threads[0].is_alive()
 
 
 def test_a_page_is_ready_when_all_its_jobs_are_done(pool: Workers) -> None:
@@ -55,7 +55,7 @@ def test_submit_never_waits_for_an_event(pool: Workers) -> None:
     assert not pool.ready(0) and time.perf_counter() - begin_s < WAIT_S / 2
     gate.happened.set()
     pool.drain()
-    assert gate.waited_by == pool._thread.name
+    assert gate.waited_by == pool._threads[0].name
 
 
 def test_the_most_urgent_job_that_may_start_is_next(pool: Workers) -> None:
@@ -88,8 +88,8 @@ def test_the_first_error_stops_the_caller_with_its_cause(call: str) -> None:
     pool.submit(fail, page=1, urgency=1)
     pool.submit(lambda: ran.append(1), page=2, urgency=2)
     gate.happened.set()
-    pool._thread.join(WAIT_S)
-    assert not pool._thread.is_alive() and ran == []
+    pool._threads[0].join(WAIT_S)
+    assert not pool._threads[0].is_alive() and ran == []
     arguments = {"submit": (lambda: None,), "drain": ()}.get(call, (2,))
     with pytest.raises(WorkerFailed, match="MemoryError: no room") as caught:
         getattr(pool, call)(*arguments)
@@ -114,7 +114,7 @@ def test_a_caller_that_waits_already_is_woken_by_the_error(pool: Workers) -> Non
 def test_the_thread_ends_with_its_owner() -> None:
     """Nothing is left behind when the pool is dropped without being closed."""
     pool = Workers(threads=1)
-    thread = pool._thread
+    thread = pool._threads[0]
     pool.submit(lambda: None)
     del pool
     thread.join(WAIT_S)
@@ -148,3 +148,59 @@ def test_jobs_leave_the_interpreter_to_the_caller(pool: Workers) -> None:
     while not pool.ready(0):
         turns += 1
     assert turns > 20  # holding the GIL for the three calls of the job would leave four
+
+
+# -- the helper ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair() -> Workers:
+    workers = Workers(threads=1, helper=True)
+    yield workers
+    workers.close()
+    assert not any(thread.is_alive() for thread in workers._threads)
+
+
+def test_the_helper_takes_jobs_that_can_be_done_aside(pair: Workers) -> None:
+    """While the worker is held up, the helper does what it can, and the page is ready when its end was waited for."""
+    gate, end, done = threading.Event(), threading.Event(), []
+    pair.submit(lambda: gate.wait(WAIT_S), page=0)
+    for page in (1, 2):
+        aside = lambda page=page: done.append(page) or (lambda: end.wait(WAIT_S))  # noqa: E731
+        pair.submit(lambda page=page: done.append(-page), page=page, aside=aside)
+    while len(done) < 2:
+        time.sleep(1e-3)
+    assert done == [1, 2] and not pair.ready(1)
+    end.set()
+    pair.wait(1)
+    pair.wait(2)
+    assert not pair.ready(0)
+    gate.set()
+    pair.drain()
+    assert done == [1, 2]
+
+
+def test_every_job_is_done_once_by_one_of_the_two(pair: Workers) -> None:
+    done = []
+    for i in range(200):
+        aside = lambda i=i: done.append(i) or (lambda: time.sleep(1e-4))  # noqa: E731
+        pair.submit(lambda i=i: done.append(i), page=i % 7, urgency=i % 7, aside=aside)
+    pair.drain()
+    assert sorted(done) == list(range(200))
+
+
+@pytest.mark.parametrize("when", ["begin", "end"])
+def test_a_helper_that_fails_stops_the_caller(when: str) -> None:
+    """Whether the job could not begin or did not end well."""
+    pool, gate = Workers(threads=1, helper=True), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("no device any more")
+
+    pool.submit(lambda: gate.wait(WAIT_S), page=0)
+    pool.submit(lambda: None, page=1, aside=fail if when == "begin" else lambda: fail)
+    with pytest.raises(WorkerFailed, match="no device any more"):
+        pool.wait(1)
+    gate.set()
+    pool.close()
+    assert not any(thread.is_alive() for thread in pool._threads)
