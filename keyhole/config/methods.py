@@ -134,7 +134,7 @@ class AdamOffloadConfig:
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
     """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
     threads: Count | None = None
-    """CPU threads of the updates; null = all cores but one."""
+    """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
     gpu_updates: bool | None = None
     """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501
     activations: Literal["block", "host", "none"] = "block"

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from keyhole.errors import UserError
 from keyhole.methods.settings import settings
 from keyhole.model.batch import Batch
-from keyhole.model.layout import find_blocks
+from keyhole.model.blocks import find_blocks
 from keyhole.model.model import Model
 
 State = dict[str, Any]

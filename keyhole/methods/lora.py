@@ -25,7 +25,8 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.methods.first_order import State, TorchMethod
 from keyhole.model.batch import Batch
-from keyhole.model.layout import FlatTensor, find_blocks
+from keyhole.model.blocks import find_blocks
+from keyhole.model.layout import FlatTensor
 from keyhole.model.model import Model
 
 ADAPTER = "default"

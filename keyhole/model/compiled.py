@@ -28,8 +28,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from keyhole.errors import UserError
+from keyhole.model.blocks import find_blocks
 from keyhole.model.kept import Keeper, Kept
-from keyhole.model.layout import find_blocks
 from keyhole.model.taken import linears_offer
 
 RECOMPILES = 64

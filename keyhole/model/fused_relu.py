@@ -24,12 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.model.layout import find_blocks, row_tiles
+from keyhole.model.blocks import find_blocks, relu_pair
 from keyhole.model.lockstep import Lockstep
-
-PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
-"""Class of a block -> its linear layer and activation. To add one, read the block's forward: nothing but the activation
-may use what the layer gives."""
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,12 +33,10 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 def fuse_relu(model: Any) -> None:
     """Gives the layers of every such pair a forward that leaves the ReLU to the product where that is possible."""
     for block in find_blocks(model.module):
-        if names := PAIRS.get(type(block).__name__):
-            layer, activation = (getattr(block, name) for name in names)
-            fits = type(layer) is nn.Linear and layer.bias is not None and not row_tiles(layer)
-            if fits and type(activation) is nn.ReLU:
-                layer.forward = _product(weakref.ref(model), block, names, layer, activation)
-                activation.forward = _activation(activation)
+        if pair := relu_pair(block):
+            layer, activation = pair
+            layer.forward = _product(weakref.ref(model), block, layer, activation)
+            activation.forward = _activation(activation)
 
 
 def has_epilogue(x: torch.Tensor) -> bool:
@@ -50,15 +44,13 @@ def has_epilogue(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
-def _product(
-    model: Callable[[], Any], block: nn.Module, names: tuple[str, str], layer: nn.Linear, activation: nn.ReLU
-) -> Forward:
+def _product(model: Callable[[], Any], block: nn.Module, layer: nn.Linear, activation: nn.ReLU) -> Forward:
     def without_gradients() -> bool:
         conductor = None if torch.is_grad_enabled() or (owner := model()) is None else owner.conductor
         return isinstance(conductor, Lockstep) and not conductor.grad  # with: a first run, before one with a graph
 
     def side_by_side() -> bool:
-        return [getattr(block, name) for name in names] == [layer, activation] and not layer._forward_hooks
+        return relu_pair(block) == (layer, activation) and not layer._forward_hooks
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not (has_epilogue(x) and without_gradients() and side_by_side()):

@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from keyhole.model.layout import Unit, find_blocks
+from keyhole.model.blocks import find_blocks
+from keyhole.model.layout import Unit
 
 
 class Conductor(Protocol):

@@ -12,11 +12,10 @@ So the layout may not depend on the device, the budget or the placement, only on
     blocks   the matrices of the transformer blocks, block after block
     head     the output matrix, cut like the table; absent when it is tied to the table
 
-Blocks are found by looking at the model (the list of modules that holds the most parameters), not by its class
-name. A block may be cut further into runs of consecutive leaf modules when a whole block is too large a
-transfer for the budget; that changes where units begin and end, never an element's index. The matrix of a linear layer
-of more than TILE_NUMEL elements may be cut by rows (rowtiles.py says how it is then used); such a layer's bias, which
-all of its rows need, belongs to the spine.
+Blocks are found by looking at the model (blocks.py). A block may be cut further into runs of consecutive leaf modules
+when a whole block is too large a transfer for the budget; that changes where units begin and end, never an element's
+index. A very large matrix of a linear layer may be cut by rows (rowtiles.py says how it is then used); such a layer's
+bias, which all of its rows need, belongs to the spine.
 
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding a tensor.
 """
@@ -27,10 +26,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from keyhole.model.blocks import find_blocks, leaves_of, relu_pair, row_tiles
+
 ALIGN = 64
 CHUNK_ROWS = 8192
-TILE_NUMEL = 160 * 2**20
-TILE_ROWS = 256  # tiles are a multiple of this
 
 
 @dataclass(frozen=True)
@@ -78,6 +77,7 @@ class Layout:
     block_class: str
     tied: bool  # the head is the table
     tiled_layers: int = 0  # linear layers that are computed in row tiles
+    fused_relu: bool = False  # blocks take a ReLU within the product before it
 
     def of_kind(self, kind: str) -> list[Unit]:
         return [unit for unit in self.units if unit.kind == kind]
@@ -98,43 +98,6 @@ class Layout:
     @property
     def largest_unit_numel(self) -> int:
         return max(unit.numel for unit in self.units[1:])
-
-
-def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the outermost list of modules that holds the most parameters; [] if there is none."""
-    best, best_numel = [], 0
-    for child in module.modules():  # outermost first, so that a tie goes to the outer list
-        if isinstance(child, nn.ModuleList) and len(child) > 1:
-            numel = sum(p.numel() for p in child.parameters())
-            if numel > best_numel:
-                best, best_numel = list(child), numel
-    return best
-
-
-def _is_matrix(p: nn.Parameter) -> bool:
-    """Not a vector, and not the kernel of a depthwise convolution [C, 1, K]: that is small, and the code of state-space
-    layers uses it without entering the module that owns it."""
-    return p.ndim > 1 and p.shape[-2] > 1
-
-
-def _leaves(block: nn.Module) -> list[nn.Module]:
-    """Modules that own a matrix, each with all that is inside of it (its own code may use its children's weights);
-    modules with vectors only (norms) belong to the spine."""
-    if any(p is not None and _is_matrix(p) for p in block._parameters.values()):
-        return [block]
-    return [leaf for child in block.children() for leaf in _leaves(child)]
-
-
-def row_tiles(leaf: nn.Module) -> list[tuple[int, int]]:
-    """Row ranges of a linear layer with a large matrix, as even as TILE_ROWS allows; [] for any other module. They
-    depend on the shape alone, so that streamed and resident models compute the same products."""
-    if type(leaf) is not nn.Linear or leaf.weight.numel() <= TILE_NUMEL:
-        return []
-    row_count = leaf.weight.shape[0]
-    even = -(-row_count // -(-leaf.weight.numel() // TILE_NUMEL))
-    step = -(-even // TILE_ROWS) * TILE_ROWS
-    tiles = [(first, min(first + step, row_count)) for first in range(0, row_count, step)]
-    return tiles if len(tiles) > 1 else []
 
 
 def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> list[list[nn.Module]]:
@@ -173,8 +136,8 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
     head_p = head.weight if isinstance(head, nn.Linear) else None
     blocks = find_blocks(module)
     tables = {id(p) for p in (table_p, head_p)}
-    uses = Counter(id(p) for block in blocks for leaf in _leaves(block) for p in leaf.parameters())
-    large = [leaf for block in blocks for leaf in _leaves(block) if row_tiles(leaf)]
+    uses = Counter(id(p) for block in blocks for leaf in leaves_of(block) for p in leaf.parameters())
+    large = [leaf for block in blocks for leaf in leaves_of(block) if row_tiles(leaf)]
     outside = tables | {id(leaf.bias) for leaf in large}
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine
     builder = _Builder(names, _block_of(blocks, in_blocks))
@@ -183,7 +146,7 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
     if table_p is not None:
         builder.table("table", table_p)
     for i, block in enumerate(blocks):
-        runs = _runs(_leaves(block), in_blocks, max_unit_numel)
+        runs = _runs(leaves_of(block), in_blocks, max_unit_numel)
         for j, run in enumerate(runs):
             params = [p for leaf in run for p in leaf.parameters() if id(p) in in_blocks]
             name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
@@ -195,7 +158,8 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
     if head_p is not None and not tied:
         builder.table("head", head_p)
     kind = type(blocks[0]).__name__ if blocks else "none"
-    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large))
+    fused = any(relu_pair(block) for block in blocks)
+    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large), fused)
 
 
 class _Builder:

@@ -27,12 +27,13 @@ from torch import nn
 from keyhole import ops
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, to_device
 from keyhole.model.binding import Binding
+from keyhole.model.blocks import find_blocks
 from keyhole.model.fused_relu import fuse_relu
 from keyhole.model.graphs import BlockGraphs
 from keyhole.model.head import Head
 from keyhole.model.homes import Homes
 from keyhole.model.hooks import Conductor, install_hooks
-from keyhole.model.layout import FlatTensor, Layout, Unit, find_blocks
+from keyhole.model.layout import FlatTensor, Layout, Unit
 from keyhole.model.lockstep import Lockstep
 from keyhole.model.rowtiles import compute_in_tiles
 from keyhole.model.solo import Solo

@@ -25,11 +25,12 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.binding import rows_view
+from keyhole.model.blocks import find_blocks
 from keyhole.model.compiled import Compiled
 from keyhole.model.ends import Ends
 from keyhole.model.homes import view
 from keyhole.model.kept import Keeper
-from keyhole.model.layout import Unit, find_blocks
+from keyhole.model.layout import Unit
 from keyhole.model.linear import Again
 from keyhole.model.model import Model
 from keyhole.model.sink import Sink, chunk

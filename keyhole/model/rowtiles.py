@@ -7,7 +7,7 @@ A tile is a unit of its own: the pass meets tile after tile, and slots and pertu
 
 A product of some rows may differ in its last bits from those rows of the whole product: a library may choose another
 kernel for another shape. So that streamed and resident stay equal to the bit, the tiles depend on the layer's shape
-alone (layout.row_tiles), and a layer that has tiles is always computed in them, wherever it lives. Within rounding that
+alone (blocks.row_tiles), and a layer that has tiles is always computed in them, wherever it lives. Within rounding that
 is what the ordinary layer gives. Only with gradients the product is whole: those methods hold whole matrices.
 """
 
@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from keyhole.errors import UserError
-from keyhole.model.layout import Unit, find_blocks, row_tiles
+from keyhole.model.blocks import find_blocks, row_tiles
+from keyhole.model.layout import Unit
 
 
 def compute_in_tiles(model: Any) -> None:

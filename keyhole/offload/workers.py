@@ -62,10 +62,11 @@ def default_threads(launches_all_the_time: bool = False) -> int:
 
 
 class Workers:
-    """See the top of this file. threads: torch's threads inside a job; None: default_threads()."""
+    """See the top of this file. threads: torch's threads inside a job; None: default_threads(), one less beside a
+    helper."""
 
     def __init__(self, threads: int | None = None, helper: bool = False) -> None:
-        self.threads = threads or default_threads()
+        self.threads = threads or max(1, default_threads() - helper)
         self._state = _State()
         self._threads = [threading.Thread(target=_work, args=(self._state, self.threads), name="keyhole-host")]
         if helper:

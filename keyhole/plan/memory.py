@@ -12,7 +12,8 @@ A zeroth-order step that streams units through slots holds on the device, for b 
     workspace    what cuBLAS reserves, once a thread
 
 Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
-in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product).
+in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product);
+two where a ReLU is taken within the product (model/fused_relu.py).
 The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION). Blocks small enough
 to be launched as CUDA graphs have a second set, which the allocator keeps apart, and are recorded on a stream of their
 own, for which cuBLAS reserves once more.
@@ -70,7 +71,7 @@ def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
     matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
     wide = max((max(shape) for shape in matrices), default=hidden)
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
-    running = work.tokens * (2 * hidden + 3 * wide)
+    running = work.tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
     waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
     graphs = running + work.tokens * work.passes * 2 * hidden if launched_as_graphs(layout, work) else 0
     return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)

@@ -23,7 +23,8 @@ from torch import nn
 
 from keyhole.config.sizes import Bytes, about
 from keyhole.errors import UserError
-from keyhole.model.layout import TILE_NUMEL, Layout, Unit, find_layout
+from keyhole.model.blocks import TILE_NUMEL
+from keyhole.model.layout import Layout, Unit, find_layout
 from keyhole.offload.wire import Wire
 from keyhole.plan import gradient, refusals
 from keyhole.plan.host import host_memory

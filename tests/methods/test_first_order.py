@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
-from keyhole.model.layout import find_blocks
+from keyhole.model.blocks import find_blocks
 from tests.model.decoders import NAMES, TWELVE, batch, config
 
 

@@ -12,8 +12,7 @@ import torch
 
 import keyhole
 from keyhole.methods.lomo import LOMO
-from keyhole.model import fused_relu
-from keyhole.model import layout as layout_module
+from keyhole.model import blocks, fused_relu
 from keyhole.model.taken import linears_offer
 from tests.model.decoders import LAYERS, batch, config
 from tests.model.streaming import streamed
@@ -29,7 +28,7 @@ def load(name: str = "opt", changes: dict[str, Any] | None = None, **options: An
 def ordinary(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> keyhole.Model:
     """The same model with its layers as Transformers made them."""
     with monkeypatch.context() as patch:
-        patch.setattr(fused_relu, "PAIRS", {})
+        patch.setattr(blocks, "PAIRS", {})
         return load(*args, **options)
 
 
@@ -165,8 +164,8 @@ def test_compiled_blocks_are_the_compilers(calls: Calls, monkeypatch: pytest.Mon
 @pytest.mark.usefixtures("epilogue")
 def test_tiles_are_ordinary(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that is computed in tiles of rows still is."""
-    monkeypatch.setattr(layout_module, "TILE_NUMEL", 1000)
-    monkeypatch.setattr(layout_module, "TILE_ROWS", 8)
+    monkeypatch.setattr(blocks, "TILE_NUMEL", 1000)
+    monkeypatch.setattr(blocks, "TILE_ROWS", 8)
     plain, model = ordinary(monkeypatch), load()
     assert torch.equal(train(plain), train(model)) and calls.within == 0 < model.layout.tiled_layers
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from keyhole.model import layout as layout_module
-from keyhole.model.layout import ALIGN, Layout, find_blocks, find_layout
+from keyhole.model.blocks import find_blocks
+from keyhole.model.layout import ALIGN, Layout, find_layout
 from keyhole.model.skeleton import build
 from tests.model.decoders import LAYERS, NAMES, VOCAB, config
 

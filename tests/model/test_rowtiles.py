@@ -9,7 +9,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.zo import ZO
-from keyhole.model import layout as layout_module
+from keyhole.model import blocks
 from keyhole.model.layout import ALIGN, find_layout
 from keyhole.model.skeleton import build
 from keyhole.plan import placement
@@ -27,8 +27,8 @@ def load(name: str, **options: object) -> keyhole.Model:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices of more than 1000 elements count as large: most of those in a tiny decoder."""
-    monkeypatch.setattr(layout_module, "TILE_NUMEL", 1000)
-    monkeypatch.setattr(layout_module, "TILE_ROWS", 8)
+    monkeypatch.setattr(blocks, "TILE_NUMEL", 1000)
+    monkeypatch.setattr(blocks, "TILE_ROWS", 8)
 
 
 @pytest.mark.usefixtures("small_tiles")
