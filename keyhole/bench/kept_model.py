@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import keyhole
 from keyhole.bench import measure
@@ -33,7 +34,7 @@ class KeptModel:
         self.key: tuple | None = None
         self.load_s = 0.0
         self.host_bytes = 0  # after loading
-        self.vectors: list[tuple[torch.Tensor, torch.Tensor]] = []  # norms and biases: where, and as loaded
+        self.vectors: list[tuple[nn.Parameter, torch.Tensor]] = []  # norms and biases, and as loaded
         self.links: dict[int, dict[str, float]] = {}
         self.link: dict[str, float] | None = None
 
@@ -63,8 +64,8 @@ class KeptModel:
         )
         self.key, self.load_s = case.load, time.perf_counter() - begin_s
         self.host_bytes = measure.host_memory()
-        homes = [self.model.home(t) for t in self.model.layout.tensors if len(t.shape) < 2]
-        self.vectors = [(home, home.to("cpu", copy=True)) for home in homes]
+        vectors = [t.param for t in self.model.layout.tensors if len(t.shape) < 2]
+        self.vectors = [(param, param.data.to("cpu", copy=True)) for param in vectors]
         self.measure_link()
         return self.model
 
@@ -73,10 +74,10 @@ class KeptModel:
         model = self.model
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02
-        model.binding.bind_homes()  # the textbook loop leaves parameters in memory of its own
+        for param, as_loaded in self.vectors:
+            param.data = as_loaded
         fill_random(model, std, 0)
-        for home, as_loaded in self.vectors:
-            home.copy_(as_loaded)
+        model.binding.bind_homes()  # the textbook loop leaves parameters in memory of its own
         model.engine.invalidate()
 
     def measure_link(self) -> None:

@@ -73,7 +73,7 @@ class Model:
         self.deferred: weakref.WeakMethod | None = None  # applies an update that the weights do not have yet (zo)
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
-        self.homes = Homes(layout, engine.homes, dtype)
+        self.homes = Homes(layout, engine.homes, dtype, self.device)
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
         install_hooks(self)

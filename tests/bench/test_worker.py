@@ -4,6 +4,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
 from keyhole.bench import worker as worker_module
@@ -37,9 +38,10 @@ def test_a_model_is_gone_before_the_next_is_loaded(monkeypatch: Any) -> None:
     assert len(alive) == 3 and not any(ref() for ref in alive)
 
 
-def test_refresh_brings_back_the_first_weights() -> None:
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_refresh_brings_back_the_first_weights(wire: str | None) -> None:
     """Whatever was trained before, losses of the next case start where a fresh load would."""
-    case = Case("13B", "streamed", dtype="fp32")
+    case = Case("13B", "streamed", dtype="fp32", wire=wire)
     worker = make(lambda found: None)
     before = [x.clone() for _, x in worker.kept.ready(case).named_tensors()]
     worker.measure(case)
