@@ -33,7 +33,6 @@ from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.compiled import compile_forward
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
-from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
 
 
@@ -101,7 +100,7 @@ class ZO:
         spine, engine = self.model.layout.spine, self.model.engine
         w = engine.acquire(spine.index)
         for i in range(self.directions):
-            if self._prepare(spine, w, self.spines[i, 0], self.spines[i, 1], i):
+            if self.update.perturb(spine, w, self.spines[i, 0], self.spines[i, 1], self._perturbation(i)):
                 engine.commit(spine.index)
 
     def _server(self, micro: int) -> Callable[[Unit | None, Callable[[int], None]], None]:
@@ -122,44 +121,15 @@ class ZO:
         for i in range(self.directions):
             if unit is not None:
                 plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
-                prepare = self._prepare_packed if w.dtype == PACKED else self._prepare
-                if prepare(unit, w, plus, minus, i):
+                if self.update.perturb(unit, w, plus, minus, self._perturbation(i)):
                     engine.commit(unit.index)
                 if i == self.directions - 1:
                     engine.release(unit.index)
             for sign in (0, 1):
                 yield i, sign, None if unit is None else (plus, minus)[sign]
 
-    def _prepare(self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, direction: int) -> bool:
-        """Writes both perturbed copies; applies the pending update if the unit has not had it. True if w changed."""
-        update = self.update.is_due(unit)
-        for begin, end, trained in self.update.trained[unit.index]:
-            w_, plus_, minus_ = w[begin:end], plus[begin:end], minus[begin:end]
-            if not trained:
-                plus_.copy_(w_)
-                minus_.copy_(w_)
-                continue
-            at = {"offset": unit.start + begin, **self.noise}
-            perturb = {"step": self.step_count, "eps": self.eps}
-            if update:
-                fused = self.update.fused() | {"changed": self.update.changed}
-                ops.zo_update_perturb_(w_, plus_, minus_, **at, **perturb, **fused)
-            else:
-                ops.zo_perturb(w_, plus_, minus_, **at, **perturb, direction=direction)
-        self.update.visited.add(unit.index)
-        return update
-
-    def _prepare_packed(
-        self, unit: Unit, packed: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, direction: int
-    ) -> bool:
-        """The same for a packed unit: what was packed is what is perturbed."""
-        update, unpacked = self.update.is_due(unit), self.update.unpacked[: unit.numel]
-        if update:
-            self.update.apply(unit, packed)
-        if direction == 0:
-            ops.fp8_decode(packed, unpacked)
-        self._prepare(unit, unpacked, plus, minus, direction)
-        return update
+    def _perturbation(self, direction: int) -> dict[str, Any]:
+        return {"step": self.step_count, "eps": self.eps, "direction": direction}
 
     def _rows(self, batches: list[DeviceBatch]) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Rows of the table for a pass: both signs are made at once, the minus rows wait for their pass."""
@@ -175,9 +145,8 @@ class ZO:
             if not table.param.requires_grad:
                 waiting[i, k] = stale_MH.to(self.model.dtype)
                 return waiting[i, k]
-            perturb = {"step": self.step_count, "eps": self.eps, "direction": i, "dtype": self.model.dtype}
-            update = self.update.fused() if self.pending else {}
-            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, **self.noise, **perturb, **update)
+            how = self.noise | self._perturbation(i) | (self.update.fused() if self.pending else {})
+            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, dtype=self.model.dtype, **how)
             return plus_MH
 
         return rows

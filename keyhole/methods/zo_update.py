@@ -5,13 +5,13 @@
 coef needs the losses, and they are known only when every unit has been passed. Applying the update then would be one
 more trip of every unit over the link; so it waits here, and a unit gets it on the first of these occasions:
 
-    the next step       fused with the perturbation, one pass over w (zo.py): `fused` says with which numbers
+    the next step       fused with the perturbation, one pass over w: `perturb`
     the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`
     a flush             when someone wants to see the weights
 
-`visited` is the set of units that have had it: none gets it twice, also after a step that broke off. A packed unit (8
-bit) is unpacked, updated and packed.
-Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not.
+`visited` is the set of units that have had it: none gets it twice, also after a step that broke off.
+Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not. A packed unit (8 bit)
+that is one trained span is updated as it is (ops/zo_packed.py); any other is unpacked, updated and packed.
 
 An update is elementwise, and its noise is a function of (seed, step, element): replaying a run from its journal is all
 updates on one unit, then all on the next.
@@ -46,9 +46,10 @@ class Update:
         self.pending: Pending | None = None
         self.visited: set[int] = set()
         self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
-        packed = [u.numel for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
-        self.unpacked = torch.empty(max(packed, default=0), device=model.device)
         self.trained = [trained_spans(unit) for unit in model.layout.units]
+        packed = [u for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
+        in_spans = [u.numel for u in packed if not self.is_one_span(u)]
+        self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
         self.trained_numel = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
         if not self.trained_numel:
             raise UserError("every parameter is frozen: there is nothing to train")
@@ -69,14 +70,52 @@ class Update:
     def is_due(self, unit: Unit) -> bool:
         return self.pending is not None and unit.index not in self.visited
 
+    def is_one_span(self, unit: Unit) -> bool:
+        """Whether all of a unit is trained, with no gaps in it."""
+        return self.trained[unit.index] == [(0, unit.numel, True)]
+
     def fused(self) -> dict[str, Any]:
         """The update as arguments of an op that also perturbs."""
         return {"coef": self.pending.coef, "update_step": self.pending.step, **self.decay}
+
+    def perturb(
+        self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, perturbation: dict[str, Any]
+    ) -> bool:
+        """Writes both perturbed copies (perturbation: step, eps, direction); applies the update first if the unit has
+        not had it. True if w changed. Of a packed unit, what was packed is what is perturbed."""
+        update, spans = self.is_due(unit), self.trained[unit.index]
+        fused = self.fused() | {"changed": self.changed} if update else {}
+        if w.dtype == PACKED and self.is_one_span(unit):
+            at = {"n": unit.numel, "offset": unit.start}
+            ops.zo_packed_(w, plus, minus, **at, **self.noise, **perturbation, **fused)
+            spans = []
+        elif w.dtype == PACKED:
+            if update:
+                self.apply(unit, w)
+                fused = {}
+            ops.fp8_decode(w, self.unpacked[: unit.numel])
+            w = self.unpacked[: unit.numel]
+        for begin, end, trained in spans:
+            w_, plus_, minus_ = w[begin:end], plus[begin:end], minus[begin:end]
+            if not trained:
+                plus_.copy_(w_)
+                minus_.copy_(w_)
+                continue
+            how = {"offset": unit.start + begin, **self.noise, **perturbation}
+            if fused:
+                ops.zo_update_perturb_(w_, plus_, minus_, **how, **fused)
+            else:
+                ops.zo_perturb(w_, plus_, minus_, **how)
+        self.visited.add(unit.index)
+        return update
 
     def apply(self, unit: Unit, w: torch.Tensor) -> None:
         """The update alone, on a unit that is here, plain or packed."""
         if w.dtype != PACKED:
             self._apply_plain(unit, w)
+        elif self.is_one_span(unit):
+            at = {"n": unit.numel, "offset": unit.start, "changed": self.changed}
+            ops.zo_packed_(w, **at, **self.noise, **self.fused())
         else:
             unpacked = self.unpacked[: unit.numel]
             ops.fp8_decode(w, unpacked)

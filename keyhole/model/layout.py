@@ -65,6 +65,11 @@ class Unit:
     def numel(self) -> int:
         return self.stop - self.start
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether tensors are padded in it."""
+        return self.rows is None and sum(tensor.shape.numel() for tensor in self.tensors) < self.numel
+
 
 @dataclass
 class Layout:

@@ -5,6 +5,7 @@
     zo_update_            the update of a zeroth-order step, in place
     zo_perturb            w + eps z and w - eps z
     zo_update_perturb_    both, in one pass over memory
+    zo_packed_            the same, for weights in 8 bits
     zo_rows               both, for gathered rows of an embedding table
     gather_rows           rows of a table on the device or in page-locked host memory
     fp8_decode            an 8-bit page to fp32 or 16 bit
@@ -17,8 +18,9 @@
     describe              which implementation runs, and why
 
 Not here, but in files of their own: the loss over chunks of the vocabulary (loss.py), AdamW on host memory
-(host_adam.py, torch's own kernel). What the ops share: noise (tiles.py, philox.py, gaussian.py), rounding (rounding.py,
-strips.py, settle.py), checks of arguments (arguments.py), the choice of implementation (backend.py).
+(host_adam.py, torch's own kernel) and in the same bits on the device (adamw.py). What the ops share: noise (tiles.py,
+philox.py, gaussian.py), rounding (rounding.py, strips.py, settle.py), checks of arguments (arguments.py), the choice of
+implementation (backend.py).
 """
 
 from keyhole.ops.adalomo import adalomo_state, adalomo_update_
@@ -32,6 +34,7 @@ from keyhole.ops.rows import zo_rows
 from keyhole.ops.tiles import noise
 from keyhole.ops.unproject import decompress_add_
 from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
+from keyhole.ops.zo_packed import zo_packed_
 
 __all__ = [
     "Projector",
@@ -49,6 +52,7 @@ __all__ = [
     "sgd_update_",
     "sum_squares_",
     "use_kernel",
+    "zo_packed_",
     "zo_perturb",
     "zo_rows",
     "zo_update_",

@@ -69,7 +69,7 @@ def zo_perturb_reference(w: torch.Tensor, plus: torch.Tensor, minus: torch.Tenso
 
 
 @jit()
-def _direction_sum(coef_ptr, tile, step, k0, k1, Q: tl.constexpr, GAUSSIAN: tl.constexpr):
+def direction_sum(coef_ptr, tile, step, k0, k1, Q: tl.constexpr, GAUSSIAN: tl.constexpr):
     """u = c_0 z_0 + c_1 z_1 + ... for the four vectors of a noise tile."""
     u0, u1, u2, u3 = tile_noise(tile, step * 0, step, k0, k1, GAUSSIAN)
     c = tl.load(coef_ptr + 1)
@@ -94,7 +94,7 @@ def _half(w_ptr, plus_ptr, minus_ptr, coef_ptr, tile, lo, hi, word_a, word_b, up
     w0, w1 = load(w_ptr + i0, m0, MASKED), load(w_ptr + i1, m1, MASKED)
     w2, w3 = load(w_ptr + i2, m2, MASKED), load(w_ptr + i3, m3, MASKED)
     if Q > 0:
-        u0, u1, u2, u3 = _direction_sum(coef_ptr, tile, update_step, k0, k1, Q, GAUSSIAN)
+        u0, u1, u2, u3 = direction_sum(coef_ptr, tile, update_step, k0, k1, Q, GAUSSIAN)
         lr = tl.load(coef_ptr)
         x0, changed = store_updated(w_ptr + i0, m0, w0, u0, word_a & 0xFFFF, lr, wd, changed, DECAY, STOCHASTIC,
                                     COUNT, PAIRS, MASKED)

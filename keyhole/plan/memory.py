@@ -6,7 +6,7 @@ A zeroth-order step that streams units through slots holds on the device, for b 
     homes        the spine and every resident unit                               b x their elements
     slots        slot_count x the largest streamed unit                          b x ...
     perturbed    w + eps z and w - eps z of one unit, and of the spine for
-                 each of q directions; one fp32 unit when units are packed       b x (2 unit + 2 q spine)
+                 each of q directions; one fp32 unit where packed ones have gaps b x (2 unit + 2 q spine)
     activations  one running pass, and what each waiting pass keeps              below
     logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
     workspace    what cuBLAS reserves, once a thread
@@ -102,12 +102,12 @@ def zo_device_bytes(
 ) -> DeviceBytes:
     """The device peak of a zeroth-order step."""
     element_bytes = formats.dtype.itemsize
-    packed = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED]
+    gaps = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED and u.has_gaps]
     perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * work.directions * layout.spine.numel)
     return DeviceBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0),
-        perturbed=perturbed + 4 * max(packed, default=0),
+        perturbed=perturbed + 4 * max(gaps, default=0),
         activations=activation_bytes(layout, work, element_bytes),
         logits=logits_bytes(layout, work, element_bytes),
         workspace=workspace_bytes * (work.passes * (2 if launched_as_graphs(layout, work) else 1) + 1),
