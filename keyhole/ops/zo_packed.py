@@ -33,6 +33,8 @@ from keyhole.ops.tiles import NUM_WARPS, ROWS, WIDTH, check, int32, key, lanes, 
 from keyhole.ops.zo import direction_sum, zo_perturb, zo_update_
 from keyhole.ops.zo_element import store_perturbed
 
+REGISTERS = 128  # a thread: two programs share a multiprocessor, without spills
+
 _WIDTH, _TILE, _GROUP = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(GROUP)
 _COLUMNS, _GROUPS, _SHARED = tl.constexpr(WIDTH // ROWS), tl.constexpr(WIDTH // GROUP), tl.constexpr(GROUP // ROWS)
 
@@ -153,9 +155,11 @@ def zo_packed_(packed: torch.Tensor, plus: torch.Tensor | None = None, minus: to
         return
     flags = dict(Q=updated_by, PERTURB=plus is not None, DECAY=decay != 0,
                  GAUSSIAN=distribution == "gaussian", STOCHASTIC=rounding == "stochastic",
-                 COUNT=coef is not None and changed is not None)
+                 COUNT=coef is not None and changed is not None, num_warps=NUM_WARPS, enable_fp_fusion=False)
+    if torch.version.hip is None:
+        flags["maxnreg"] = REGISTERS
     tile_0, lead = divmod(offset, TILE)
     with on_device(packed):
         _packed_kernel[(-(-(lead + n) // TILE),)](
             packed, plus, minus, coef, changed, tile_0, lead, n, int32(update_step), int32(step), direction,
-            *key(seed), eps, decay, **flags, num_warps=NUM_WARPS, enable_fp_fusion=False)
+            *key(seed), eps, decay, **flags)
