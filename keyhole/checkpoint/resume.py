@@ -20,7 +20,8 @@ SAFE = {
     "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
     "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
     "report_to", "output_dir", "device", "placement", "gpu_memory", "background_save", "journal_sync",
-    "adam_offload.schedule", "adam_offload.threads", "lsp.optimizer_on", "lsp.threads", "zo.clip", "zo.deferred_update",
+    "adam_offload.schedule", "adam_offload.threads", "adam_offload.gpu_updates", "lsp.optimizer_on", "lsp.threads",
+    "zo.clip", "zo.deferred_update",
 }  # fmt: skip
 
 

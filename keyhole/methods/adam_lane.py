@@ -33,7 +33,7 @@ class AdamLane:
         chunk = chunk_of(min(PART, max(unit.numel for unit in state.units)))
         self.lane = Lane([torch.float32] * 3 + [dtype], engine.device, chunk)
         self.scratch = torch.empty(0 if engine.cuda else chunk)
-        self.share = 0.0  # of all parameters, in the last step
+        self.share = 0.0  # of all trained parameters, in the last step
         self._numel = self._up = self._down = 0  # parameters updated and bytes moved since the last `settle`
 
     def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float) -> Callable[[], None]:
@@ -61,10 +61,10 @@ class AdamLane:
         self._down += numel * (12 + (element if streamed else 0))
 
     def settle(self) -> None:
-        """Counts a step. Called by the engine's thread while no update runs."""
+        """Counts a step, once. Called by the engine's thread while no update runs."""
         self.engine.bytes_up += self._up
         self.engine.bytes_down += self._down
-        self.share = self._numel / sum(unit.numel for unit in self.state.units)
+        self.share = self._numel / sum(one.stop - one.start for one in self.state.trained.values())
         self._numel = self._up = self._down = 0
 
 
@@ -74,9 +74,11 @@ def open_lane(state: AdamState, engine: Engine, dtype: torch.dtype) -> tuple[Ada
         return AdamLane(state, engine, dtype, None), "the device updates a part of them"
     if not use_kernel(engine.device):
         return None, "the GPU cannot help: Triton is missing"
-    squares = squares_of_host(engine.device)
+    squares = squares_of_host(engine.device, **state.rule)
     if squares is None:
         return None, "the GPU cannot help: this build of torch rounds AdamW in a way that is not known here"
     if not all(arena.pin(arena.whole(flat), engine.device) for flat in state.flats):
+        for flat in state.flats:
+            arena.unpin(arena.whole(flat))
         return None, "the GPU cannot help: the state in host memory could not be page-locked"
     return AdamLane(state, engine, dtype, squares), "the GPU updates what it can meanwhile, in the same bits"

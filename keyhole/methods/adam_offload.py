@@ -4,7 +4,8 @@ The rule is torch's AdamW, exactly, on fp32 masters (ops/host_adam.py). Bytes a 
 
     host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: offload/exchange.py) = 14
     device   2 where the model is resident; two blocks or so where it is streamed. Gradients: one block's, in passing.
-    link     2 down (gradient), 4 up (master; the GPU rounds it) a step; streamed 4 up (forward and reverse)
+    link     2 down (gradient), 4 up (master; the GPU rounds it) a step; streamed 4 up (forward and reverse). More for
+             what the GPU updates: adam_lane.py
 
 One step, layer by layer (schedule: layerwise):
 
@@ -115,10 +116,10 @@ class AdamOffload:
             self.now = Step(self.lr, norms_K, numbers, self.slots, whole=self._clips_at_end)
             try:
                 self.reverse.reverse(self)
+                self._end_reverse(self.now)
             except BaseException:
                 self._take_back(self.now)
                 raise
-            self._end_reverse(self.now)
         return loss
 
     def _take_back(self, step: Step) -> None:
@@ -172,8 +173,9 @@ class AdamOffload:
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        if self.lane is not None:
+        if self.lane is not None and self.now is not None and not self.now.settled:
             self.lane.settle()
+            self.now.settled = True
         if self.now is not None and self.now.bad and self.now.applied:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "

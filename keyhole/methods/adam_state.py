@@ -1,8 +1,9 @@
 """Master weights and Adam's moments of a whole model in host memory, updated unit by unit.
 
-Three flat fp32 arrays, indexed like the model (model/layout.py): 12 bytes a parameter, whatever the cut into units and
-wherever the weights live. A tensor's state is a view of them, so saving copies nothing, and what was saved from a
-resident run goes on in a streamed one.
+Three flat fp32 arrays, in the order of the model (model/layout.py) without the units that are frozen: 12 bytes a
+parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then takes
+memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident run
+goes on in a streamed one.
 
 Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
 (which bias correction needs) stays. Neighbours with equal counts are updated in one go, padding included.
@@ -11,13 +12,14 @@ Like torch's, a tensor that got no gradient in a step is left alone: no update, 
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
 from keyhole.model.homes import view
-from keyhole.model.layout import Layout, Unit
+from keyhole.model.layout import FlatTensor, Layout, Unit
 from keyhole.offload import arena
 from keyhole.ops.host_adam import CHUNK_PER_THREAD, host_adamw_
 
@@ -69,6 +71,7 @@ class Step:
     submitted: bool = False
     applied: bool = False
     bad: bool = False
+    settled: bool = False  # all of its updates are done, and counted
 
     def norms(self, given: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Of tensors that are side by side: on the device, and their places on the host."""
@@ -93,13 +96,21 @@ class AdamState:
         self.trained = {t.start: t for unit in layout.units for t in trained_in(unit)}
         self.units = list({t.unit.index: t.unit for t in self.trained.values()}.values())
         self.steps = dict.fromkeys(self.trained, 0)
-        self.flats = [arena.host_memory(4 * layout.numel).view(torch.float32) for _ in NAMES]
+        places = list(accumulate((unit.numel for unit in self.units), initial=0))
+        self.places = {unit.index: place for unit, place in zip(self.units, places, strict=False)}  # of first elements
+        self.flats = [arena.host_memory(4 * places[-1]).view(torch.float32) for _ in NAMES]
         self.scratch = torch.empty(CHUNK_PER_THREAD * threads)
 
     def of(self, unit: Unit, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
         """[master, exp_avg, exp_avg_sq] of a range of a unit."""
-        at = slice(unit.start + begin, unit.stop if end is None else unit.start + end)
+        place = self.places[unit.index]
+        at = slice(place + begin, place + (unit.numel if end is None else end))
         return [flat[at] for flat in self.flats]
+
+    def _of(self, tensor: FlatTensor) -> list[torch.Tensor]:
+        """The same of a trained tensor; the chunks of a table lie side by side."""
+        unit = self.trained[tensor.start].unit
+        return [view(flat, tensor, unit.start - self.places[unit.index]) for flat in self.flats]
 
     def start(self, unit: Unit, weights: torch.Tensor) -> None:
         """The master starts as these weights. Moments are touched: what does not fit should fail here."""
@@ -144,8 +155,7 @@ class AdamState:
         state: dict[str, Any] = {}
         for tensor in self.layout.tensors:
             if tensor.start in self.steps:
-                for name, flat in zip(NAMES, self.flats, strict=True):
-                    state[f"{tensor.name}/{name}"] = view(flat, tensor, 0)
+                state |= {f"{tensor.name}/{name}": own for name, own in zip(NAMES, self._of(tensor), strict=True)}
                 state[f"{tensor.name}/step"] = self.steps[tensor.start]
         return state
 
@@ -156,8 +166,8 @@ class AdamState:
                 continue
             if f"{tensor.name}/master" not in state:
                 raise UserError(f"the optimizer state has no {tensor.name}, which this model trains")
-            for name, flat in zip(NAMES, self.flats, strict=True):
-                view(flat, tensor, 0).copy_(state[f"{tensor.name}/{name}"])
+            for name, own in zip(NAMES, self._of(tensor), strict=True):
+                own.copy_(state[f"{tensor.name}/{name}"])
             for at in self.steps:
                 if tensor.start <= at < tensor.stop:
                     self.steps[at] = int(state[f"{tensor.name}/step"])

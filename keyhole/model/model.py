@@ -130,13 +130,13 @@ class Model:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
         whole: a pass meets all units of a block at its door, and goes in when it has them."""
-        self._lockstep.rows, self._lockstep.steady = rows, steady and self.engine.reuse_slots
-        self._lockstep.whole = whole
-        with self._conducted_by(self._lockstep):
+        passes = self._lockstep
+        passes.rows, passes.steady, passes.whole = rows, steady and self.engine.reuse_slots, whole
+        with self._conducted_by(passes):
             try:
-                return self._lockstep.run([lambda b=b: self.hidden(b) for b in batches], serve)
+                return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
-                self._lockstep.rows = None
+                passes.rows = None
 
     def clean(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
@@ -200,6 +200,7 @@ class Model:
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)
         if self.is_plain:
+            self.engine.wait_for_homes()  # a method may be at work on them
             return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
         with self.sweep("generate", learn=False), Solo(self) as solo, self._conducted_by(solo):
             return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)

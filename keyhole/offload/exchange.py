@@ -16,6 +16,7 @@ parameter for pages that live on the device. Order on a GPU:
     down (its own stream)   waits for: the kernels so far;           then gradient -> staging, and an event
     worker                  waits for: that event, on the host;      then the job
     up (its own stream)                                              then staging -> device, and an event
+    helper                  waits for: the first event and the end of its work on the device, both on the host
     compute                 `wait` on the host for the job, then on the device for that event
 
 Nothing else is needed: a page's weights are overwritten after its event, which came after the last kernel that read
@@ -52,6 +53,7 @@ class Exchange:
             self.down, self.up = torch.cuda.Stream(engine.device), torch.cuda.Stream(engine.device)
             self.uploaded = {page: torch.cuda.Event() for page in pages}
             self.landing = torch.empty(LANDING if masters else 0, device=engine.device)
+            self.landing.record_stream(self.up)  # it may be dropped while something lands
         engine.gate = self
 
     # -- out -------------------------------------------------------------------------------------------------------

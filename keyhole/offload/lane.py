@@ -43,7 +43,10 @@ class Lane:
         self.turn = 0
         if self.cuda:
             self.up, self.work, self.down = (torch.cuda.Stream(device) for _ in range(3))
-            torch.cuda.synchronize(device)  # the slots' memory may have been somebody else's a moment ago
+            torch.cuda.synchronize(device)  # the slots' memory may have been somebody else's a moment ago,
+            for buffer in (buffer for slot in self.slots for buffer in slot.buffers):  # and will be when we are gone
+                for stream in (self.up, self.work, self.down):
+                    buffer.record_stream(stream)
 
     def run(
         self, tensors: list[torch.Tensor], back: int, change: Callable[[int, list[torch.Tensor]], None]

@@ -187,14 +187,16 @@ def _help(state: _State) -> None:
     try:
         while (ticket := state.take(aside=True, wait=begun is None)) is not None or begun is not None:
             last, begun = begun, None
-            if ticket is not None:
-                if ticket.after is not None:
-                    ticket.after.synchronize()
-                with torch.no_grad():
-                    begun = ticket, ticket.aside()
-            if last is not None:
-                last[1]()
-                state.finish(last[0])
+            try:
+                if ticket is not None:
+                    if ticket.after is not None:
+                        ticket.after.synchronize()
+                    with torch.no_grad():
+                        begun = ticket, ticket.aside()
+            finally:  # also when it could not begin: the device may be at work on the last one
+                if last is not None:
+                    last[1]()
+                    state.finish(last[0])
     except BaseException as error:
         state.stop(error)
 

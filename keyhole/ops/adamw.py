@@ -9,9 +9,9 @@ float32, g the gradient (divided by f(1 / clip) if it is clipped), t the step, a
     v <- b2 v + (f(1 - b2) g) g                                                 SQUARES below
     w <- w + (f(-lr / (1 - b1^t)) m) / (sqrt(v) / f(sqrt(1 - b2^t)) + f(eps))
 
-Every operation rounds as IEEE 754 says, on any processor. One thing is left to whoever built torch: whether a compiler
-made one fma of v's product and sum, and of which product. So there are three ways, and `squares_of_host` tries which
-one this machine's torch has (None: none of them; then the two must not be mixed).
+Every operation rounds as IEEE 754 says, on any processor, the smallest numbers included. One thing is left to whoever
+built torch: whether a compiler made one fma of v's product and sum, and of which product. So there are three ways, and
+`squares_of_host` tries which one this machine's torch has (None: none of them; then the two must not be mixed).
 
 Bytes an element: 12 read and written (w, m, v), the gradient read, the weight written. Arithmetic is nothing beside.
 """
@@ -106,17 +106,20 @@ def adamw_(master: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
                                                       enable_fp_fusion=False)
 
 
-def squares_of_host(device: torch.device) -> str | None:
-    """By which of SQUARES `adamw_` on this device gives the bits of host_adamw_, clipped and decayed; None: by none."""
+def squares_of_host(device: torch.device, **rule: float) -> str | None:
+    """By which of SQUARES `adamw_` on this device gives the bits of host_adamw_, by this rule, clipped and not; None:
+    by none."""
     draw, numel = torch.Generator().manual_seed(0), 1 << 16
     state = [torch.randn(numel, generator=draw) * scale for scale in (0.02, 1e-3, 1e-3, 1e-3)]
     state[2].square_()
-    how = {"step": 7, "lr": 1e-3, "weight_decay": 0.1, "clip": 0.3}
-    host = [flat.clone() for flat in state]
+    for flat in state[1:]:
+        flat[: numel // 8] *= 1e-36  # numbers below the smallest normal one are numbers too
+    ways = [{"step": 7, "lr": 1e-3, "weight_decay": 0.1, **rule, "clip": clip} for clip in (0.3, 1.0)]
+    return next((squares for squares in SQUARES if all(_alike(state, squares, device, how) for how in ways)), None)
+
+
+def _alike(state: list[torch.Tensor], squares: str, device: torch.device, how: dict[str, float]) -> bool:
+    host, mine = [flat.clone() for flat in state], [flat.to(device, copy=True) for flat in state]
     host_adamw_(*host, None, **how)
-    for squares in SQUARES:
-        mine = [flat.to(device, copy=True) for flat in state]
-        adamw_(*mine, torch.empty_like(mine[0]), squares=squares, **how)
-        if all(torch.equal(a, b.cpu()) for a, b in zip(host[:3], mine, strict=False)):
-            return squares
-    return None
+    adamw_(*mine, torch.empty_like(mine[0]), squares=squares, **how)
+    return all(torch.equal(a, b.cpu()) for a, b in zip(host[:3], mine, strict=False))

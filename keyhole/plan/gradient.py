@@ -58,10 +58,10 @@ def slot_count(layout: Layout) -> int:
 
 
 def update_bytes(layout: Layout, streamed: set[int], work: Workload, element_bytes: int) -> int:
-    """On the device for adam-offload's updates, whoever makes them."""
+    """On the device for adam-offload's updates. The lane is counted always: whether the GPU helps is seen later."""
     if work.method != "adam-offload":
         return 0
-    lane = SLOTS * chunk_of(layout.largest_unit_numel) * (12 + element_bytes)
+    lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
     return lane + (4 * LANDING if len(streamed) < len(layout.units) else 0)
 
 

@@ -1,8 +1,12 @@
 """adam-offload: torch's AdamW exactly, the same bits in every order and placement, and failures that stop the run."""
 
+import gc
 import math
 import random
 import threading
+import time
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +14,13 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
+from keyhole.methods.adam_lane import open_lane
 from keyhole.methods.adam_offload import AdamOffload
+from keyhole.offload import arena
+from keyhole.offload.exchange import LANDING
 from keyhole.offload.workers import WorkerFailed
+from keyhole.plan.gradient import update_bytes
+from keyhole.plan.memory import Workload
 from keyhole.training.schedule import learning_rate
 from tests.methods.test_first_order import plain_loss
 from tests.model.decoders import batch, config
@@ -159,6 +168,64 @@ def test_what_goes_through_the_lane_is_counted() -> None:
     assert moved[1][0] - moved[0][0] == 10 * numel and moved[1][1] - moved[0][1] == 12 * numel
 
 
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables in chunks of rows, some tensors frozen, others without a gradient in some steps: parts begin anywhere, and
+    counts of updates differ within a unit."""
+    monkeypatch.setattr("keyhole.methods.adam_state.PART", 64 * 47)
+    monkeypatch.setattr("keyhole.offload.lane.CHUNK", 64 * 11)
+    found = []
+    for alone in (False, True):
+        model = keyhole.load(config("llama", vocab_size=8192 + 100), init="random", device="cpu", dtype="float16")
+        for tensor in model.layout.tensors:
+            tensor.param.requires_grad_("k_proj" not in tensor.name)
+        model = streamed(model) if place == "streamed" else model
+        method = AdamOffload(model, gpu_updates=alone, **HOW | {"weight_decay": 0.0, "beta1": 0.4})
+        if alone:
+            by_lane_alone(method)
+        gradient = method.gradient
+        for t in range(3):
+            left_out = ("none", "layers.0.mlp.up", "layers.1.self_attn.q")[t]
+            method.gradient = lambda tensor, *more, left_out=left_out, gradient=gradient: (
+                None if left_out in tensor.name else gradient(tensor, *more)
+            )
+            method.step(batch(seed=t))
+        state = method.state_dict()
+        found.append({k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)} | weights(model))
+        assert {v for k, v in state.items() if k.endswith("/step")} == {2, 3}
+        method.close()
+    assert same(*found)
+
+
+def test_the_share_of_the_gpu_is_of_the_last_step_also_after_a_flush() -> None:
+    """A checkpoint flushes twice, and the next step finds nothing more to count: it stays what it was."""
+    model = load()
+    for tensor in model.layout.tensors:
+        tensor.param.requires_grad_("k_proj" not in tensor.name)  # what is not trained is no part of the share
+    method = AdamOffload(model, gpu_updates=True, **HOW)
+    by_lane_alone(method)
+    method.step(batch())
+    for _ in range(2):
+        method.flush()
+        assert method.metrics()["gpu_updates"] == 1.0
+    method.step(batch())
+    assert method.metrics()["gpu_updates"] == 1.0
+    method.close()
+
+
+def test_the_plan_counts_what_the_lane_takes() -> None:
+    """Also where the spine is the largest unit."""
+    for shape in ({}, {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "max_position_embeddings": 4096}):
+        name = "gpt2" if shape else "llama"
+        model = keyhole.load(config(name, **shape), init="random", device="cpu", dtype="bfloat16")
+        method = AdamOffload(model, gpu_updates=True, **HOW)
+        buffers = [b for slot in method.lane.lane.slots for b in slot.buffers]
+        lane_bytes = sum(b.numel() * b.element_size() for b in buffers)
+        work = Workload(method="adam-offload", tokens=1, passes=1)
+        assert update_bytes(model.layout, set(), work, 2) - 4 * LANDING == lane_bytes
+        method.close()
+
+
 def test_the_demo_sized_vocabulary_is_chunked_alike() -> None:
     """A table of several row chunks, tied and not, streamed and resident."""
     for tie in (False, True):
@@ -207,6 +274,27 @@ def test_state_is_views_of_12_bytes_a_parameter() -> None:
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     assert {t.untyped_storage().data_ptr() for t in tensors} == flats
     assert sum(t.numel() * t.element_size() for t in tensors) == 12 * sum(t.shape.numel() for t in model.layout.tensors)
+
+
+def test_frozen_units_have_no_state() -> None:
+    """Page-locking takes all of the arrays at once: they hold what is trained, and state is found in its place."""
+    found = []
+    for frozen in ("layers.0.", "embed_tokens"):
+        models = [load(dtype="bfloat16") for _ in range(2)]
+        for model in models:
+            for tensor in model.layout.tensors:
+                tensor.param.requires_grad_(frozen not in tensor.name)
+        first, second = (AdamOffload(model, **HOW) for model in models)
+        layout, units = models[0].layout, [u for u in models[0].layout.units if u.tensors[-1].param.requires_grad]
+        assert {flat.numel() for flat in first.state.flats} == {sum(u.numel for u in units)} != {layout.numel}
+        first.step(batch())
+        state = first.state_dict()
+        assert not any(frozen in key for key in state)
+        for name, tensor in models[0].named_tensors():
+            assert f"{name}/master" not in state or torch.equal(tensor, state[f"{name}/master"].bfloat16())
+        second.load_state_dict(state)
+        found.append(same(weights(models[0]), weights(models[1])))
+    assert all(found)
 
 
 def test_frozen_tensors_stay_and_unused_ones_get_no_decay() -> None:
@@ -298,6 +386,92 @@ def test_an_error_in_the_reverse_leaves_the_weights_as_they_were(place: str) -> 
 
 
 @pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_an_interrupt_at_the_end_of_the_reverse_is_said(place: str) -> None:
+    """Updates wait for the last norm: if only some were submitted, or weights did not return, the step is broken."""
+    for options in ({"max_grad_norm": 0.5}, {"schedule": "monolithic"}):
+        model = load() if place == "resident" else streamed(load())
+        method = AdamOffload(model, **HOW | options)
+        submit, count = method.exchange.submit, []
+
+        def interrupted(*args: Any, submit: Any = submit, count: list = count, **more: Any) -> None:
+            count.append(1)
+            if len(count) == 3:
+                raise KeyboardInterrupt
+            submit(*args, **more)
+
+        method.exchange.submit = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            method.step(batch())
+        with pytest.raises(UserError, match="last checkpoint"):
+            method.flush()
+        assert all(tensor.isfinite().all() for tensor in weights(model).values()) and not method.exchange.leaving
+        method.close()
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units in many parts, some by the lane: a step that is not finite leaves weights, moments and counts alone."""
+    monkeypatch.setattr("keyhole.methods.adam_state.PART", 192)
+    model = load(dtype="bfloat16") if place == "resident" else streamed(load(dtype="bfloat16"))
+    method = AdamOffload(model, max_grad_norm=clip, gpu_updates=True, **HOW)
+    method.step(micro(0))
+    before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
+    held = weights(model)
+    method.reverse.forward = _spoilt(method)
+    method.step(micro(1))
+    after = method.state_dict()
+    assert same(held, weights(model))
+    assert all(torch.equal(v, after[k]) if isinstance(v, torch.Tensor) else v == after[k] for k, v in before.items())
+    method.close()
+
+
+def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the device comes to the caller as one of the worker does."""
+    method = AdamOffload(load(), gpu_updates=True, **HOW)
+    threads, hold = list(method.pool._threads), threading.Event()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("keyhole.methods.adam_lane.host_adamw_", fail)
+    method.updates.by_cpu = lambda *job: hold.wait(20)
+    with pytest.raises(WorkerFailed, match="the device is gone"):
+        method.step(batch())
+        method.flush()
+    hold.set()
+    method.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_everything_goes_with_the_method() -> None:
+    """Dropped without a word, with updates under way: threads end and host memory is given back; the model stays."""
+    model = load()
+    for _ in range(2):
+        method = AdamOffload(model, max_grad_norm=0.5, gpu_updates=True, **HOW)
+        method.step(batch())
+        threads = list(method.pool._threads)
+        parts = [weakref.ref(part) for part in (method, method.state, method.lane, method.exchange)]
+        del method
+        gc.collect()
+        assert not any(thread.is_alive() for thread in threads) and not any(part() for part in parts)
+        assert model.engine.gate is None
+
+
+def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU works alone then; what was page-locked for the lane is given back (the master is locked once more)."""
+    method, pinned = AdamOffload(load(), **HOW), set()
+    monkeypatch.setattr("keyhole.methods.adam_lane.use_kernel", lambda device: True)
+    monkeypatch.setattr("keyhole.methods.adam_lane.squares_of_host", lambda *args, **more: "apart")
+    monkeypatch.setattr(arena, "pin", lambda flat, device: len(pinned) < 2 and not pinned.add(flat.data_ptr()))
+    monkeypatch.setattr(arena, "unpin", lambda flat: pinned.discard(flat.data_ptr()))
+    engine = SimpleNamespace(cuda=True, device=torch.device("cpu"))
+    lane, why = open_lane(method.state, engine, torch.float32)
+    assert lane is None and "page-locked" in why and not pinned
+    method.close()
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
 def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step after it, or flush, raises the cause; no thread is left and nothing hangs."""
     model = load() if place == "resident" else streamed(load())
@@ -347,6 +521,18 @@ def test_updates_run_beside_the_next_forward() -> None:
     release.set()
     method.flush()
     assert order[1:] == sorted(order[1:]) and len(order) == len(model.layout.units)
+
+
+def test_generation_waits_for_updates() -> None:
+    """The module of a resident model works as it stands, but not with weights of two steps."""
+    model = load()
+    method = AdamOffload(model, max_grad_norm=0.5, **HOW)
+    update = method.updates.by_cpu
+    method.updates.by_cpu = lambda *job: (time.sleep(0.02), update(*job))
+    method.step(batch())
+    model.generate(batch()["input_ids"], max_new_tokens=1)
+    assert all(method.exchange.ready(unit.index) for unit in model.layout.units)
+    method.close()
 
 
 def test_host_memory_is_checked_before_anything_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,9 @@ def test_tensors_without_a_gradient_keep_weight_moments_and_count() -> None:
             params[at].grad = torch.randn(params[at].shape, generator=generator)
             page[at - unit.start : at - unit.start + params[at].numel()] = params[at].grad
         optimizer.step()
-        state.update(unit, given, page, lr=1e-2, clip=1.0)
+        for part in state.parts(given):
+            state.update(unit, part, page, lr=1e-2, clip=1.0)
+            state.count(part)
         for at, param in params.items():
             assert torch.equal(page[at - unit.start : at - unit.start + param.numel()], param.data)
     assert [state.steps[at] for at in starts[:3]] == [4, 2, 3]
@@ -49,9 +51,9 @@ def test_neighbours_with_equal_counts_are_one_range() -> None:
     state = make()
     unit = state.layout.of_kind("block")[0]
     starts = [t.start for t in trained_in(unit)]
-    assert state.ranges(starts) == [(0, unit.numel)]
+    assert [(part.begin, part.end) for part in state.parts(starts)] == [(0, unit.numel)]
     state.steps[starts[2]] = 1
-    assert len(state.ranges(starts)) == 3
+    assert len(state.parts(starts)) == 3
 
 
 def test_state_of_another_model_is_refused() -> None:

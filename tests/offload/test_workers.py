@@ -121,12 +121,13 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert not thread.is_alive()
 
 
-def test_torch_threads_of_the_caller_stay() -> None:
+@pytest.mark.parametrize("helper", [False, True])
+def test_torch_threads_of_the_caller_stay(helper: bool) -> None:
     """The worker's number of threads is its own: not the caller's, nor that of threads begun later."""
     before, seen = torch.get_num_threads(), []
     try:
         torch.set_num_threads(1)
-        pool = Workers(threads=2)
+        pool = Workers(threads=2, helper=helper)
         pool.submit(lambda: seen.append(torch.get_num_threads()))
         pool.drain()
         later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -204,3 +205,22 @@ def test_a_helper_that_fails_stops_the_caller(when: str) -> None:
     gate.set()
     pool.close()
     assert not any(thread.is_alive() for thread in pool._threads)
+
+
+def test_what_was_begun_aside_is_waited_for_when_the_next_cannot_begin() -> None:
+    """Memory of the first may be freed once the threads are gone: not while the device is at work on it."""
+    pool, gate, ended = Workers(threads=1, helper=True), threading.Event(), []
+
+    def fail() -> None:
+        raise RuntimeError("no device any more")
+
+    pool.submit(lambda: gate.wait(WAIT_S), page=0)
+    with pool._state.changed:  # both at once: the second is there when the first has begun
+        pool.submit(lambda: None, page=1, urgency=1, aside=lambda: lambda: ended.append(1))
+        pool.submit(lambda: None, page=2, urgency=2, aside=fail)
+    pool._threads[1].join(WAIT_S)
+    with pytest.raises(WorkerFailed, match="no device any more"):
+        pool.ready(1)
+    assert ended == [1]
+    gate.set()
+    pool.close()

@@ -30,6 +30,20 @@ def test_equals_the_hosts_kernel_to_the_bit(device: str, dtype: torch.dtype, bet
     assert not torch.equal(host[0], start())
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_the_smallest_numbers_are_not_flushed(device: str) -> None:
+    """Moments of rows that were not seen for long get below 1e-38, and with a tiny eps they still move a weight."""
+    squares = squares_of_host(torch.device(device))
+    drawn = torch.randn(4, N, generator=torch.Generator().manual_seed(3)).abs() + 0.1
+    host = [flat * scale for flat, scale in zip(drawn, (0.0, 1e-39, 1e-40, 1e-39), strict=True)]
+    mine = [flat.to(device, copy=True) for flat in host]
+    how = {"step": 7, "lr": 1e-3, "eps": 1e-42}
+    host_adamw_(*host, None, **how)
+    adamw_(*mine, torch.empty_like(mine[0]), squares=squares, **how)
+    assert host[0].isfinite().all() and host[0].count_nonzero() == N and host[2].count_nonzero() == N
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(host[:3], mine, strict=False))
+
+
 @pytest.mark.skipif(not backend.INTERPRETED, reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize("squares", SQUARES)
 @pytest.mark.parametrize("clip", [1.0, 0.37])
