@@ -79,11 +79,6 @@ class Case:
         return parameter_count(self.model, self.blocks) * ELEMENT_BYTES[self.dtype]
 
 
-def compiled(**settings: Any) -> list[Case]:
-    """A streamed case with compiled blocks, and its compute alone."""
-    return [Case(system=system, compiled=True, **settings) for system in ("resident", "streamed")]
-
-
 def trio(**settings: Any) -> list[Case]:
     """A streamed case with its two companions: compute alone, and the baseline."""
     return [Case(system=system, **settings) for system in ("resident", "textbook", "streamed")]
@@ -96,10 +91,8 @@ def judged() -> list[Case]:
         *trio(model="1.3B"),
         *trio(model="6.7B"),
         *trio(model="6.7B", batch=4),
-        *compiled(model="6.7B", batch=4),
         *trio(model="13B"),
         *trio(model="13B", batch=4),
-        *compiled(model="13B", batch=4),
         *budgets,
         *giant(),
         *trio(model="6.7B", dtype="fp32"),
@@ -154,6 +147,12 @@ def batches() -> list[Case]:
     return [case for batch in (1, 2, 4, 8) for case in trio(model="6.7B", batch=batch)]
 
 
+def compiled() -> list[Case]:
+    """Blocks by torch.compile, beside plain ones."""
+    found = trio(model="6.7B", batch=4)
+    return found + [replace(case, compiled=True) for case in found if case.system != "textbook"]
+
+
 def lengths() -> list[Case]:
     return [case for length in (1024, 2048, 4096, 8192) for case in trio(model="6.7B", length=length)]
 
@@ -169,6 +168,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "ablation": ablation,
     "wire": wire,
     "batches": batches,
+    "compiled": compiled,
     "lengths": lengths,
     "budgets": budgets,
     "giant": giant,

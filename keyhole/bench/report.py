@@ -23,6 +23,7 @@ TITLES = {
     "ablation": "Ablation: each part switched off",
     "wire": "Formats on the link",
     "batches": "Batch sizes",
+    "compiled": "Compiled blocks",
     "lengths": "Sequence lengths",
     "budgets": "GPU memory budgets",
     "giant": "The 175B shape",

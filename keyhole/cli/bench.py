@@ -82,7 +82,7 @@ def zo(
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
-    Tables: judged, sizes, ablation, wire, batches, lengths, budgets, giant.
+    Tables: judged, sizes, ablation, wire, batches, compiled, lengths, budgets, giant.
     """
     from keyhole.bench.runner import bench_zo
 
