@@ -19,10 +19,10 @@ Encoding lays x = |w| 2^(127 - k) on an axis on which the codes are the integers
                        and exact values stay. What is less than 2^-17 of a step above a code is lost.
 
 Every group is scaled alone, so cutting a tensor between groups changes nothing. Zeros keep their sign; a group
-of zeros has k = 0. NaN and inf become the NaN code (there is no infinite one) and have no part in the scale,
-so the rest of the group survives. k is at most 247. Only values above 1.875 * 2^127 may round to 2^128, which
-float32 reads as inf. Encoding a decoded tensor keeps every value; the bytes may differ the first time, where
-rounding had left a group with less than its scale allows.
+of zeros has k = 0. NaN and inf become the NaN code, without a sign (processors do not agree about that of a NaN),
+and have no part in the scale, so the rest of the group survives. k is at most 247. Only values above
+1.875 * 2^127 may round to 2^128, which float32 reads as inf. Encoding a decoded tensor keeps every value; the
+bytes may differ the first time, where rounding had left a group with less than its scale allows.
 
 One pass over memory each; a zeroth-order step does both and more in one (zo_packed.py). Legend: G groups.
 """
@@ -79,8 +79,8 @@ def codes_reference(x: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
         small = (magnitude + SMALLEST_NORMAL).view(torch.int32) - SUBNORMAL_ZERO
         axis = torch.where(magnitude < SMALLEST_NORMAL, small, pattern - NORMAL_ZERO)
         code = ((axis + (bits << 4) + 8) >> 20).to(torch.uint8)
-    code = torch.where(pattern < INF_PATTERN, code, NAN_CODE)  # PyTorch saturates inf, or not, by version
-    return code | ((x.view(torch.int32) >> 24) & 0x80).to(torch.uint8)
+    signed = code | ((x.view(torch.int32) >> 24) & 0x80).to(torch.uint8)
+    return torch.where(pattern < INF_PATTERN, signed, NAN_CODE)  # PyTorch saturates inf, or not, by version
 
 
 def fp8_encode_reference_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
@@ -148,7 +148,7 @@ def coded(w, k, bits, STOCHASTIC: tl.constexpr):
         code = _stochastic_code(pattern, magnitude, bits)
     else:
         code = _nearest_code(pattern, magnitude)
-    return tl.where(finite, code, _NAN_CODE) | sign
+    return tl.where(finite, code | sign, _NAN_CODE)
 
 
 @jit()

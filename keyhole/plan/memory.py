@@ -73,7 +73,8 @@ def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
     running = work.tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
     waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
-    graphs = running + work.tokens * work.passes * 2 * hidden if launched_as_graphs(layout, work) else 0
+    recorded = work.tokens * (2 * hidden + 3 * wide) + work.tokens * work.passes * 2 * hidden  # 3: as measured, always
+    graphs = recorded if launched_as_graphs(layout, work) else 0
     return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
 
 

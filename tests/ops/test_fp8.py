@@ -145,7 +145,7 @@ def test_every_code_survives_any_draw() -> None:
     grid = EVERY_CODE.view(torch.float8_e4m3fn).float()
     for bits in (0, 1, 0x8000, 0xFFFF):
         codes = fp8.codes_reference(grid, torch.full((256,), bits, dtype=torch.int32))
-        assert torch.equal(codes, EVERY_CODE)
+        assert torch.equal(codes[:255], EVERY_CODE[:255]) and codes[255] == 0x7F  # NaN has one code
 
 
 @pytest.mark.parametrize("x", [300.123, -230.01, 1.0001, -0.3337, 0.0171, 0.0156, -0.01, -0.0004, 3e-5, 1e-6])
@@ -170,13 +170,13 @@ def test_stochastic_rounding_draws_the_bits_of_its_element() -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_not_finite_values_become_nan_alone(rounding: str) -> None:
-    """NaN and inf take the NaN code of their sign; the other 63 are as if a zero stood there."""
+    """NaN and inf take the NaN code, without a sign; the other 63 are as if a zero stood there."""
     for bad in (NAN, INF, -INF):
         w = torch.randn(64, generator=torch.Generator().manual_seed(1))
         clean = w.clone()
         w[9], clean[9] = bad, 0.0
         packed, expected = encode(w, rounding), encode(clean, rounding)
-        expected[9] = 0xFF if bad == -INF else 0x7F
+        expected[9] = 0x7F
         assert torch.equal(packed, expected) and decode(packed)[9].isnan()
     everything = encode(torch.full((64,), INF), rounding)
     assert everything.tolist() == [0x7F] * 64 + [0]

@@ -11,13 +11,13 @@ from keyhole.plan.memory import GIB, MIB, Workload, launched_as_graphs, zo_devic
 from keyhole.plan.placement import SLOT_COUNT, UNIT_BYTES
 
 MEASURED = [  # GiB reserved by a step on an H200, bf16, 2048 tokens a row: model, blocks, rows, streamed, peak
-    ("1.3B", None, 1, True, 1.250),  # launched as graphs
-    ("1.3B", None, 1, False, 3.178),
-    ("6.7B", None, 1, True, 1.592),
-    ("6.7B", None, 4, True, 3.209),
-    ("6.7B", None, 4, False, 15.455),
-    ("13B", None, 1, True, 2.170),
-    ("13B", None, 4, True, 4.186),
+    ("1.3B", None, 1, True, 1.189),  # launched as graphs
+    ("1.3B", None, 1, False, 3.117),
+    ("6.7B", None, 1, True, 1.531),
+    ("6.7B", None, 4, True, 2.961),
+    ("6.7B", None, 4, False, 15.207),
+    ("13B", None, 1, True, 2.094),
+    ("13B", None, 4, True, 3.875),
     ("175B", 4, 1, True, 7.314),
     ("175B", 4, 1, False, 22.756),
 ]
