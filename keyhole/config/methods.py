@@ -123,7 +123,7 @@ class LOMOLoRAConfig(LOMOConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOffloadConfig:
-    """AdamW, exact, with fp32 weights and moments in host memory (14 bytes a parameter), updated there by the CPU."""
+    """AdamW, exact, with fp32 weights and moments in host memory (14 bytes a parameter), updated by CPU and GPU."""
 
     beta1: BelowOne = 0.9
     """Decay of the running mean of the gradient."""
