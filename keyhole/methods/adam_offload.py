@@ -212,8 +212,9 @@ class AdamOffload:
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The weights become the masters, rounded."""
-        self.flush()
+        """The weights become the masters, rounded, whatever the last step left behind."""
+        self.exchange.drain()
+        self.now = None
         self.state.load_state_dict(state)
         for unit in self.state.units:
             self.updates.write(unit)
