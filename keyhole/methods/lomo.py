@@ -82,7 +82,7 @@ class LOMO(Updates):
         largest = largest if fused and activations != "none" else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.lost: dict[str, torch.Tensor] = {}  # Kahan's compensation
-        self.given: set[str] = set()  # names of tensors that have had a gradient
+        self.given: set[str] = set()  # names of tensors that have had a gradient in the last update
 
     @classmethod
     def from_config(cls, model: Model, config: Any) -> "LOMO":
@@ -141,7 +141,13 @@ class LOMO(Updates):
                 clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
                 self.scale = clip if self.scale is None else self.scale * clip
         self.step_count += 1
-        reverse(self, True)
+        self.given.clear()
+        try:
+            reverse(self, True)
+        except BaseException:  # out of memory, an interrupt: what has been updated stays so
+            if self.given:
+                self.bad.fill_(1)
+            raise
         if self.norm is None and self.measures:
             self._beside_squares()
             self.norm = self.sum_squares.sqrt()
@@ -169,12 +175,12 @@ class LOMO(Updates):
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def raise_if_broken(self) -> None:
-        """A gradient that is not finite is met in the middle of a reverse, when blocks above have been updated."""
+        """A gradient that is not finite, or an error, in the middle of a reverse: blocks above have been updated."""
         if self.step_count and int(self.bad):
             raise UserError(
-                f"step {self.step_count}: a gradient is not finite, and part of the step had been applied: the weights "
-                "in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, such a step is "
-                "found and skipped before anything changes"
+                f"step {self.step_count}: a gradient is not finite, or an error came in between, and part of the step "
+                "had been applied: the weights in memory are not usable. Go on from the last checkpoint; with "
+                "max_grad_norm set, gradients that are not finite are found before anything changes"
             )
 
     def flush(self) -> None:
@@ -214,6 +220,7 @@ class LOMO(Updates):
         if state["seed"] != self.seed:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
         self.step_count = int(state["step_count"])
+        self.bad.zero_()
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(state)
         for name, value in state.items():

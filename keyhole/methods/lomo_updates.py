@@ -38,7 +38,7 @@ class Updates:
     changed: torch.Tensor
     buffer: torch.Tensor  # of the largest matrix
     lost: dict[str, torch.Tensor]  # Kahan's compensation
-    given: set[str]  # names of tensors that have had a gradient
+    given: set[str]  # names of tensors that have had a gradient in this update
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """dy^T x straight into the weight, or by way of the one buffer."""

@@ -108,6 +108,7 @@ class LSP:
         batches = self.model.to_device(batch)
         looks = self.learn and self.step_count % self.check_freq == 0
         self.biases, optimizer = {}, self.optimizer
+        optimizer.outcomes.check()
         if looks:
             self.flush()
         if optimizer.host is not None:
@@ -123,14 +124,19 @@ class LSP:
             self.step_count += 1
             optimizer.begin(self.step_count, self.lr)
             with optimizer.spans.of("reverse"):
-                self.reverse.reverse(optimizer)
-                optimizer.end()
+                try:
+                    self.reverse.reverse(optimizer)
+                    optimizer.end()
+                except BaseException:  # out of memory, an interrupt: what has been updated stays so
+                    optimizer.outcomes.broken = bool(optimizer.now.norms)
+                    raise
         return loss
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Applies everything that is due: the weights at home are those after the last step."""
+        self.optimizer.outcomes.check()
         self.optimizer.move(lambda unit: True)
         self.optimizer.drain()
         self.optimizer.outcomes.check(wait=True)

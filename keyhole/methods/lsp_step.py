@@ -65,6 +65,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.unread: list[Step] = []
+        self.broken = False  # a reverse ended with an error when units had been given
 
     def expect(self, step: Step) -> None:
         """The step's units have all been given."""
@@ -73,11 +74,12 @@ class Outcomes:
 
     def check(self, wait: bool = False) -> None:
         """UserError if a step was applied in part. wait: also of steps that are not known yet; drain the host first."""
-        mixed = False
+        mixed = self.broken
         while self.unread and (wait or self.unread[0].is_known()):
             mixed = self.unread.pop(0).is_mixed() or mixed
         if mixed:
             raise UserError(
-                "lsp: a gradient was not finite in part of the last step, and the rest had been applied: the weights "
-                "in memory are not usable. Go on from the last checkpoint; max_grad_norm makes it skip such a step"
+                "lsp: a gradient was not finite in part of the last step, or an error came in between, and the rest "
+                "had been applied: the weights in memory are not usable. Go on from the last checkpoint; max_grad_norm "
+                "makes it skip a step with gradients that are not finite"
             )

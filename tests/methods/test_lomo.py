@@ -320,6 +320,39 @@ def test_a_gradient_that_is_not_finite_breaks_the_run() -> None:
         opt.step(micro_batches(1, 1))
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_error_in_the_reverse_is_not_silent(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything was updated it costs a step; afterwards the weights are of two steps, and nobody may use them."""
+    model = load()
+    opt, update, updated = LOMO(model), LOMO.gradient, []
+    before = weights(model)
+
+    def unchanged() -> bool:
+        return all(torch.equal(before[name], tensor) for name, tensor in weights(model).items())
+
+    def gradient(self: LOMO, *args: Any) -> None:
+        if len(updated) == at:
+            raise torch.OutOfMemoryError("no room")
+        updated.append(args[0].name)
+        update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LOMO, "gradient", gradient)
+        with pytest.raises(torch.OutOfMemoryError):
+            opt.step(micro_batches(0, 1))
+    if at == 0:
+        assert unchanged()
+        opt.step(micro_batches(0, 1))
+        return
+    assert not unchanged()
+    with pytest.raises(UserError, match="an error came in between.*last checkpoint"):
+        opt.step(micro_batches(1, 1))
+    with pytest.raises(UserError, match="not usable"):
+        opt.flush()
+    opt.load_state_dict(opt.state_dict())
+    opt.flush()
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

@@ -211,6 +211,37 @@ def _spoil_one_gradient(opt: LSP) -> None:
     opt.flush()
 
 
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_error_in_the_reverse_is_not_silent(clip: float | None, where: str) -> None:
+    """Before a unit was given it costs nothing but the step; afterwards nobody may use the weights."""
+    expected, model, how = load(), load(), SMALL | {"learn": False, "max_grad_norm": clip, "optimizer_on": where}
+    train(LSP(expected, **how), 2)
+    opt = LSP(model, **how)
+    add, seen_units = opt.optimizer.finished, []
+
+    def fail(unit: Any) -> bool:
+        if len(seen_units) == fail.at:
+            raise MemoryError("no room")
+        seen_units.append(unit.index)
+        return add(unit)
+
+    fail.at, opt.optimizer.finished = 0, fail
+    with pytest.raises(MemoryError):
+        train(opt, 1)
+    opt.optimizer.finished, opt.step_count = add, 0
+    train(opt, 2)
+    assert all(torch.equal(x, weights(model)[name]) for name, x in weights(expected).items())
+    fail.at, opt.optimizer.finished = 2, fail
+    with pytest.raises(MemoryError):
+        train(opt, 1)
+    opt.optimizer.finished = add
+    with pytest.raises(UserError, match="an error came in between.*last checkpoint"):
+        train(opt, 1)
+    with pytest.raises(UserError, match="not usable"):
+        opt.flush()
+
+
 def test_a_failing_worker_ends_the_run() -> None:
     """With its cause, at the next step, and without hanging."""
     opt = LSP(load(), optimizer_on="cpu", **SMALL)
