@@ -1,12 +1,9 @@
 """adam-offload: torch's AdamW exactly, the same bits in every order and placement, and failures that stop the run."""
 
-import gc
 import math
 import random
 import threading
 import time
-import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +11,7 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.adam_lane import open_lane
 from keyhole.methods.adam_offload import AdamOffload
-from keyhole.offload import arena
-from keyhole.offload.exchange import LANDING
-from keyhole.offload.workers import WorkerFailed
-from keyhole.plan.gradient import update_bytes
-from keyhole.plan.memory import Workload
 from keyhole.training.schedule import learning_rate
 from tests.methods.test_first_order import plain_loss
 from tests.model.decoders import batch, config
@@ -51,18 +42,6 @@ def trained(model: keyhole.Model, steps: int = 4, **options: Any) -> dict[str, t
     found = weights(model)
     method.close()
     return found
-
-
-def by_lane_alone(method: AdamOffload) -> None:
-    """The worker uses the lane as well, in turn with its helper: every part goes through it."""
-    lock, begin = threading.Lock(), method.updates.by_gpu
-
-    def by_gpu(*job: Any) -> Any:
-        with lock:
-            begin(*job)()
-        return lambda: None
-
-    method.updates.by_cpu = method.updates.by_gpu = by_gpu
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -126,104 +105,6 @@ def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype
     for twin in (*twins, partly):
         assert same(expected, trained(twin, max_grad_norm=clip))
     assert same(expected, trained(streamed(base), max_grad_norm=clip, schedule="monolithic"))
-
-
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the worker alone, by both, and by the lane alone, in parts and chunks that cut tensors anywhere."""
-
-    def model() -> keyhole.Model:
-        found = load(dtype="bfloat16")
-        return found if place == "resident" else streamed(found)
-
-    expected = trained(model(), max_grad_norm=clip)
-    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
-    monkeypatch.setattr("keyhole.methods.adam_state.PART", 192)
-    monkeypatch.setattr("keyhole.offload.lane.CHUNK", 128)
-    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
-    alone = model()
-    method = AdamOffload(alone, max_grad_norm=clip, gpu_updates=True, **HOW)
-    by_lane_alone(method)
-    for t in range(4):
-        method.step(micro(t))
-    method.flush()
-    assert same(expected, weights(alone)) and method.metrics()["gpu_updates"] == 1.0
-    method.close()
-
-
-def test_what_goes_through_the_lane_is_counted() -> None:
-    """Resident, 16 bit: 14 bytes a parameter up and 12 + 2 down, instead of 4 and 2."""
-    model, moved = load(dtype="bfloat16"), []
-    for alone in (False, True):
-        method = AdamOffload(model, gpu_updates=alone, **HOW)
-        if alone:
-            by_lane_alone(method)
-        up, down = model.engine.bytes_up, model.engine.bytes_down
-        method.step(batch())
-        method.flush()
-        moved.append((model.engine.bytes_up - up, model.engine.bytes_down - down))
-        method.close()
-    numel = sum(unit.numel for unit in method.state.units)
-    assert moved[1][0] - moved[0][0] == 10 * numel and moved[1][1] - moved[0][1] == 12 * numel
-
-
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables in chunks of rows, some tensors frozen, others without a gradient in some steps: parts begin anywhere, and
-    counts of updates differ within a unit."""
-    monkeypatch.setattr("keyhole.methods.adam_state.PART", 64 * 47)
-    monkeypatch.setattr("keyhole.offload.lane.CHUNK", 64 * 11)
-    found = []
-    for alone in (False, True):
-        model = keyhole.load(config("llama", vocab_size=8192 + 100), init="random", device="cpu", dtype="float16")
-        for tensor in model.layout.tensors:
-            tensor.param.requires_grad_("k_proj" not in tensor.name)
-        model = streamed(model) if place == "streamed" else model
-        method = AdamOffload(model, gpu_updates=alone, **HOW | {"weight_decay": 0.0, "beta1": 0.4})
-        if alone:
-            by_lane_alone(method)
-        gradient = method.gradient
-        for t in range(3):
-            left_out = ("none", "layers.0.mlp.up", "layers.1.self_attn.q")[t]
-            method.gradient = lambda tensor, *more, left_out=left_out, gradient=gradient: (
-                None if left_out in tensor.name else gradient(tensor, *more)
-            )
-            method.step(batch(seed=t))
-        state = method.state_dict()
-        found.append({k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)} | weights(model))
-        assert {v for k, v in state.items() if k.endswith("/step")} == {2, 3}
-        method.close()
-    assert same(*found)
-
-
-def test_the_share_of_the_gpu_is_of_the_last_step_also_after_a_flush() -> None:
-    """A checkpoint flushes twice, and the next step finds nothing more to count: it stays what it was."""
-    model = load()
-    for tensor in model.layout.tensors:
-        tensor.param.requires_grad_("k_proj" not in tensor.name)  # what is not trained is no part of the share
-    method = AdamOffload(model, gpu_updates=True, **HOW)
-    by_lane_alone(method)
-    method.step(batch())
-    for _ in range(2):
-        method.flush()
-        assert method.metrics()["gpu_updates"] == 1.0
-    method.step(batch())
-    assert method.metrics()["gpu_updates"] == 1.0
-    method.close()
-
-
-def test_the_plan_counts_what_the_lane_takes() -> None:
-    """Also where the spine is the largest unit."""
-    for shape in ({}, {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "max_position_embeddings": 4096}):
-        name = "gpt2" if shape else "llama"
-        model = keyhole.load(config(name, **shape), init="random", device="cpu", dtype="bfloat16")
-        method = AdamOffload(model, gpu_updates=True, **HOW)
-        buffers = [b for slot in method.lane.lane.slots for b in slot.buffers]
-        lane_bytes = sum(b.numel() * b.element_size() for b in buffers)
-        work = Workload(method="adam-offload", tokens=1, passes=1)
-        assert update_bytes(model.layout, set(), work, 2) - 4 * LANDING == lane_bytes
-        method.close()
 
 
 def test_the_demo_sized_vocabulary_is_chunked_alike() -> None:
@@ -308,208 +189,6 @@ def test_frozen_tensors_stay_and_unused_ones_get_no_decay() -> None:
         before, after = weights(model), trained(model)
         for tensor in model.layout.tensors:
             assert torch.equal(before[tensor.name], after[tensor.name]) == (tensor in frozen), tensor.name
-
-
-@pytest.mark.parametrize("schedule", ["layerwise", "monolithic"])
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_a_step_that_is_not_finite_changes_nothing(place: str, schedule: str) -> None:
-    """A broken loss gives no update, with or without clipping; the next good step goes on as if it had not been."""
-    for clip in (0.5, None):
-        models = [load(), load()]
-        models = [streamed(m) for m in models] if place == "streamed" else models
-        broken, clean = (AdamOffload(m, max_grad_norm=clip, schedule=schedule, **HOW) for m in models)
-        for method in (broken, clean):
-            method.step(micro(0))
-        forward, broken.reverse.forward = broken.reverse.forward, _spoilt(broken)
-        broken.step(micro(1))
-        assert not math.isfinite(float(broken.metrics()["grad_norm"]))
-        broken.reverse.forward = forward
-        for method in (broken, clean):
-            method.flush()
-            method.step(micro(2))
-        assert same(weights(models[0]), weights(models[1]))
-
-
-def _spoilt(method: AdamOffload) -> Any:
-    forward = method.reverse.forward
-
-    def spoilt(batches: list) -> torch.Tensor:
-        loss = forward(batches)
-        method.reverse.ends.token_count = float("nan")
-        return loss * float("nan")
-
-    return spoilt
-
-
-def test_a_step_applied_in_part_stops_the_run() -> None:
-    """Without clipping a bad gradient may be met after others were applied: never silently."""
-    model = load()
-    method = AdamOffload(model, **HOW)
-    gradient, before = method.gradient, weights(model)
-    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
-
-    def spoilt(tensor: Any, w: torch.Tensor, grad: torch.Tensor) -> None:
-        gradient(tensor, w, grad * float("inf") if "layers.0.mlp" in tensor.name else grad)
-
-    method.gradient = spoilt
-    method.step(batch())
-    with pytest.raises(UserError, match="last checkpoint"):
-        method.flush()
-    with pytest.raises(UserError, match="max_grad_norm"):
-        method.step(batch())
-    assert not same(before, weights(model))
-    method.load_state_dict(saved)
-    method.gradient = gradient
-    assert same(before, weights(model))
-    method.step(batch())
-    method.flush()
-
-
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_an_error_in_the_reverse_leaves_the_weights_as_they_were(place: str) -> None:
-    """With clipping nothing is applied yet: the step can be tried again. Without, it may be too late, and is said."""
-    for clip in (0.5, None):
-        models = [load(), load()]
-        models = [streamed(m) for m in models] if place == "streamed" else models
-        broken, clean = (AdamOffload(m, max_grad_norm=clip, **HOW) for m in models)
-        gradient = broken.gradient
-
-        def fail(tensor: Any, w: torch.Tensor, grad: torch.Tensor, gradient: Any = gradient) -> None:
-            gradient(tensor, w, grad)
-            if "layers.0.mlp" in tensor.name:
-                raise MemoryError("no room")
-
-        broken.gradient = fail
-        with pytest.raises(MemoryError, match="no room"):
-            broken.step(micro(0))
-        broken.gradient = gradient
-        if clip is None:
-            with pytest.raises(UserError, match="last checkpoint"):
-                broken.flush()
-            continue
-        assert same(weights(models[0]), weights(models[1]))
-        for method in (broken, clean):
-            method.step(micro(1))
-        assert same(weights(models[0]), weights(models[1]))
-
-
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_an_interrupt_at_the_end_of_the_reverse_is_said(place: str) -> None:
-    """Updates wait for the last norm: if only some were submitted, or weights did not return, the step is broken."""
-    for options in ({"max_grad_norm": 0.5}, {"schedule": "monolithic"}):
-        model = load() if place == "resident" else streamed(load())
-        method = AdamOffload(model, **HOW | options)
-        submit, count = method.exchange.submit, []
-
-        def interrupted(*args: Any, submit: Any = submit, count: list = count, **more: Any) -> None:
-            count.append(1)
-            if len(count) == 3:
-                raise KeyboardInterrupt
-            submit(*args, **more)
-
-        method.exchange.submit = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            method.step(batch())
-        with pytest.raises(UserError, match="last checkpoint"):
-            method.flush()
-        assert all(tensor.isfinite().all() for tensor in weights(model).values()) and not method.exchange.leaving
-        method.close()
-
-
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units in many parts, some by the lane: a step that is not finite leaves weights, moments and counts alone."""
-    monkeypatch.setattr("keyhole.methods.adam_state.PART", 192)
-    model = load(dtype="bfloat16") if place == "resident" else streamed(load(dtype="bfloat16"))
-    method = AdamOffload(model, max_grad_norm=clip, gpu_updates=True, **HOW)
-    method.step(micro(0))
-    before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
-    held = weights(model)
-    method.reverse.forward = _spoilt(method)
-    method.step(micro(1))
-    after = method.state_dict()
-    assert same(held, weights(model))
-    assert all(torch.equal(v, after[k]) if isinstance(v, torch.Tensor) else v == after[k] for k, v in before.items())
-    method.close()
-
-
-def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the device comes to the caller as one of the worker does."""
-    method = AdamOffload(load(), gpu_updates=True, **HOW)
-    threads, hold = list(method.pool._threads), threading.Event()
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("the device is gone")
-
-    monkeypatch.setattr("keyhole.methods.adam_lane.host_adamw_", fail)
-    method.updates.by_cpu = lambda *job: hold.wait(20)
-    with pytest.raises(WorkerFailed, match="the device is gone"):
-        method.step(batch())
-        method.flush()
-    hold.set()
-    method.close()
-    assert not any(thread.is_alive() for thread in threads)
-
-
-def test_everything_goes_with_the_method() -> None:
-    """Dropped without a word, with updates under way: threads end and host memory is given back; the model stays."""
-    model = load()
-    for _ in range(2):
-        method = AdamOffload(model, max_grad_norm=0.5, gpu_updates=True, **HOW)
-        method.step(batch())
-        threads = list(method.pool._threads)
-        parts = [weakref.ref(part) for part in (method, method.state, method.lane, method.exchange)]
-        del method
-        gc.collect()
-        assert not any(thread.is_alive() for thread in threads) and not any(part() for part in parts)
-        assert model.engine.gate is None
-
-
-def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU works alone then; what was page-locked for the lane is given back (the master is locked once more)."""
-    method, pinned = AdamOffload(load(), **HOW), set()
-    monkeypatch.setattr("keyhole.methods.adam_lane.use_kernel", lambda device: True)
-    monkeypatch.setattr("keyhole.methods.adam_lane.squares_of_host", lambda *args, **more: "apart")
-    monkeypatch.setattr(arena, "pin", lambda flat, device: len(pinned) < 2 and not pinned.add(flat.data_ptr()))
-    monkeypatch.setattr(arena, "unpin", lambda flat: pinned.discard(flat.data_ptr()))
-    engine = SimpleNamespace(cuda=True, device=torch.device("cpu"))
-    lane, why = open_lane(method.state, engine, torch.float32)
-    assert lane is None and "page-locked" in why and not pinned
-    method.close()
-
-
-@pytest.mark.parametrize("place", ["resident", "streamed"])
-def test_a_worker_that_fails_stops_the_run_with_its_cause(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step after it, or flush, raises the cause; no thread is left and nothing hangs."""
-    model = load() if place == "resident" else streamed(load())
-    method = AdamOffload(model, **HOW)
-    method.step(batch())
-    method.flush()
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise MemoryError("the host is full")
-
-    monkeypatch.setattr("keyhole.methods.adam_state.host_adamw_", fail)
-    with pytest.raises(WorkerFailed, match="the host is full") as caught:
-        for _ in range(3):
-            method.step(batch())
-    assert isinstance(caught.value.__cause__, MemoryError)
-    with pytest.raises(WorkerFailed):
-        method.flush()
-    method.pool._threads[0].join(10)
-    assert method.pool._threads[0] not in threading.enumerate()
-    method.close()
-
-
-def test_the_worker_ends_with_the_model() -> None:
-    """close() of the model, as the trainer calls it, leaves no thread."""
-    model = load()
-    method = AdamOffload(model, **HOW)
-    method.step(batch())
-    method.flush()
-    model.close()
-    assert method.pool._threads[0] not in threading.enumerate()
 
 
 def test_updates_run_beside_the_next_forward() -> None:
