@@ -18,9 +18,7 @@ from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
 from keyhole.demo.paths import MODEL, TEST, TRAIN, locate
 from keyhole.errors import UserError
-
-# Without any of these Transformers makes an empty tokenizer for some families, and no text has a token.
-TOKENIZER_FILES = ("token*", "vocab*", "*.model", "tekken.json")
+from keyhole.model.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,12 @@ class Data:
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer that lies with a model."""
-    from transformers import AutoTokenizer
-
     model = locate(model, MODEL)
-    if Path(model).is_dir() and not any(file for name in TOKENIZER_FILES for file in Path(model).glob(name)):
-        _model_config(model)  # says so in plain words when there is no model at all
+    _model_config(model)  # says so in plain words when there is no model at all
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
         raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in")
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # bad files, a bad name, no network: each has its own type
-        _model_config(model)
-        why = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from None
+    return tokenizer
 
 
 def from_config(config: Any, tokenizer: Any = None) -> Data:

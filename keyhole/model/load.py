@@ -23,6 +23,7 @@ from keyhole.model.layout import Layout, Unit
 from keyhole.model.model import Model
 from keyhole.model.random_init import fill_random
 from keyhole.model.skeleton import build, check_name, read_config
+from keyhole.model.tokenizer import TOKENIZER_FILES, read_tokenizer
 from keyhole.model.weights import fill_from
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
@@ -33,7 +34,7 @@ from keyhole.plan.placement import Placement, place
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIGN_BYTES = 256
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
-WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
 
 
 def load(
@@ -81,9 +82,8 @@ def load(
     engine_options.setdefault("slot_count", placed.slot_count)
     engine = Engine(homes, placed.streamed, device, **engine_options)
     source = None if directory is None else str(model)
-    loaded = Model(
-        module, layout, engine, dtype, tokenizer=_tokenizer(directory), source=source, placed=placed, graphs=graphs
-    )
+    tokenizer = None if directory is None else read_tokenizer(directory)
+    loaded = Model(module, layout, engine, dtype, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
     if init == "random":
         _pin(loaded, touch=True)
         std = getattr(config, "initializer_range", None) or 0.02
@@ -154,17 +154,6 @@ def find_directory(model: str | Path) -> Path:
             f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
             "the disk, or give the directory of a copy"
         ) from error
-
-
-def _tokenizer(directory: Path | None) -> Any:
-    if directory is None or not list(directory.glob("token*")):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model: the tokenizer in {directory} cannot be read: {error}") from error
 
 
 def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:

@@ -1,0 +1,37 @@
+"""The tokenizer that lies with a model, or None: one answer for training, evaluation and `keyhole.load`.
+
+A vocabulary makes a tokenizer, and it comes under many names:
+
+    tokenizer.json                      of the tokenizers library, all in one file
+    vocab.json with merges.txt          byte-level BPE (GPT-2, OPT, Qwen2); vocab.txt for word pieces
+    tokenizer.model, spiece.model ...   SentencePiece
+    tekken.json                         Mistral's
+    tokenizer_config.json               alone only where no vocabulary is needed (ByT5 counts bytes)
+
+special_tokens_map.json, added_tokens.json and chat_template.jinja go with a tokenizer and make none. Without a
+vocabulary, Transformers refuses for some families, and for others makes a tokenizer that has no token for any text.
+The latter counts as none: a run on it would train on nothing.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import UserError
+
+TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
+
+
+def read_tokenizer(model: str | Path) -> Any:
+    """That of a directory (no request is made) or a hub id; None where a directory has none."""
+    from transformers import AutoTokenizer
+
+    path = Path(model)
+    if path.is_dir() and not any(file for name in TOKENIZER_FILES for file in path.glob(name)):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=path.is_dir())
+    except Exception as error:  # bad files, a bad name, no network: each has its own type
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from error
+    added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class has no such method
+    return tokenizer if len(tokenizer) > len(added) else None
