@@ -9,8 +9,8 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lomo_lora import LOMOLoRA
+from tests.methods.lomo_loops import load, micro_batches, weights
 from tests.methods.test_first_order import plain_loss
-from tests.methods.test_lomo import load, micro_batches, weights
 
 pytest.importorskip("peft")
 

@@ -15,8 +15,8 @@ from keyhole.methods.lsp_gather import seen
 from keyhole.methods.lsp_update import Updates
 from keyhole.offload.workers import WorkerFailed
 from keyhole.ops.projector import identity_projector
+from tests.methods.lomo_loops import SIX, close, micro_batches, weights
 from tests.methods.test_first_order import plain_loss
-from tests.methods.test_lomo import SIX, close, micro_batches, weights
 from tests.model.decoders import NAMES, batch, config
 from tests.model.streaming import streamed
 

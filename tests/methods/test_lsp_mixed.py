@@ -16,7 +16,7 @@ from keyhole.methods import lsp
 from keyhole.methods.lsp import LSP
 from keyhole.plan.lsp import LSPWork, count_numbers
 from keyhole.plan.memory import Workload
-from tests.methods.test_lomo import weights
+from tests.methods.lomo_loops import weights
 from tests.methods.test_lsp import EPS, SMALL, load, near, torch_adamw, train
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
