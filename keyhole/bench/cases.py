@@ -5,7 +5,7 @@ making the weights costs more than timing a few steps:
 
     group      same model, dtype, number of blocks, positions       one process, in the order of importance
       load     same placement, budget and engine options            one copy of the weights
-        case   batch size, textbook or zo, deferred update or not
+        case   batch size, textbook or zo, deferred update and rare write-backs or not
 
 `textbook` and `resident` use the same load: the textbook loop runs on the resident model's own HF module.
 """
@@ -22,7 +22,7 @@ ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 HOST_LIMIT_BYTES = 64 * 2**30  # a model of this size is run whole
 FEW_BLOCKS_BYTES = 20 * 2**30  # of a larger one, so many blocks
 GIANT_BLOCKS = 4
-SWITCHES = ("overlap", "reuse_slots", "deferred_update")
+SWITCHES = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Case:
     overlap: bool = True
     reuse_slots: bool = True
     deferred_update: bool = True
+    rare_write_backs: bool = True
     wire: str | None = None
     compiled: bool = False
 
@@ -126,7 +127,7 @@ def ablation() -> list[Case]:
         base = Case("6.7B", "streamed", batch=batch)
         found += [replace(base, system="resident"), replace(base, system="textbook"), base]
         found += [replace(base, **{switch: False}) for switch in SWITCHES]
-        found += [replace(base, overlap=False, reuse_slots=False, deferred_update=False)]
+        found += [replace(base, **dict.fromkeys(SWITCHES, False))]
     return found
 
 
@@ -208,7 +209,5 @@ def grouped(cases: list[Case]) -> list[list[Case]]:
     ordered = []
     for members in groups.values():
         loads = {load: i for i, load in enumerate(dict.fromkeys(case.load for case in members))}
-        ordered.append(
-            sorted(members, key=lambda c: (rank[c.system], loads[c.load], c.tokens, not c.deferred_update))
-        )
+        ordered.append(sorted(members, key=lambda c: (rank[c.system], loads[c.load], c.tokens, c.switched_off)))
     return ordered

@@ -1,7 +1,8 @@
 """Seconds a step, and bytes on the device and on the host.
 
-Steps are timed as a run would make them: enqueued one after the other, a CUDA event between each two, and
-no wait until the last. The upload of step t + 1 may begin in step t; in the steady state every step gains
+Warm-up steps are waited for, one by one: what is decided by what a step was like (write-backs) is decided then. Steps
+are timed as a run would make them: enqueued one after the other, a CUDA event between each two, and no wait until
+the last. The upload of step t + 1 may begin in step t; in the steady state every step gains
 what the one before lost. The wall clock over all timed steps, waiting at the end for every stream, is
 reported beside the median of the events.
 
@@ -27,8 +28,10 @@ def time_steps(
     step: Step, device: torch.device, warm_up: int, timed: int, between: Callable[[], None]
 ) -> dict[str, Any]:
     """Runs warm_up + timed steps; `between` is called after the warm-up. Losses are those of all steps."""
-    losses = [step() for _ in range(warm_up)]
-    _wait(device)
+    losses = []
+    for _ in range(warm_up):
+        losses.append(step())
+        _wait(device)
     between()
     begin_s = time.perf_counter()
     marks = [_mark(device)]

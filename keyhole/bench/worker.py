@@ -102,6 +102,8 @@ class Worker:
         step, device = lambda: method.step(batch), self.device
         found = measure.time_steps(step, device, self.warm_up, self.timed, mark_bytes)
         found |= self.facts(model, case)
+        if case.system == "streamed":
+            found["write_back_every"] = method.update.write_back.every
         found |= {"load_s": self.kept.load_s, "link": self.kept.link}
         found["bytes_up"] = (engine.bytes_up - moved["up"]) // self.timed
         found["bytes_down"] = (engine.bytes_down - moved["down"]) // self.timed
@@ -109,7 +111,9 @@ class Worker:
 
     def method(self, model: keyhole.Model, case: Case) -> keyhole.ZO:
         compiled: bool | str = "aot_eager" if case.compiled and self.quick else case.compiled
-        return keyhole.ZO(model, LR, eps=EPS, deferred_update=case.deferred_update, compile=compiled)
+        every = None if case.rare_write_backs else 1
+        how = {"deferred_update": case.deferred_update, "write_back_every": every}
+        return keyhole.ZO(model, LR, eps=EPS, compile=compiled, **how)
 
     def try_trace(self, case: Case, path: str) -> None:
         """Saves the timeline of one more step; a failure is said and costs nothing else."""

@@ -21,7 +21,7 @@ SAFE = {
     "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
     "report_to", "output_dir", "device", "placement", "gpu_memory", "background_save", "journal_sync",
     "adam_offload.schedule", "adam_offload.threads", "adam_offload.gpu_updates", "lsp.optimizer_on", "lsp.threads",
-    "zo.clip", "zo.deferred_update",
+    "zo.clip", "zo.deferred_update", "zo.write_back_every",
 }  # fmt: skip
 
 

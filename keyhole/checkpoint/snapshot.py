@@ -80,6 +80,11 @@ class Snapshot:
         if source is not None:
             self.release(source)
 
+    def waits_for(self, page: int) -> bool:
+        """Whether the page is still to get its last update."""
+        source = self.pages.get(page)
+        return source is not None and source.state == WAITING
+
     def release(self, source: Source) -> None:
         """The same for any source."""
         begin_s = time.perf_counter()

@@ -9,7 +9,7 @@ What we do differently from the textbook loop (perturb in place by +1, -2, +1, t
   - The 2q passes, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update of
     step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes an element in 16 bit, instead of 16.
   - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1
-    (zo_update.py). Over the link: each unit once up, once down a step.
+    (zo_update.py). Over the link: each unit once up, and at most once down a step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
     these rows on the fly, exactly as the full pass over the table will apply it later in the step.
@@ -54,6 +54,7 @@ class ZO:
         clip: float | None = None,
         seed: int = 0,
         deferred_update: bool = True,
+        write_back_every: int | None = None,
         compile: bool | str = False,
     ) -> None:
         if not eps > 0 or directions < 1:
@@ -66,7 +67,7 @@ class ZO:
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        self.update = Update(model, self.noise, self.decay)
+        self.update = Update(model, self.noise, self.decay, write_back_every)
         model.deferred = weakref.WeakMethod(self.flush)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
@@ -97,11 +98,10 @@ class ZO:
         return losses_q2.mean()
 
     def _perturb_spine(self) -> None:
-        spine, engine = self.model.layout.spine, self.model.engine
-        w = engine.acquire(spine.index)
+        spine = self.model.layout.spine
+        w = self.model.engine.acquire(spine.index)
         for i in range(self.directions):
-            if self.update.perturb(spine, w, self.spines[i, 0], self.spines[i, 1], self._perturbation(i)):
-                engine.commit(spine.index)
+            self.update.perturb(spine, w, self.spines[i, 0], self.spines[i, 1], self._perturbation(i))
 
     def _server(self, micro: int) -> Callable[[Unit | None, Callable[[int], None]], None]:
         """What happens at each unit: arrive, update, perturb, and let every pass through."""
@@ -121,8 +121,7 @@ class ZO:
         for i in range(self.directions):
             if unit is not None:
                 plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
-                if self.update.perturb(unit, w, plus, minus, self._perturbation(i)):
-                    engine.commit(unit.index)
+                self.update.perturb(unit, w, plus, minus, self._perturbation(i))
                 if i == self.directions - 1:
                     engine.release(unit.index)
             for sign in (0, 1):
@@ -145,7 +144,7 @@ class ZO:
             if not table.param.requires_grad:
                 waiting[i, k] = stale_MH.to(self.model.dtype)
                 return waiting[i, k]
-            how = self.noise | self._perturbation(i) | (self.update.fused() if self.pending else {})
+            how = self.noise | self._perturbation(i) | (self.update.fused(self.pending) if self.pending else {})
             plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, dtype=self.model.dtype, **how)
             return plus_MH
 
@@ -188,6 +187,10 @@ class ZO:
     def changed(self) -> torch.Tensor:
         """How many weights the last update moved."""
         return self.update.changed
+
+    def describe(self) -> list[str]:
+        """For the start block: what was decided."""
+        return self.update.write_back.describe()
 
     def flush(self) -> None:
         """Applies the deferred update, so that the weights at home are the weights after the last step."""

@@ -32,5 +32,8 @@ class Watch(Protocol):
     def before_change(self, page: int) -> None:
         """Work that will change the home is about to be queued. May wait."""
 
+    def waits_for(self, page: int) -> bool:
+        """Whether the next change of the home is what it is here for: a page that could stay away must come."""
+
     def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
         """That work has been queued on this stream (None: it is done)."""

@@ -31,6 +31,7 @@ import torch
 
 from keyhole.offload.around import Gate, Watch
 from keyhole.offload.slots import POISON, FreeSlots, Slot, page_bytes
+from keyhole.offload.stalls import Stalls
 from keyhole.offload.timeline import Timeline
 
 
@@ -69,6 +70,7 @@ class Engine:
         self.timeline = Timeline(enabled=False)
         self.gate: Gate | None = None
         self.watch: Watch | None = None
+        self.stalls = Stalls()
         self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # see acquire
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
@@ -81,6 +83,7 @@ class Engine:
         learn=False for work that goes round many times."""
         self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
         self.cursor, self.visited = 0, []
+        self.stalls.begin(name)
         if self.cuda:
             self.compute = torch.cuda.current_stream(self.device)  # asked once: a query takes longer than a wait
         if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
@@ -121,10 +124,11 @@ class Engine:
         self._prefetch()
         slot.intact = slot.intact and not changes and self.arrival is None and self.gate is None
         if self.cuda:
-            for event in (slot.ready, slot.computed):  # it may have been here since its last visit, in another stream,
-                self.compute.wait_event(event)
-            if not slot.intact:  # and still be on its way home
-                self.compute.wait_event(self.home_written[page])
+            with self.stalls.wait(self.compute):
+                for event in (slot.ready, slot.computed):  # it may have been here since its last visit, elsewhere,
+                    self.compute.wait_event(event)
+                if not slot.intact:  # and still be on its way home
+                    self.compute.wait_event(self.home_written[page])
         return self._arrived(page, slot.like(self.homes[page]))
 
     def _arrived(self, page: int, w: torch.Tensor) -> torch.Tensor:

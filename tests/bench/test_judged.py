@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import Any
 
 from keyhole.bench.cases import Case, judged
-from keyhole.bench.floors import GIB, line_of
+from keyhole.bench.floors import GIB, line_of, link_seconds
 from keyhole.bench.judged import judge
 
 STEP_S = {"textbook": 1.0, "resident": 0.4, "streamed": 0.5}
@@ -21,8 +21,8 @@ def record(case: Case, **changes: Any) -> dict[str, Any]:
         "step_s": step_s,
         "losses": [1.0, 2.0],
         "bytes_up": 24.5e9,
-        "bytes_down": 24e9,
-        "link": {"duplex": 50.0},
+        "bytes_down": 24.5e9,
+        "link": {"up": 55.0, "down": 55.0, "duplex": 50.0},
         "weights_bytes": 20 * GIB,
         "host_bytes": 22 * GIB,
         "planned_bytes": 2 * GIB,
@@ -70,7 +70,7 @@ def test_what_was_not_measured_is_missing() -> None:
 
 
 def test_the_floor_is_the_larger_of_compute_and_link() -> None:
-    """24.5 GB over 50 GB/s is 0.49 s, more than the 0.4 s of compute."""
+    """24.5 GB each way over 50 GB/s is 0.49 s, more than the 0.4 s of compute."""
     case = Case("13B", "streamed")
     found = {r["name"]: r for r in map(record, judged())}
     line = line_of(case, found)
@@ -79,3 +79,10 @@ def test_the_floor_is_the_larger_of_compute_and_link() -> None:
     found[case.name] = record(case, bytes_up=1e9, bytes_down=1e9)
     line = line_of(case, found)
     assert (line.floor_s, line.bound) == (0.4, "compute")
+
+
+def test_the_link_is_shared_only_by_what_goes_both_ways() -> None:
+    """8 GB up and 2 down: 2 each way at 40 GB/s, then 6 at the 60 of that way alone; and the same the other way."""
+    link = {"up": 60.0, "down": 50.0, "duplex": 40.0}
+    for up_bytes, down_bytes, expected_s in ((8e9, 2e9, 0.15), (2e9, 7e9, 0.15), (4e9, 4e9, 0.1)):
+        assert abs(link_seconds(up_bytes, down_bytes, link) - expected_s) < 1e-9

@@ -36,7 +36,7 @@ def test_quick_run_end_to_end(tmp_path: Path, capsys: Any) -> None:
     found, markdown = quick(tmp_path, f"--cases={CASES}")
     records = {r["name"]: r for r in found["records"]}
     assert all(r["status"] == "ok" and r["step_s"] > 0 and len(r["losses"]) == 3 for r in records.values())
-    for batch, count in ((1, 5), (4, 1)):
+    for batch, count in ((1, 6), (4, 1)):
         streamed = {
             n: r["losses"]
             for n, r in records.items()

@@ -1,0 +1,82 @@
+"""The share of a sweep that the GPU waited, from events that pass when the test says so."""
+
+import pytest
+import torch
+
+from keyhole.offload.stalls import AT_ONCE, Stalls
+
+
+class Clock:
+    """Stands for the GPU: events take its time when they are recorded, and are passed when it says so."""
+
+    now_ms, passed_ms = 0.0, 0.0
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.at_ms = float("inf")
+
+    def record(self, stream: object) -> None:
+        self.at_ms = Clock.now_ms
+
+    def query(self) -> bool:
+        return self.at_ms <= Clock.passed_ms
+
+    def elapsed_time(self, other: "Event") -> float:
+        return other.at_ms - self.at_ms
+
+
+@pytest.fixture
+def stalls(monkeypatch: pytest.MonkeyPatch) -> Stalls:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    Clock.now_ms = Clock.passed_ms = 0.0
+    found = Stalls()
+    found.enabled = True
+    return found
+
+
+def sweep(stalls: Stalls, waits_ms: list[float], works_ms: float = 10.0) -> None:
+    stalls.begin("train")
+    for wait_ms in waits_ms:
+        with stalls.wait(None):
+            Clock.now_ms += wait_ms
+        Clock.now_ms += works_ms
+
+
+def test_share_is_the_waits_over_the_whole(stalls: Stalls) -> None:
+    """From before the first wait to after the last: 15 of 35 ms. Nothing is known before the GPU has passed."""
+    sweep(stalls, [5.0, 0.0, 10.0])
+    assert stalls.share("train") is None
+    Clock.passed_ms = Clock.now_ms
+    assert stalls.share("train") == pytest.approx(15 / 35) and stalls.share("eval") is None
+
+
+def test_the_newest_that_is_done_counts(stalls: Stalls) -> None:
+    """A later sweep takes over when it is done, not before; another sweep's waits are not mixed in."""
+    sweep(stalls, [10.0, 10.0])
+    Clock.passed_ms = Clock.now_ms
+    sweep(stalls, [0.0, 0.0])
+    assert stalls.share("train") == pytest.approx(20 / 30)
+    stalls.begin("flush")
+    with stalls.wait(None):
+        Clock.now_ms += 100.0
+    Clock.passed_ms = Clock.now_ms
+    assert stalls.share("train") == 0.0
+
+
+def test_few_sweeps_are_measured_at_a_time(stalls: Stalls) -> None:
+    """A host that is far ahead makes no more events; when the GPU has caught up, it measures again."""
+    for _ in range(20):
+        sweep(stalls, [1.0, 1.0])
+    assert len(stalls.measured["train"]) <= AT_ONCE + 1
+    Clock.passed_ms = Clock.now_ms
+    sweep(stalls, [30.0, 30.0])
+    Clock.passed_ms = Clock.now_ms
+    assert stalls.share("train") == pytest.approx(60 / 70)
+
+
+def test_nothing_is_recorded_unless_asked(stalls: Stalls) -> None:
+    """Not enabled: no events."""
+    stalls.enabled = False
+    sweep(stalls, [1.0])
+    assert stalls.measured["train"] == [] and stalls.share("train") is None
