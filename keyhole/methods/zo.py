@@ -71,6 +71,7 @@ class ZO:
         model.deferred = weakref.WeakMethod(self.flush)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
+        model.binding.forget()
         layout, device, dtype = model.layout, model.device, model.dtype
         self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
         self.spines = torch.empty((directions, 2, layout.spine.numel), dtype=dtype, device=device)

@@ -32,6 +32,10 @@ class Binding:
         self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
         self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
 
+    def forget(self) -> None:
+        """Lets go of memory that a method brought, which views would keep alive after it: another one is coming."""
+        self._views.clear()
+
     def bind_homes(self) -> None:
         """Points every parameter to its home; those of packed units have none to point to."""
         if not self._home_views:

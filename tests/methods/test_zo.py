@@ -1,5 +1,6 @@
 """Zeroth-order steps against the textbook, and at the edges: frozen tensors, losses that are not finite, clipping."""
 
+import gc
 from functools import lru_cache
 from typing import Any
 
@@ -122,3 +123,16 @@ def test_what_is_no_learning_rate_is_refused(lr: Any) -> None:
     for method in (keyhole.ZO, keyhole.LOMO, keyhole.LSP, keyhole.AdamOffload):
         with pytest.raises(UserError, match="lr: .* is no learning rate"):
             method(load(), lr)
+
+
+def test_a_second_method_finds_the_memory_of_the_first_free() -> None:
+    """Buffers of a method that is gone are not kept alive by what the model remembers of them."""
+    model = load("opt", placement="stream")
+    first = keyhole.ZO(model, 1e-3)
+    first.step(batch())
+    at = first.plus.untyped_storage().data_ptr()
+    del first
+    second = keyhole.ZO(model, 1e-3)
+    gc.collect()
+    views = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.untyped_storage().data_ptr() == at]
+    assert all(view is second.plus or view is second.minus for view in views)
