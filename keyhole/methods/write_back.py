@@ -45,10 +45,13 @@ class WriteBack:
     def may_wait(self, unit: Unit) -> bool:
         return unit.index in self.patient
 
+    def is_awaited(self, unit: Unit) -> bool:
+        """Whether somebody waits for the unit to come home."""
+        return self.engine.watch is not None and self.engine.watch.waits_for(unit.index)
+
     def is_due(self, unit: Unit, step: int) -> bool:
         """Whether the unit is to go home with the update of this step."""
-        watch = self.engine.watch
-        if not self.may_wait(unit) or (watch is not None and watch.waits_for(unit.index)):
+        if not self.may_wait(unit) or self.is_awaited(unit):
             return True
         return (step + unit.index) % self.every == 0
 

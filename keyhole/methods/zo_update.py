@@ -156,16 +156,25 @@ class Update:
         engine = self.model.engine
         for unit in self.model.layout.units:
             owed = self.owed(unit)
-            if owed and (everywhere or self.write_back.is_due(unit, owed[-1].step)):
-                w = engine.acquire(unit.index)
-                for pending in owed:
-                    self.apply(unit, w, pending)
-                self._go_home(unit)
-                engine.release(unit.index)
+            if not owed or not (everywhere or self.write_back.is_due(unit, owed[-1].step)):
+                continue
+            if not self._must_go(unit):
+                self.at_home[unit.index] = len(self.waiting)
+                continue
+            w = engine.acquire(unit.index)
+            for pending in owed:
+                self.apply(unit, w, pending)
+            self._go_home(unit)
+            engine.release(unit.index)
 
     def _go_home(self, unit: Unit) -> None:
-        self.model.engine.commit(unit.index)
+        """The unit here has had all updates; if that changed nothing (it is frozen), home is as good already."""
+        if self._must_go(unit):
+            self.model.engine.commit(unit.index)
         self.at_home[unit.index] = len(self.waiting)
+
+    def _must_go(self, unit: Unit) -> bool:
+        return any(on for _, _, on in self.trained[unit.index]) or self.write_back.is_awaited(unit)
 
     def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:
         """Where to count the weights that this update moves: of the last update, once a unit."""

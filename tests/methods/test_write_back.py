@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.checkpoint.background import Background
+from keyhole.checkpoint.state import About
 from keyhole.errors import UserError
 from keyhole.methods import write_back
 from tests.methods.zo_loops import EPS, SEED, equal, load, weights
@@ -94,9 +96,6 @@ def test_an_nth_of_the_blocks_comes_home_a_step() -> None:
 
 def test_a_checkpoint_gets_the_weights_of_its_step(tiny_model: Path, tmp_path: Path) -> None:
     """Begun while units are owed several updates: the next step brings all home, as they are after this one."""
-    from keyhole.checkpoint.background import Background
-    from keyhole.checkpoint.state import About
-
     model, same = (keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2))
     opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=every) for m, every in ((model, 4), (same, 1))]
     for t in range(3):
@@ -109,6 +108,32 @@ def test_a_checkpoint_gets_the_weights_of_its_step(tiny_model: Path, tmp_path: P
     opts[0].step(batch(seed=3))
     assert background.wait().error is None
     assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
+
+
+def freeze(model: keyhole.Model) -> keyhole.Model:
+    """The first block."""
+    for tensor in model.layout.tensors:
+        tensor.param.requires_grad_(tensor.block != 0)
+    return model
+
+
+def test_what_is_frozen_never_goes_home(tiny_model: Path, tmp_path: Path) -> None:
+    """Down crosses only what is trained, the weights are those of a resident run, and a checkpoint has all of them."""
+    resident = freeze(keyhole.load(tiny_model, device="cpu"))
+    model = freeze(keyhole.load(tiny_model, device="cpu", placement="stream"))
+    same, opt = (keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=1) for m in (resident, model))
+    for t in range(2):
+        assert same.step(batch(seed=t)).item() == opt.step(batch(seed=t)).item()
+    down = model.engine.bytes_down
+    assert same.step(batch(seed=2)).item() == opt.step(batch(seed=2)).item()
+    trained = [u for u in model.layout.units if u.index in model.engine.streamed and u.block != 0]
+    assert model.engine.bytes_down - down == sum(unit.numel for unit in trained) * 4
+    same.flush()
+    background = Background(model, opt)
+    background.begin(tmp_path / "c", About(3, {}, {}, {}), lambda step: True)
+    opt.step(batch(seed=3))
+    assert background.wait().error is None
+    assert equal(weights(resident), weights(keyhole.load(tmp_path / "c", device="cpu")))
 
 
 def test_the_wait_decides() -> None:
