@@ -29,6 +29,7 @@ def _matrices_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.ndim > 1 and param.device.type != "meta":
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+            param._is_hf_initialized = True  # nothing to draw: half of the time of a build
         register(module, name, param)
 
     nn.Module.register_parameter = register_on_meta
