@@ -27,8 +27,8 @@ def problem(kinds: tuple[str, str], m: int, n: int, d: int, r: int,
 
 @settings(max_examples=20)
 @given(
-    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), m=st.integers(1, 150), n=st.integers(1, 300),
-    d=st.integers(1, 300), r=st.integers(1, 20), kernel=st.booleans(),
+    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), m=st.integers(1, 150), n=st.integers(1, 200),
+    d=st.integers(1, 150), r=st.integers(1, 12), kernel=st.booleans(),
 )
 def test_equals_the_dense_products(kinds: tuple[str, str], m: int, n: int, d: int, r: int, kernel: bool) -> None:
     """Any two kinds and any shape, with weight decay."""
