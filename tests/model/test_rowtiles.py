@@ -78,14 +78,14 @@ def test_streamed_tiles_equal_resident_ones(name: str, request: pytest.FixtureRe
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
 def test_training_in_tiles(name: str, dtype: str) -> None:
-    """Five steps with two directions and two micro-batches: losses and weights are the resident model's to the bit."""
+    """Three steps with two directions and two micro-batches: losses and weights are the resident model's to the bit."""
     resident = load(name, dtype=dtype)
     other = streamed(resident, 1, slot_count=2, chaos=random.Random(1))
     batches = [batch(2, 8, seed=1), batch(1, 5, seed=2)]
     losses = []
     for model in (resident, other):
         method = ZO(model, 1e-3, directions=2, weight_decay=0.01)
-        losses.append(torch.stack([method.step(batches) for _ in range(5)]))
+        losses.append(torch.stack([method.step(batches) for _ in range(3)]))
         method.flush()
     assert torch.equal(*losses) and losses[0].isfinite().all()
     for (a, mine), (b, theirs) in zip(resident.named_tensors(), other.named_tensors(), strict=True):
@@ -149,7 +149,7 @@ def test_tiles_on_a_gpu(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) 
     losses = []
     for model in (resident, other):
         method = ZO(model, 1e-3)
-        losses.append(torch.stack([method.step(batch(2, 8)) for _ in range(5)]))
+        losses.append(torch.stack([method.step(batch(2, 8)) for _ in range(3)]))
         method.flush()
     assert torch.equal(*losses)
     for (_, mine), (_, theirs) in zip(resident.named_tensors(), other.named_tensors(), strict=True):
