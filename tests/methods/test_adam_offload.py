@@ -26,7 +26,7 @@ def load(name: str = "llama", **options: Any) -> keyhole.Model:
 
 def micro(t: int, count: int = 2) -> list:
     """The micro-batches of step t, of different lengths."""
-    return [batch(seed=count * t + i, length=10 - i) for i in range(count)]
+    return [batch(seed=count * t + i, length=7 - i) for i in range(count)]
 
 
 def weights(model: keyhole.Model) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from keyhole.methods.lsp import LSP
 from keyhole.plan.lsp import LSPWork, count_numbers
 from keyhole.plan.memory import Workload
 from tests.methods.lomo_loops import weights
-from tests.methods.test_lsp import EPS, SMALL, load, near, torch_adamw, train
+from tests.methods.test_lsp import EPS, SMALL, SOON, load, near, torch_adamw, train
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
@@ -43,10 +43,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def trained(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
-    """Losses, weights and state after four steps, with projectors that change on the way."""
+    """Losses, weights and state after three steps, with projectors that change on the way."""
     model = load()
-    opt = LSP(model, **SMALL, **options)
-    losses = train(opt, 4, 2)
+    opt = LSP(model, **SOON, **options)
+    losses = train(opt, 3, 2)
     found = losses, weights(model), state_of(opt)
     opt.close()
     return found
@@ -82,13 +82,13 @@ def test_in_the_whole_space_it_is_adamw(placed_by: Any, micro: int, clip: float 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_streamed_equals_resident(placed_by: Any, name: str, how: dict[str, int], clip: float | None) -> None:
     """Losses and weights, to the bit, with whole blocks and with blocks cut into several units."""
-    runs = []
-    for away in (False, True):
-        model = streamed(load(name), **how) if away else load(name)
+    resident = load(name)
+    runs, other = [], streamed(resident, **how)
+    for model in (resident, other):
         blocks = {unit.index: unit.block for unit in model.layout.units}
         placed_by(lambda unit, of=blocks: of[unit] in (None, 0))
-        opt = LSP(model, max_grad_norm=clip, **SMALL)
-        runs.append((train(opt, 4, 2), weights(model)))
+        opt = LSP(model, max_grad_norm=clip, **SOON)
+        runs.append((train(opt, 3, 2), weights(model)))
         assert opt.optimizer.host.lengths and opt.optimizer.device.lengths
         opt.close()
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
@@ -111,15 +111,15 @@ def test_stopped_and_resumed_with_moments_elsewhere(placed_by: Any, clip: float 
     """N + M steps are N + M steps, though the second part has its moments in other places."""
     placed_by(lambda unit: unit < 3)
     straight, stopped = load(dtype="bfloat16"), load(dtype="bfloat16")
-    train(LSP(straight, max_grad_norm=clip, **SMALL), 8)
-    first = LSP(stopped, max_grad_norm=clip, **SMALL)
-    train(first, 5)
+    train(LSP(straight, max_grad_norm=clip, **SOON), 5)
+    first = LSP(stopped, max_grad_norm=clip, **SOON)
+    train(first, 3)
     state = state_of(first)
     first.close()
     placed_by((lambda unit: unit > 2) if clip is None else (lambda unit: unit < 3))
-    second = LSP(stopped, max_grad_norm=clip, **SMALL)
+    second = LSP(stopped, max_grad_norm=clip, **SOON)
     second.load_state_dict(state)
-    train(second, 3, first=5)
+    train(second, 2, first=3)
     assert same(weights(straight), weights(stopped))
 
 
