@@ -11,8 +11,10 @@ stays away for n steps comes up as it was and gets n updates; the bytes, and the
 Units take turns, so that each step writes an nth of them. The others pay with GPU time, which is free only while the
 GPU waits for the link; so unless told otherwise we look at how much of a step it waited (offload/stalls.py):
 
-    more than START of it    every EVERY-th step        less than STOP    every step again
+    more than START of it                  every EVERY-th step
+    less than STOP, in CALM steps on end   every step again
 
+(A step in which the host was slow, because a kernel was compiled, say, is a calm one too: it is no reason.)
 Which one it is never shows in the weights: the same updates are applied in the same order. Only blocks wait. Table,
 head and spine go home every step: the table is read by rows on the host. So does a unit that a checkpoint waits for.
 """
@@ -22,7 +24,7 @@ from keyhole.model.layout import Unit
 from keyhole.model.model import Model
 
 EVERY = 4
-START, STOP = 0.25, 0.02
+START, STOP, CALM = 0.25, 0.02, 8
 
 
 class WriteBack:
@@ -33,14 +35,23 @@ class WriteBack:
             raise UserError(f"zo: write_back_every {every} must be at least 1, or None to let the GPU's waits decide")
         self.engine = model.engine
         self.patient = {unit.index for unit in model.layout.of_kind("block")} & model.engine.streamed
-        self.every = every or 1
+        self.every, self.calm = every or 1, 0
         self.decides = every is None and bool(self.patient) and self.engine.cuda
         self.engine.stalls.enabled = self.decides
 
     def begin(self) -> None:
         """A step begins."""
-        if self.decides:
-            self.every = chosen(self.every, self.engine.stalls.share("train"))
+        waited = self.engine.stalls.take("train") if self.decides else None
+        if waited is not None:
+            self.learn(waited)
+
+    def learn(self, waited: float) -> None:
+        """Of one step, the GPU waited for this share."""
+        self.calm = self.calm + 1 if waited < STOP else 0
+        if waited > START:
+            self.every = EVERY
+        elif self.calm >= CALM:
+            self.every = 1
 
     def may_wait(self, unit: Unit) -> bool:
         return unit.index in self.patient
@@ -63,12 +74,3 @@ class WriteBack:
         if self.decides:
             when = f"every step, or every {EVERY} while the GPU waits more than {START:.0%} of its time for the link"
         return [f"write-backs of a streamed block: {when} (same weights, less traffic)"]
-
-
-def chosen(every: int, waited: float | None) -> int:
-    """Steps between write-backs, from what it was and the share of a step that the GPU waited."""
-    if waited is None:
-        return every
-    if waited > START:
-        return EVERY
-    return 1 if waited < STOP else every

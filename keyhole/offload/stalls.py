@@ -23,13 +23,13 @@ class Stalls:
 
     def __init__(self) -> None:
         self.enabled = False
-        self.measured: dict[str, list[Pairs]] = {}  # of the newest that is done, and those that are not; oldest first
+        self.measured: dict[str, list[Pairs]] = {}  # sweeps that nobody has asked about, oldest first
         self.current: Pairs | None = None
 
     def begin(self, name: str) -> None:
         """A sweep begins."""
-        sweeps = self._known(name)
-        self.current = [] if self.enabled and len(sweeps) <= AT_ONCE else None
+        sweeps = self.measured[name] = [pairs for pairs in self.measured.get(name, []) if pairs]
+        self.current = [] if self.enabled and len(sweeps) < AT_ONCE else None
         if self.current is not None:
             sweeps.append(self.current)
 
@@ -45,21 +45,14 @@ class Stalls:
         after.record(stream)
         self.current.append((before, after))
 
-    def share(self, name: str) -> float | None:
-        """Of the newest sweep of this name that is done; None if none is."""
-        sweeps = self._known(name)
+    def take(self, name: str) -> float | None:
+        """The share of the oldest sweep of this name that nobody has asked about; None if it is not done."""
+        sweeps = self.measured.get(name)
         if not sweeps or not _is_done(sweeps[0]):
             return None
-        pairs = sweeps[0]
+        pairs = sweeps.pop(0)
         whole_ms = pairs[0][0].elapsed_time(pairs[-1][1])
         return sum(before.elapsed_time(after) for before, after in pairs) / whole_ms if whole_ms > 0 else 0.0
-
-    def _known(self, name: str) -> list[Pairs]:
-        """Sweeps from the newest that is done."""
-        sweeps = self.measured.setdefault(name, [])
-        while len(sweeps) > 1 and _is_done(sweeps[1]):
-            sweeps.pop(0)
-        return sweeps
 
 
 def _is_done(pairs: Pairs) -> bool:
