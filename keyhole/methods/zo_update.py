@@ -129,7 +129,8 @@ class Update:
             self._go_home(unit)
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
-        """An update alone, on a unit that is here, plain or packed. decay: another than this run's."""
+        """An update alone, on a unit that is here, plain or packed. decay: another than this run's. (What is unpacked
+        and packed again is counted in between: steps that packing loses are counted too.)"""
         changed, decay = self._count(unit, pending), decay or self.decay
         if w.dtype != PACKED:
             self._apply_plain(unit, w, pending, decay, changed)

@@ -46,10 +46,13 @@ def zo_packed_reference_(packed: torch.Tensor, plus: torch.Tensor | None, minus:
     w = torch.empty(n, device=packed.device)
     fp8_decode(packed, w)
     if coef is not None:
-        zo_update_(w, coef=coef, step=update_step, weight_decay=weight_decay, changed=changed, **noise)
+        before = None if changed is None else w.clone()
+        zo_update_(w, coef=coef, step=update_step, weight_decay=weight_decay, **noise)
         where = {"offset": noise["offset"], "seed": noise["seed"], "step": update_step}
         fp8_encode_(w, packed, **where, rounding=rounding)
         fp8_decode(packed, w)
+        if changed is not None:
+            changed += (w != before).sum()
     if plus is not None:
         zo_perturb(w, plus, minus, eps=eps, step=step, direction=direction, **noise)
 
@@ -68,16 +71,16 @@ def _vector(codes_ptr, scales_ptr, plus_ptr, minus_ptr, lo, hi, u, z, bits, lr, 
     if UPDATE:
         if DECAY:
             u = u + wd * w
-        x = w - lr * u
-        if COUNT:
-            changed += ((x != w) & here).to(tl.int32)
-        x = tl.where(here, x, 0.0)
+        x = tl.where(here, w - lr * u, 0.0)
         largest = tl.max(tl.reshape(tl.max(finite_pattern(x), 0), (_GROUPS, _SHARED)), 1)
         k = tl.reshape(tl.broadcast_to(scale_exponents(largest)[:, None], (_GROUPS, _SHARED)), (_COLUMNS,))
         tl.store(scales_ptr + column_group, k.to(tl.uint8), exists & (tl.arange(0, _COLUMNS) % _SHARED == 0))
         code = coded(x, k[None, :], bits, STOCHASTIC)
         tl.store(codes_ptr + i, code.to(tl.uint8), here)
-        w = decoded(code, k[None, :])
+        stored = decoded(code, k[None, :])
+        if COUNT:
+            changed += ((stored != w) & here).to(tl.int32)
+        w = stored
     if PERTURB:
         store_perturbed(plus_ptr + i, minus_ptr + i, here, w, z, eps)
     return changed
@@ -140,7 +143,7 @@ def zo_packed_(packed: torch.Tensor, plus: torch.Tensor | None = None, minus: to
                update_step: int = 0, weight_decay: float = 0.0, rounding: str = "stochastic",
                changed: torch.Tensor | None = None, eps: float = 0.0, step: int = 0, direction: int = 0) -> None:
     """An update of n packed weights if there is a coef ([lr, c_0, ..], float32 on the device), then a perturbation if
-    there are plus and minus. changed: as in zo_update_, of the values before they are packed."""
+    there are plus and minus. changed: as in zo_update_, of the values as they are stored."""
     assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(n),) and offset % GROUP == 0, packed.shape
     assert rounding in ROUNDINGS and (coef is None or coef.dtype == torch.float32), (rounding, coef)
     updated_by = 0 if coef is None else coef.numel() - 1

@@ -68,3 +68,20 @@ def test_on_a_gpu_equals_the_cpu() -> None:
     gpu = run("kernel", n, 192, "cuda", torch.bfloat16, CASES["both"])
     cpu = run("reference", n, 192, "cpu", torch.bfloat16, CASES["both"])
     assert torch.equal(gpu[0], cpu[0]) and same(gpu[1], cpu[1]) and gpu[2] == cpu[2]
+
+
+@pytest.mark.parametrize("choice", ["kernel", "reference"])
+def test_what_packing_loses_is_not_counted(choice: str) -> None:
+    """A step far below the spacing of 8-bit numbers: rounded to nearest nothing moves, stochastically a few weights."""
+    n, found = 8192, {}
+    for rounding in ("nearest", "stochastic"):
+        w = 1 + torch.rand(n, generator=torch.Generator().manual_seed(1))  # 2^-3 apart when packed
+        packed, changed = torch.empty(fp8.packed_bytes(n), dtype=torch.uint8), torch.zeros((), dtype=torch.int64)
+        fp8.fp8_encode_(w, packed, offset=0, seed=0, step=0, rounding="nearest")
+        before = packed.clone()
+        with backend.force(choice):
+            coef = torch.tensor([1e-3, 1.0])
+            zo_packed_(packed, n=n, offset=0, seed=5, coef=coef, update_step=3, rounding=rounding, changed=changed)
+        found[rounding] = int(changed)
+        assert (int(changed) > 0) == (not torch.equal(before, packed))
+    assert found["nearest"] == 0 and 0 < found["stochastic"] < n // 50
