@@ -3,11 +3,11 @@
     python benchmarks/rounding.py [--method zo | lomo] [--steps N] [--lr LR] [--out benchmarks]
 
 Runs from the same weights, on the same batches (zo: with the same noise): fp32 weights, bf16 weights with stochastic
-rounding, bf16 weights rounded to nearest; for lomo also bf16 weights with Kahan's compensation. A step is lr g in every
-weight; where that is below half the spacing of bf16 (2^-8 of the weight), nearest puts the weight back and the step is
-lost. Stochastic rounding moves a share of the weights instead, so that the mean is right; Kahan keeps what was lost
-until it is enough. Computing in bf16 makes gradients noisier too; all runs therefore compute in fp32 and only *store*
-in another format (wire), so the curves differ by rounding alone.
+rounding, bf16 weights rounded to nearest; for zo also 8-bit weights with stochastic rounding, for lomo bf16 weights
+with Kahan's compensation. A step is lr g in every weight; where that is below half the spacing of bf16 (2^-8 of the
+weight), nearest puts the weight back and the step is lost. Stochastic rounding moves a share of the weights instead,
+so that the mean is right; Kahan keeps what was lost until it is enough. Computing in bf16 makes gradients noisier too;
+all runs therefore compute in fp32 and only *store* in another format (wire), so the curves differ by rounding alone.
 
 Writes rounding_<method>.json and .png: held-out loss every few steps, and the share of weights that a step changed.
 """
@@ -30,8 +30,12 @@ RUNS = {
     "bf16, stochastic rounding": ("bf16", "stochastic"),
     "bf16, nearest": ("bf16", "nearest"),
 }
+FP8 = {"fp8, stochastic rounding": ("fp8", "stochastic")}
 KAHAN = {"bf16, nearest, Kahan": ("bf16", "kahan")}
-SETTINGS = {"zo": {"steps": 600, "lr": 2e-5, "runs": RUNS}, "lomo": {"steps": 300, "lr": 2e-4, "runs": RUNS | KAHAN}}
+SETTINGS = {
+    "zo": {"steps": 600, "lr": 2e-5, "runs": RUNS | FP8},
+    "lomo": {"steps": 300, "lr": 2e-4, "runs": RUNS | KAHAN},
+}
 STYLES = ("k-", "C0--", "C3:", "C2-.")
 
 
