@@ -24,7 +24,7 @@ def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize(
     "name, micro, clip, direct",
     [(name, *how) for how in [(1, None, True), (4, 0.5, False)] for name in SIX]
-    + [("llama", 1, None, False), ("mixtral", 1, None, False), ("llama", 4, None, False)],
+    + [("llama", 1, None, False), ("mixtral", 1, None, False), ("llama", 4, None, False), ("llama", 4, 1e3, False)],
 )
 def test_fused_accumulated_and_clipped_it_is_torch_sgd(name: str, micro: int, clip: float | None, direct: bool) -> None:
     """Within 1e-6 after twenty micro-batches: straight into the weight, by way of the buffer, accumulated, clipped."""

@@ -67,6 +67,17 @@ def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip:
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_a_norm_below_the_limit_is_left(where: str) -> None:
+    """Clipping never lengthens: the run is that without a limit."""
+    found = []
+    for limit in (None, 1e3):
+        model = load()
+        train(LSP(model, max_grad_norm=limit, optimizer_on=where, **SMALL), 3)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
 def test_through_identity_projectors_it_is_adamw() -> None:
     """The same by way of compressing, decompressing and adding up micro-batches in S."""
     model = load()

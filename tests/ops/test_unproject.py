@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from keyhole.ops import backend
@@ -30,8 +30,10 @@ def problem(kinds: tuple[str, str], m: int, n: int, d: int, r: int,
     kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), m=st.integers(1, 150), n=st.integers(1, 200),
     d=st.integers(1, 150), r=st.integers(1, 12), kernel=st.booleans(),
 )
+@example(kinds=("blocks", "blocks"), m=150, n=140, d=32, r=4, kernel=True)
+@example(kinds=("runs", "free"), m=150, n=140, d=40, r=3, kernel=True)
 def test_equals_the_dense_products(kinds: tuple[str, str], m: int, n: int, d: int, r: int, kernel: bool) -> None:
-    """Any two kinds and any shape, with weight decay."""
+    """Any two kinds and any shape, with weight decay; for certain, more than one strip and one tile of each kernel."""
     if kernel and (backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available())):
         pytest.skip("needs Triton, interpreted or on a GPU")
     w_mn, delta_dd, p, q = problem(kinds, m, n, d, r, "cuda" if kernel and not backend.INTERPRETED else "cpu")
