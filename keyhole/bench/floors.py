@@ -1,8 +1,8 @@
 """What a step could cost at best, and how near it is.
 
     compute alone   the resident zo step of the same shape: every unit on the device, nothing crosses the link
-    link alone      bytes that cross a step: what goes both ways over the measured duplex rate, and what one way
-                    has more than the other over the rate of that way alone
+    link alone      bytes that cross a step, each way over the measured rate of that way alone, and what goes both
+                    ways over the duplex rate; the longest of the three
     floor           max of the two: with perfect overlap the shorter one hides behind the longer
 
 A line joins a case's record with those of its companions: the textbook loop and the resident step of the
@@ -31,7 +31,7 @@ class Line:
     link_s: float | None = None
     floor_s: float | None = None
     to_floor: float | None = None  # seconds over the floor's
-    link_share: float | None = None  # the busier way, of the duplex rate
+    link_share: float | None = None  # of what the link can do
     bound: str = ""
     same_losses: bool | None = None  # bit for bit those it must have
 
@@ -61,8 +61,8 @@ def companion(case: Case, system: str) -> str:
 
 def link_seconds(up_bytes: float, down_bytes: float, link: dict[str, float]) -> float:
     """How long the link takes at best (rates in GB/s, link.py)."""
-    both, way = min(up_bytes, down_bytes), "up" if up_bytes > down_bytes else "down"
-    return (both / link["duplex"] + (max(up_bytes, down_bytes) - both) / link[way]) / 1e9
+    both_bytes = min(up_bytes, down_bytes)
+    return max(up_bytes / link["up"], down_bytes / link["down"], both_bytes / link["duplex"]) / 1e9
 
 
 def line_of(case: Case, found: dict[str, Record]) -> Line:
@@ -82,7 +82,7 @@ def line_of(case: Case, found: dict[str, Record]) -> Line:
         return line
     if record.get("link"):
         line.link_s = link_seconds(record["bytes_up"], record["bytes_down"], record["link"])
-        line.link_share = max(record["bytes_up"], record["bytes_down"]) / step_s / 1e9 / record["link"]["duplex"]
+        line.link_share = line.link_s / step_s
     if resident.get("status") == "ok":
         line.compute_s = resident["step_s"]
     if line.compute_s and (line.link_s is not None or record["bytes_up"] == 0):

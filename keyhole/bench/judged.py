@@ -63,7 +63,7 @@ def _speed(lines: dict[str, Line]) -> list[Row]:
         rows.append(speed(0.93, model=model, system="streamed"))
         line = lines[Case(model, "streamed").name]
         share = None if line.link_share is None else 100 * line.link_share
-        rows.append(_at_least("share of the duplex link rate", line, share, 92, " %"))
+        rows.append(_at_least("share of what the link can do", line, share, 92, " %"))
     rows += [speed(1.35, model=model, system="streamed", batch=4) for model in ("6.7B", "13B")]
     rows.append(speed(1.1, model="6.7B", system="streamed", dtype="fp32"))
     rows.append(speed(1.3, model="13B", system="streamed", gpu_memory="16GiB"))

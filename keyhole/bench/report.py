@@ -31,8 +31,8 @@ TITLES = {
 NOTES = """\
 tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs textbook" is
 tok/s over the in-memory MeZO loop's. "compute" is the resident zo step, "link" the bytes that cross over
-the rates measured in the same process: duplex for what goes both ways, that of one way for the rest. "vs
-floor" is the step over the larger of the two. "home every 4": a block is written back every 4 steps. GPU GiB is
+the rates measured in the same process: each way alone, and what goes both ways at the duplex rate. "vs
+floor" is the step over the larger of the two. "26 % down": so much of what came up was written back. GPU GiB is
 the peak that the allocator reserved, with the planned peak in brackets; host GiB the peak resident set of
 the process. "blocks" says how many ran where that is not all: times of such a row are those of the blocks
 that ran, not scaled. "losses" compares, bit for bit and from the same weights, streamed with resident,
@@ -177,7 +177,8 @@ def cells(line: Line) -> list[str]:
     case, found = line.case, line.record
     settings = [case.gpu_memory, *[f"no {switch}" for switch in case.switched_off], case.wire]
     settings += ["compiled"] if case.compiled else []
-    settings += [f"home every {found['write_back_every']}"] if found.get("write_back_every", 1) > 1 else []
+    up, down = found.get("bytes_up", 0), found.get("bytes_down", 0)
+    settings += [f"{down / up:.0%} down"] if case.deferred_update and down < 0.9 * up else []
     setting = ", ".join(filter(None, settings))
     start = [
         case.model,

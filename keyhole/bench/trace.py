@@ -42,9 +42,10 @@ def compute_spans(engine: Engine, timeline: Timeline) -> Iterator[None]:
 
 
 def trace_step(engine: Engine, step: Any, path: Path) -> None:
-    """Runs a step twice (the first fills the pipeline) and saves the trace of the second."""
-    step()
-    torch.cuda.synchronize()
+    """Saves the trace of a step, after some that fill the pipeline and let it be seen how long the GPU waits."""
+    for _ in range(4):
+        step()
+        torch.cuda.synchronize()
     engine.timeline = Timeline()
     try:
         with compute_spans(engine, engine.timeline):

@@ -102,8 +102,6 @@ class Worker:
         step, device = lambda: method.step(batch), self.device
         found = measure.time_steps(step, device, self.warm_up, self.timed, mark_bytes)
         found |= self.facts(model, case)
-        if case.system == "streamed":
-            found["write_back_every"] = method.update.write_back.every
         found |= {"load_s": self.kept.load_s, "link": self.kept.link}
         found["bytes_up"] = (engine.bytes_up - moved["up"]) // self.timed
         found["bytes_down"] = (engine.bytes_down - moved["down"]) // self.timed

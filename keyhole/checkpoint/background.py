@@ -67,7 +67,7 @@ class Background:
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files({}, {}, {})
         others = [_whole(name, t, own) for name, t in tensors.items()]
         buffers = [_whole(n, b, self.files, self.places) for n, b in saved_buffers(self.model.module).items()]
-        snapshot = Snapshot(self._pages(deferred), others + buffers, self.pool_bytes, self.model.device, self.copiers)
+        snapshot = Snapshot(self._pages(), others + buffers, self.pool_bytes, self.model.device, self.copiers)
         for source in snapshot.queue:
             source.event = None if source.state == WAITING else self._event(source)
         self.writing = Writing(snapshot, path, about, scalars, [self.files, own], self.small, settle_journal)
@@ -83,8 +83,8 @@ class Background:
         elif self.method.name not in OPTIMIZERS:
             snapshot.release_all()
 
-    def _pages(self, deferred: bool) -> dict[int, Source]:
-        model, pages = self.model, {}
+    def _pages(self) -> dict[int, Source]:
+        model, pages, owes = self.model, {}, getattr(self.method, "owes", lambda unit: False)
         for unit in model.layout.units:
             home = model.engine.homes[unit.index]
             packed = home.dtype == PACKED
@@ -92,7 +92,7 @@ class Background:
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
             unpacks = (unit.numel, model.dtype) if packed else None
-            pages[unit.index] = Source(home, segments, unpacks, WAITING if deferred else READY)
+            pages[unit.index] = Source(home, segments, unpacks, WAITING if owes(unit) else READY)
         return pages
 
     def _event(self, source: Source) -> Any:

@@ -16,9 +16,9 @@ that the disk takes.
     done      written
 
 A deferred update costs nothing here: the sweep of step t + 1 itself brings home the weights after step t, page
-by page, and each page then stays as it is until the sweep of step t + 2 comes by. This is the paper's idea of two
-halves (one is saved while the other is in use) at the grain of a page, and with a copy only where it is needed.
-On the host side training runs one step ahead of the GPU, so a short wait here does not reach the GPU.
+by page, and each page then stays as it is until the sweep of step t + 2, or a later one (methods/write_back.py). This
+is the paper's idea of two halves (one is saved while the other is in use) at the grain of a page, and with a copy only
+where it is needed. On the host side training runs one step ahead of the GPU: a short wait here does not reach it.
 """
 
 import os

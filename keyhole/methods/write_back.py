@@ -22,6 +22,7 @@ head and spine go home every step: the table is read by rows on the host. So doe
 from keyhole.errors import UserError
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
+from keyhole.offload.stalls import Stalls
 
 EVERY = 4
 START, STOP, CALM = 0.25, 0.02, 8
@@ -37,11 +38,11 @@ class WriteBack:
         self.patient = {unit.index for unit in model.layout.of_kind("block")} & model.engine.streamed
         self.every, self.calm = every or 1, 0
         self.decides = every is None and bool(self.patient) and self.engine.cuda
-        self.engine.stalls.enabled = self.decides
+        self.engine.stalls = Stalls("train" if self.decides else None)
 
     def begin(self) -> None:
         """A step begins."""
-        waited = self.engine.stalls.take("train") if self.decides else None
+        waited = self.engine.stalls.take() if self.decides else None
         if waited is not None:
             self.learn(waited)
 

@@ -19,7 +19,6 @@ Memory beside the weights: two units and 2q spines in the compute dtype, and the
 Legend: q directions, m micro-batches; pass index = (2 i + sign) m + micro-batch.
 """
 
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -67,8 +66,9 @@ class ZO:
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        self.update = Update(model, self.noise, self.decay, write_back_every)
-        model.deferred = weakref.WeakMethod(self.flush)
+        model.settle()  # what a method before this one has left
+        self.update = Update(model, self.noise, self.decay, write_back_every if deferred_update else 1)
+        model.deferred = self.update.flush  # the model's from now on: it outlives the method
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
         model.binding.forget()
@@ -188,6 +188,10 @@ class ZO:
     def changed(self) -> torch.Tensor:
         """How many weights the last update moved."""
         return self.update.changed
+
+    def owes(self, unit: Unit) -> bool:
+        """Whether the unit's home lacks an update."""
+        return bool(self.update.owed(unit))
 
     def describe(self) -> list[str]:
         """For the start block: what was decided."""

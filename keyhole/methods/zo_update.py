@@ -13,15 +13,16 @@ An update is elementwise, and its noise is a function of (seed, step, element): 
 streamed unit need not go home after every step (write_back.py). One that does not is *owed* updates: when it arrives
 it gets all of them, oldest first, and has the same bits as if it had been home in between.
 
-    waiting          the updates that some home lacks, oldest first (16 bytes each)
+    waiting          the updates that some home lacks, oldest first (4 (1 + q) bytes each)
     at_home[unit]    how many of these the home of a unit has had; it is owed the others
 
-None is had twice, also after a step that broke off. Replaying a run from its journal is the same thing: all updates
-on one unit, then all on the next.
+None is had twice, also after a step that broke off between units. Replaying a run from its journal is the same thing:
+all updates on one unit, then all on the next.
 Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not. A packed unit (8 bit)
 that is one trained span is updated as it is (ops/zo_packed.py); any other is unpacked, updated and packed.
 """
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Update:
     """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding."""
 
     def __init__(self, model: Model, noise: dict[str, Any], decay: dict[str, Any], every: int | None = None) -> None:
-        self.model, self.noise, self.decay = model, noise, decay
+        self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds us
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
@@ -208,6 +209,7 @@ class Update:
         """Applies known updates, each with its weight decay, and yields every unit that has had them all. `changed`
         counts the last."""
         engine = self.model.engine
+        assert not self.waiting, "flush first"
         self.defer(updates[-1][0])
         self._count_anew()
         try:

@@ -35,6 +35,8 @@ class Binding:
     def forget(self) -> None:
         """Lets go of memory that a method brought, which views would keep alive after it: another one is coming."""
         self._views.clear()
+        for tensor in filter(self.homes.is_packed, self.layout.tensors):
+            tensor.param.data = tensor.param.data.new_empty(0)
 
     def bind_homes(self) -> None:
         """Points every parameter to its home; those of packed units have none to point to."""

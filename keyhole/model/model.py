@@ -70,7 +70,7 @@ class Model:
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.addon: Any = None  # what a method adds on top of the weights when they are looked at (LoRA)
-        self.deferred: weakref.WeakMethod | None = None  # applies an update that the weights do not have yet (zo)
+        self.deferred: Callable[[], None] | None = None  # applies updates that the weights do not have yet (zo)
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
         self.homes = Homes(layout, engine.homes, dtype, self.device)
@@ -213,12 +213,13 @@ class Model:
     # -- looking at it, and saving ---------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """The weights are those after the last step, also where a method applies its update later."""
-        if self.deferred is not None and (flush := self.deferred()) is not None:
-            flush()
+        """The weights are those after the last step, also where a method applies its update later, or is gone."""
+        if self.deferred is not None:
+            self.deferred()
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter at its home, a tied one once; with what the method adds on top."""
+        self.settle()
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)

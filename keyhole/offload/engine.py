@@ -141,13 +141,16 @@ class Engine:
             self._tell(page, self.compute if self.cuda else None)
             return
         slot, home = self.held[page], self.homes[page]
-        slot.intact = self.gate is None
-        self.bytes_down += page_bytes(home)
         if self.watch is not None:
             self.watch.before_change(page)
+        self._write_back(page, slot, home)
+        slot.intact = self.gate is None  # now, and not if that broke off
+        self.bytes_down += page_bytes(home)
+        self._tell(page, self.down if self.cuda else None)
+
+    def _write_back(self, page: int, slot: Slot, home: torch.Tensor) -> None:
         if not self.cuda:
             home.copy_(slot.like(home))
-            self._tell(page, None)
             return
         slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
@@ -156,7 +159,6 @@ class Engine:
             with self.timeline.span("write-back", f"page {page}"):
                 home.copy_(slot.like(home), non_blocking=True)
             self.home_written[page].record(self.down)
-        self._tell(page, self.down)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 

@@ -15,45 +15,38 @@ import torch
 
 AT_ONCE = 3
 
-Pairs = list[tuple[torch.cuda.Event, torch.cuda.Event]]
-
 
 class Stalls:
-    """Waits of sweeps, by the sweep's name, while somebody wants to know (`enabled`)."""
+    """Waits of the sweeps of one name; of none, by default."""
 
-    def __init__(self) -> None:
-        self.enabled = False
-        self.measured: dict[str, list[Pairs]] = {}  # sweeps that nobody has asked about, oldest first
-        self.current: Pairs | None = None
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+        self.sweeps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []  # not taken yet, oldest first
+        self.measures = False
 
     def begin(self, name: str) -> None:
         """A sweep begins."""
-        sweeps = self.measured[name] = [pairs for pairs in self.measured.get(name, []) if pairs]
-        self.current = [] if self.enabled and len(sweeps) < AT_ONCE else None
-        if self.current is not None:
-            sweeps.append(self.current)
+        self.sweeps = [pairs for pairs in self.sweeps if pairs]
+        self.measures = name == self.name and len(self.sweeps) < AT_ONCE
+        if self.measures:
+            self.sweeps.append([])
 
     @contextmanager
     def wait(self, stream: "torch.cuda.Stream") -> Iterator[None]:
         """Around the enqueueing of a wait."""
-        if self.current is None:
+        if not self.measures:
             yield
             return
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)
         yield
         after.record(stream)
-        self.current.append((before, after))
+        self.sweeps[-1].append((before, after))
 
-    def take(self, name: str) -> float | None:
-        """The share of the oldest sweep of this name that nobody has asked about; None if it is not done."""
-        sweeps = self.measured.get(name)
-        if not sweeps or not _is_done(sweeps[0]):
+    def take(self) -> float | None:
+        """The share of the oldest sweep that has not been taken; None if it is not done."""
+        if not self.sweeps or not self.sweeps[0] or not self.sweeps[0][-1][1].query():
             return None
-        pairs = sweeps.pop(0)
+        pairs = self.sweeps.pop(0)
         whole_ms = pairs[0][0].elapsed_time(pairs[-1][1])
         return sum(before.elapsed_time(after) for before, after in pairs) / whole_ms if whole_ms > 0 else 0.0
-
-
-def _is_done(pairs: Pairs) -> bool:
-    return bool(pairs) and pairs[-1][1].query()

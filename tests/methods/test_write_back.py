@@ -110,6 +110,23 @@ def test_a_checkpoint_gets_the_weights_of_its_step(tiny_model: Path, tmp_path: P
     assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
 
 
+def test_a_checkpoint_begun_after_a_broken_step(tiny_model: Path, tmp_path: Path) -> None:
+    """Some units have their update already, others wait for it: all are saved as they are after the last step."""
+    model, same = (keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2))
+    opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=every) for m, every in ((model, 2), (same, 1))]
+    for t in range(3):
+        for opt in opts:
+            opt.step(batch(seed=t))
+    opts[1].flush()
+    broken_step(model, opts[0], 1)
+    background = Background(model, opts[0])
+    background.begin(tmp_path / "c", About(3, {}, {}, {}), lambda step: True)
+    for t in (3, 4):
+        opts[0].step(batch(seed=t))
+    assert background.wait().error is None
+    assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
+
+
 def freeze(model: keyhole.Model) -> keyhole.Model:
     """The first block."""
     for tensor in model.layout.tensors:
@@ -155,6 +172,7 @@ def test_what_is_said_and_refused() -> None:
     resident = load()
     assert keyhole.ZO(resident, write_back_every=2).describe() == []
     model = streamed(resident)
+    assert keyhole.ZO(model, write_back_every=2, deferred_update=False).describe() == []
     assert keyhole.ZO(model).describe() == [] and "every 2 steps" in keyhole.ZO(model, write_back_every=2).describe()[0]
     with pytest.raises(UserError, match="write_back_every 0 must be at least 1"):
         keyhole.ZO(model, write_back_every=0)

@@ -1,5 +1,6 @@
 """The update that waits for the next step: resumed, replayed, asked for early or interrupted, it is made once."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -91,3 +92,25 @@ def test_a_step_that_breaks_off_updates_no_weight_twice(name: str, kind: str, re
     expected = run(load(name), breaks=False)
     assert equal(expected, run(load(name), breaks=True))
     assert equal(expected, run(streamed(load(name), slot_count=2), breaks=True))
+
+
+def test_updates_outlive_their_method() -> None:
+    """Who makes another method, or lets go of this one, without a flush loses nothing: not its last updates, either."""
+
+    def left_by(model: keyhole.Model, **options: Any) -> keyhole.Model:
+        opt = keyhole.ZO(model, 1e-2, eps=EPS, seed=SEED, **options)
+        for t in range(3):
+            opt.step(batch(seed=t))
+        if not options:
+            opt.flush()
+        return model
+
+    expected = weights(left_by(load()))
+    for another in (keyhole.ZO, keyhole.LOMO):
+        model = left_by(streamed(load()), write_back_every=4)
+        assert not equal(expected, [model.home(tensor) for tensor in model.layout.tensors])
+        another(model)
+        assert equal(expected, [model.home(tensor) for tensor in model.layout.tensors])
+    model = left_by(streamed(load()), write_back_every=4)
+    gc.collect()
+    assert equal(expected, weights(model))

@@ -280,3 +280,23 @@ def test_a_watch_is_told_around_every_change_of_a_home() -> None:
             engine.commit(page)
             engine.release(page)
     assert told == [("before", 0, 0.0), ("after", 0, 5.0), ("before", 1, 0.0), ("after", 1, 5.0)]
+
+
+def test_a_write_back_that_breaks_off_leaves_no_page_to_be_taken_for_the_one_at_home() -> None:
+    """Interrupted while a watch holds it up, a changed page has not come home: it is uploaded anew."""
+    homes = [torch.zeros(4)]
+    engine = Engine(homes, {0}, torch.device("cpu"), slot_count=2)
+
+    class Interrupted:
+        def before_change(self, page: int) -> None:
+            raise KeyboardInterrupt
+
+    engine.watch = Interrupted()
+    with pytest.raises(KeyboardInterrupt), engine.sweep("write", [0]):
+        engine.acquire(0).fill_(5.0)
+        engine.commit(0)
+    engine.watch = None
+    with engine.sweep("write", [0]):
+        assert engine.acquire(0).tolist() == [0.0] * 4
+        engine.release(0)
+    assert engine.bytes_down == 0

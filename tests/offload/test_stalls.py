@@ -30,56 +30,44 @@ class Event:
 def stalls(monkeypatch: pytest.MonkeyPatch) -> Stalls:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Clock.now_ms = Clock.passed_ms = 0.0
-    found = Stalls()
-    found.enabled = True
-    return found
+    return Stalls("train")
 
 
-def sweep(stalls: Stalls, waits_ms: list[float], works_ms: float = 10.0) -> None:
-    stalls.begin("train")
+def sweep(stalls: Stalls, waits_ms: list[float], name: str = "train") -> None:
+    stalls.begin(name)
     for wait_ms in waits_ms:
         with stalls.wait(None):
             Clock.now_ms += wait_ms
-        Clock.now_ms += works_ms
+        Clock.now_ms += 10.0
 
 
 def test_a_share_is_the_waits_over_the_whole(stalls: Stalls) -> None:
     """From before the first wait to after the last: 15 of 35 ms. Known once the GPU has passed, and told once."""
     sweep(stalls, [5.0, 0.0, 10.0])
-    assert stalls.take("train") is None
+    assert stalls.take() is None
     Clock.passed_ms = Clock.now_ms
-    assert stalls.take("eval") is None
-    assert stalls.take("train") == pytest.approx(15 / 35) and stalls.take("train") is None
+    assert stalls.take() == pytest.approx(15 / 35) and stalls.take() is None
 
 
 def test_sweeps_are_told_in_order_and_apart(stalls: Stalls) -> None:
-    """One after the other as they get done; waits of a sweep of another name, or of none, are not mixed in."""
-    stalls.begin("train")  # and broke off
+    """One after the other as they get done; what broke off at once, or has another name, is not mixed in or kept."""
+    sweep(stalls, [])
     sweep(stalls, [10.0, 10.0])
     Clock.passed_ms = Clock.now_ms
     sweep(stalls, [0.0, 0.0])
-    assert stalls.take("train") == pytest.approx(20 / 30) and stalls.take("train") is None
-    stalls.begin("flush")
-    with stalls.wait(None):
-        Clock.now_ms += 100.0
+    assert stalls.take() == pytest.approx(20 / 30) and stalls.take() is None
+    sweep(stalls, [100.0] * 50, "generate")
     Clock.passed_ms = Clock.now_ms
-    assert stalls.take("train") == 0.0
+    assert stalls.take() == 0.0 and stalls.sweeps == []
 
 
 def test_few_sweeps_are_measured_at_a_time(stalls: Stalls) -> None:
     """A host that is far ahead makes no more events; when the GPU has caught up, it measures again."""
     for _ in range(20):
         sweep(stalls, [1.0, 1.0])
-    assert len(stalls.measured["train"]) == AT_ONCE
+    assert len(stalls.sweeps) == AT_ONCE
     Clock.passed_ms = Clock.now_ms
-    assert [stalls.take("train") for _ in range(AT_ONCE + 1)] == [pytest.approx(2 / 12)] * AT_ONCE + [None]
+    assert [stalls.take() for _ in range(AT_ONCE + 1)] == [pytest.approx(2 / 12)] * AT_ONCE + [None]
     sweep(stalls, [30.0, 30.0])
     Clock.passed_ms = Clock.now_ms
-    assert stalls.take("train") == pytest.approx(60 / 70)
-
-
-def test_nothing_is_recorded_unless_asked(stalls: Stalls) -> None:
-    """Not enabled: no events."""
-    stalls.enabled = False
-    sweep(stalls, [1.0])
-    assert stalls.measured["train"] == [] and stalls.take("train") is None
+    assert stalls.take() == pytest.approx(60 / 70)
