@@ -15,8 +15,10 @@ and if a single bit differs, that block stays with the ordinary way for good. So
 Bytes: one input and output a pass, one block's activations in the graphs' pool, one block's vectors a pass.
 """
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,7 +127,7 @@ class BlockGraphs:
         static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
         torch.cuda.synchronize(self.model.device)
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.stream), _no_collection():
                 one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     result = ordinary(*static_args, **static_kwargs)
@@ -138,6 +140,19 @@ class BlockGraphs:
             torch.cuda.synchronize(self.model.device)
             return None
         return one
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage stays until later: there may be a graph in it, of a model that is gone, and freeing one
+    spoils what is being recorded."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _signature(value: Any) -> Any:
