@@ -35,7 +35,7 @@ def bench_zo(
     device: str | None = None,
     quick: bool = False,
     steps: int = 5,
-    warm_up: int = 4,
+    warm_up: int = 6,
     time_limit_s: float | None = None,
     timeline: Path | None = None,
     say: Say = print,

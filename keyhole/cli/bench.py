@@ -71,7 +71,7 @@ def zo(
     out: Out = "benchmarks",
     quick: Quick = False,
     steps: Steps = 5,
-    warm_up: WarmUp = 4,
+    warm_up: WarmUp = 6,
     time_limit: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="Start no case that would end after this.")
     ] = None,

@@ -11,8 +11,8 @@ stays away for n steps comes up as it was and gets n updates; the bytes, and the
 Units take turns, so that each step writes an nth of them. The others pay with GPU time, which is free only while the
 GPU waits for the link; so unless told otherwise we look at how much of a step it waited (offload/stalls.py):
 
-    more than START of it                  every EVERY-th step
-    less than STOP, in CALM steps on end   every step again
+    more than START of it                    every EVERY-th step
+    less than STOP, CALM times on end        every step again
 
 (A step in which the host was slow, because a kernel was compiled, say, is a calm one too: it is no reason.)
 Which one it is never shows in the weights: the same updates are applied in the same order. Only blocks wait. Table,
@@ -25,7 +25,7 @@ from keyhole.model.model import Model
 from keyhole.offload.stalls import Stalls
 
 EVERY = 4
-START, STOP, CALM = 0.25, 0.02, 8
+START, STOP, CALM = 0.25, 0.02, 4
 
 
 class WriteBack:

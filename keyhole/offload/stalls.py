@@ -5,7 +5,8 @@ The compute stream waits for an upload (engine.py): a timing event before the wa
     share = sum of (after - before) / (last after - first before)
 
 without holding anybody up: events are read when the GPU has passed them, at the beginning of some later sweep. The
-host may be several sweeps ahead; no more than AT_ONCE are measured at a time. Two events a page.
+host may be several sweeps ahead; no more than AT_ONCE are measured at a time. Two events a page, in the FIRST sweeps
+and in every NTH after that.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 import torch
 
 AT_ONCE = 3
+FIRST, NTH = 4, 8
 
 
 class Stalls:
@@ -22,12 +24,14 @@ class Stalls:
     def __init__(self, name: str | None = None) -> None:
         self.name = name
         self.sweeps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []  # not taken yet, oldest first
-        self.measures = False
+        self.measures, self.count = False, 0
 
     def begin(self, name: str) -> None:
         """A sweep begins."""
         self.sweeps = [pairs for pairs in self.sweeps if pairs]
-        self.measures = name == self.name and len(self.sweeps) < AT_ONCE
+        due = name == self.name and (self.count < FIRST or self.count % NTH == 0)
+        self.measures = due and len(self.sweeps) < AT_ONCE
+        self.count += name == self.name
         if self.measures:
             self.sweeps.append([])
 

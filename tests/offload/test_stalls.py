@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keyhole.offload.stalls import AT_ONCE, Stalls
+from keyhole.offload.stalls import AT_ONCE, FIRST, NTH, Stalls
 
 
 class Clock:
@@ -63,7 +63,7 @@ def test_sweeps_are_told_in_order_and_apart(stalls: Stalls) -> None:
 
 def test_few_sweeps_are_measured_at_a_time(stalls: Stalls) -> None:
     """A host that is far ahead makes no more events; when the GPU has caught up, it measures again."""
-    for _ in range(20):
+    for _ in range(5 * NTH):
         sweep(stalls, [1.0, 1.0])
     assert len(stalls.sweeps) == AT_ONCE
     Clock.passed_ms = Clock.now_ms
@@ -71,3 +71,13 @@ def test_few_sweeps_are_measured_at_a_time(stalls: Stalls) -> None:
     sweep(stalls, [30.0, 30.0])
     Clock.passed_ms = Clock.now_ms
     assert stalls.take() == pytest.approx(60 / 70)
+
+
+def test_later_sweeps_are_sampled(stalls: Stalls) -> None:
+    """The first few all, then one in so many."""
+    measured = []
+    for i in range(3 * NTH):
+        sweep(stalls, [1.0, 1.0])
+        Clock.passed_ms = Clock.now_ms
+        measured += [i] if stalls.take() is not None else []
+    assert measured == [*range(FIRST), NTH, 2 * NTH]
