@@ -36,7 +36,7 @@ from keyhole.bench.report import commit
 from keyhole.bench.runner import choose_device
 from keyhole.bench.shapes import QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots_report import markdown, one_line
-from keyhole.checkpoint import journal
+from keyhole.checkpoint import find, journal
 from keyhole.checkpoint.background import Background
 from keyhole.checkpoint.files import write_text
 from keyhole.checkpoint.journal_writer import Writer
@@ -113,10 +113,10 @@ def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
         done.append(background.wait())
         if done[-1].error is not None:
             raise done[-1].error
-        if period:
-            shutil.rmtree(path.with_name(f"checkpoint-{period - 1}"))
+        deleting = find.prune(loop.scratch, 1, period)
     loop.wait()
     wall_s = time.perf_counter() - begin_s
+    deleting.join()
     verify(done[-1].path)
     shutil.rmtree(done[-1].path)
     return {

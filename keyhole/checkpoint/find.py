@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,12 +93,19 @@ def set_aside(paths: Iterable[Path]) -> None:
         os.replace(path, next(name for name in names if not name.exists()))
 
 
-def prune(root: Path, keep: int | None, up_to: int) -> list[Path]:
-    """Deletes the oldest checkpoints of steps <= up_to until `keep` are left; returns what was deleted."""
+def prune(root: Path, keep: int | None, up_to: int) -> threading.Thread:
+    """Puts the oldest checkpoints of steps <= up_to out of sight until `keep` are left, and begins to delete them: for
+    gigabytes that takes a while. Room is there when the thread has ended."""
     own = [path for path in checkpoints(root) if step_of(path) <= up_to]
     gone = [] if keep is None else own[: max(0, len(own) - max(1, keep))]
-    for path in gone:
-        hidden = path.with_name(f".{path.name}.old-{os.getpid()}")
-        os.replace(path, hidden)  # at once out of sight: a half-deleted checkpoint never looks like one
-        shutil.rmtree(hidden, ignore_errors=True)
-    return gone
+    hidden = [path.with_name(f".{path.name}.old-{os.getpid()}") for path in gone]
+    for path, name in zip(gone, hidden, strict=True):
+        os.replace(path, name)  # a half-deleted checkpoint never looks like one
+    thread = threading.Thread(target=_delete, args=(hidden,), name="keyhole-delete")
+    thread.start()
+    return thread
+
+
+def _delete(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)

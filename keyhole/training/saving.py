@@ -11,6 +11,7 @@ finite before they are written.
 """
 
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -61,6 +62,7 @@ class Saver:
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
+        self.deleting: threading.Thread | None = None  # old checkpoints, beside training
         self.settle_journal: Callable[[int], bool] = lambda step: True
         self.background: Background | None = None
         if config.background_save and config.save_steps is not None:
@@ -166,7 +168,7 @@ class Saver:
 
     def _took(self, path: Path, step: int) -> None:
         self.last_good, self.last_step = path, step
-        find.prune(self.root, self.config.save_total_limit, step)
+        self.deleting = find.prune(self.root, self.config.save_total_limit, step)
 
     def save(self, step: int, loader: dict[str, Any]) -> Path:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old."""
@@ -182,6 +184,7 @@ class Saver:
         except (OSError, SafetensorError) as error:
             raise UserError(f"output_dir: {path} could not be written: {error}") from error
         self._took(path, step)
+        self._wait_for_room()
         return path
 
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:
@@ -191,8 +194,9 @@ class Saver:
     def _make_room(self, step: int, state: dict[str, Any]) -> None:
         need = saved_bytes(self.model, state)
         limit = self.config.save_total_limit
+        self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:
-            find.prune(self.root, limit - 1, step)
+            find.prune(self.root, limit - 1, step).join()
         free = free_bytes(self.root)
         if need > free:
             raise UserError(
@@ -200,7 +204,13 @@ class Saver:
                 f"{free / GIB:.2f} GiB free; free some space"
             )
 
+    def _wait_for_room(self) -> None:
+        """Returns when what is being deleted is gone."""
+        if self.deleting is not None:
+            self.deleting.join()
+
     def publish(self) -> None:
         """The last checkpoint becomes the model of the output directory."""
+        self._wait_for_room()
         assert self.last_good is not None
         hf.publish(self.last_good, self.root, OWN_FILES)

@@ -1,6 +1,8 @@
 """Which checkpoint a run goes on from, and which are deleted."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,23 @@ def test_no_second_history_in_one_directory(root: Path) -> None:
 @pytest.mark.parametrize(("keep", "left"), [(None, [4, 8, 12]), (5, [4, 8, 12]), (2, [8, 12]), (1, [12]), (0, [12])])
 def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -> None:
     """The newest stay, at least one always; nothing half-deleted is left."""
-    find.prune(root, keep, up_to=12)
+    find.prune(root, keep, up_to=12).join()
     assert names(root) == [f"checkpoint-{step}" for step in left]
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old checkpoints are out of sight at once, and gone when the thread has ended."""
+    go, real = threading.Event(), find.shutil.rmtree
+
+    def slow(path: Path, **options: Any) -> None:
+        assert go.wait(20)
+        real(path, **options)
+
+    monkeypatch.setattr(find.shutil, "rmtree", slow)
+    thread = find.prune(root, 1, up_to=12)
+    assert names(root) == ["checkpoint-12"] and find.newest(root).state.step == 12
+    assert len([path for path in root.iterdir() if path.name.startswith(".")]) == 2
+    go.set()
+    thread.join()
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
