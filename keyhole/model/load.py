@@ -82,7 +82,7 @@ def load(
     engine_options.setdefault("slot_count", placed.slot_count)
     engine = Engine(homes, placed.streamed, device, **engine_options)
     source = None if directory is None else str(model)
-    tokenizer = None if directory is None else read_tokenizer(directory)
+    tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
     loaded = Model(module, layout, engine, dtype, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
     if init == "random":
         _pin(loaded, touch=True)

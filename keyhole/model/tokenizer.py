@@ -21,7 +21,7 @@ from keyhole.errors import UserError
 TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
 
-def read_tokenizer(model: str | Path) -> Any:
+def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     """That of a directory (no request is made) or a hub id; None where a directory has none."""
     from transformers import AutoTokenizer
 
@@ -29,7 +29,8 @@ def read_tokenizer(model: str | Path) -> Any:
     if path.is_dir() and not any(file for name in TOKENIZER_FILES for file in path.glob(name)):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=path.is_dir())
+        how = {"local_files_only": path.is_dir(), "trust_remote_code": trust_remote_code}
+        tokenizer = AutoTokenizer.from_pretrained(model, **how)
     except Exception as error:  # bad files, a bad name, no network: each has its own type
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from error

@@ -82,3 +82,35 @@ def test_a_file_that_cannot_be_read_is_named(directory: Path) -> None:
         with pytest.raises(UserError, match=f"model: the tokenizer of {directory} cannot be read: .") as error:
             read()
         assert "\n" not in str(error.value)
+
+
+CODE = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {}
+    vocab_size = 26
+
+    def get_vocab(self):
+        return {chr(97 + i): i for i in range(26)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token) - 97
+
+    def _convert_id_to_token(self, index):
+        return chr(97 + index)
+"""
+
+
+def test_code_beside_a_model_runs_only_if_asked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer of the model's own: refused, with the reason; with trust_remote_code it is used."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(directory.parent / "modules"))
+    (directory / "letters.py").write_text(CODE)
+    about = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="tokenizer .* cannot be read"):
+        keyhole.load(directory, device="cpu")
+    assert keyhole.load(directory, device="cpu", trust_remote_code=True).tokenizer("abc").input_ids == [0, 1, 2]
