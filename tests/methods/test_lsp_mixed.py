@@ -17,7 +17,7 @@ from keyhole.methods.lsp import LSP
 from keyhole.plan.lsp import LSPWork, count_numbers
 from keyhole.plan.memory import Workload
 from tests.methods.lomo_loops import weights
-from tests.methods.test_lsp import EPS, SMALL, SOON, load, near, torch_adamw, train
+from tests.methods.lsp_loops import EPS, SMALL, SOON, load, near, torch_adamw, train
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
