@@ -25,6 +25,7 @@ _WHERE = {
     "GaLore": "keyhole.methods",
     "LoRA": "keyhole.methods",
     "SGD": "keyhole.methods",
+    "Workload": "keyhole.plan.memory",
     "ZO": "keyhole.methods",
 }
 __all__ = sorted(_WHERE)

@@ -79,6 +79,7 @@ class AdamOffload:
         self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
+        model.taken_by(self.name)
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
         self.reverse = Reverse(model, keep=activations, fused=not compile, compiled=compile)
         helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)

@@ -35,7 +35,7 @@ class TorchMethod:
         activations: str = "none",
     ) -> None:
         self._require_plain(model)
-        model.settle()  # what a method before this one has left
+        model.taken_by(self.name)
         self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
         own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
         self.params = own if params is None else params

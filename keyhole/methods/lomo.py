@@ -66,6 +66,7 @@ class LOMO(Updates):
         self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
+        model.taken_by(self.name)
         self.reverse = Reverse(model, keep=activations, fused=fused, compiled=compile)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         self.step_count = 0

@@ -79,6 +79,7 @@ class LSP:
         self.d, self.r, self.kind, self.rounding, self.others = d, r, kind, rounding, others
         self.alpha, self.check_freq, self.check_share = alpha, check_freq, check_share
         self.fit_steps, self.learn, self.max_grad_norm = fit_steps, learn, max_grad_norm
+        model.taken_by(self.name)
         self.units = find_pieces(model, d, r, kind, others, seed)
         self.pieces = {piece.tensor.start: piece for members in self.units.values() for piece in members}
         self.reverse = Reverse(model, keep=activations, compiled=compile)

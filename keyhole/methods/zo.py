@@ -66,7 +66,7 @@ class ZO:
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        model.settle()  # what a method before this one has left
+        model.taken_by(self.name)
         self.update = Update(model, self.noise, self.decay, write_back_every if deferred_update else 1)
         model.deferred = self.update.flush  # the model's from now on: it outlives the method
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records

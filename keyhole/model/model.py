@@ -41,6 +41,7 @@ from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
+from keyhole.plan import refusals
 
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
@@ -211,6 +212,11 @@ class Model:
         return not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
 
     # -- looking at it, and saving ---------------------------------------------------------------------------------
+
+    def taken_by(self, method: str) -> None:
+        """A method is made on this model: what the one before has left is applied."""
+        self.settle()
+        refusals.warn_of_another_plan(self.placed, method)
 
     def settle(self) -> None:
         """The weights are those after the last step, also where a method applies its update later, or is gone."""

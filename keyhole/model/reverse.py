@@ -50,7 +50,6 @@ class Reverse:
             raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
         if model.device.type == "cuda":  # activations of many sizes come and go: pieces that fit nothing add up
             _expandable_segments()
-        model.settle()  # what a method before this one has left
         self.model, self.layout, self.keep = model, model.layout, keep
         self.blocks = find_blocks(model.module)
         self.fused = fused

@@ -46,6 +46,7 @@ class Placement:
     streamed: set[int]
     slot_count: int
     device_bytes: DeviceBytes | gradient.GradientBytes
+    work: Workload
     budget_bytes: int | None = None
     reasons: list[str] = field(default_factory=list)
 
@@ -85,7 +86,7 @@ def place(
     budget = _budget(gpu_memory, placement, device)
     costs = _Costs(work, formats, workspace_bytes(device), limit_bytes(budget, device))
     whole = find_layout(module)
-    resident = Placement(set(), 0, costs.of(whole, set()), budget)
+    resident = Placement(set(), 0, costs.of(whole, set()), work, budget)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
         if budget is not None and work.method in PLANNED and resident.device_bytes.total > budget:
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
@@ -100,7 +101,7 @@ def place(
         )
     layout, streamed = _fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
-    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), budget)
+    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, budget)
     _check_state(layout, placed, formats, work)
     placed.reasons = _reasons(layout, placed, placement, formats, device, work)
     _enforce(budget, device)

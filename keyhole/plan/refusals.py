@@ -1,10 +1,12 @@
 """What a budget that is too small is told: the least that is enough, what fills it, and what would need less.
+(And one that was planned for another method: that it may be too small.)
 
 Three cases. A method that streams has a minimum, with everything streamed. One with placement=resident has another,
 with nothing streamed. A baseline (adamw, sgd, lora, galore) keeps all weights on the device, and what else it needs is
 not planned, so only the weights are named. Advice names settings that exist for the method and can still be lowered.
 """
 
+import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -47,6 +49,17 @@ def resident_too_large(budget: int, needed: Any, work: Workload, streams: bool) 
         f"gpu_memory: {about(budget)} is below the {enough(needed.total)} that placement=resident needs for this model "
         f"and {work.method} at {work.tokens} tokens a pass ({parts(needed, work.method)}). Raise gpu_memory"
         + (", or use placement=auto, which streams what does not fit." if streams else ".")
+    )
+
+
+def warn_of_another_plan(placed: Any, method: str) -> None:
+    """When a method is made on a model whose budget was planned for another: it may need more beside the weights."""
+    if placed is None or placed.budget_bytes is None or method not in gradient.METHODS or placed.work.method == method:
+        return
+    warnings.warn(
+        f"gpu_memory: {about(placed.budget_bytes)} was planned for {placed.work.method}, and may not be enough for "
+        f'{method}; load with workload=keyhole.Workload("{method}", tokens=...), the tokens of a batch',
+        stacklevel=4,
     )
 
 

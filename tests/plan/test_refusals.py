@@ -1,10 +1,12 @@
 """What a budget that is too small is told."""
 
 import re
+import warnings
 
 import pytest
 import torch
 
+import keyhole
 from keyhole.errors import UserError
 from keyhole.model.skeleton import build
 from keyhole.offload.wire import Wire
@@ -55,3 +57,15 @@ def test_the_minimum_that_is_named_is_enough(method: str, how: str) -> None:
 def test_what_is_not_planned_is_not_refused() -> None:
     """The baselines' bytes are not known: a resident model is left to them."""
     assert small("adamw", "20KiB", "resident")
+
+
+def test_a_budget_planned_for_another_method_is_said() -> None:
+    """Only where it may be too small: a method with gradients on a model that was loaded for another."""
+    how = {"init": "random", "device": "cpu", "placement": "stream", "gpu_memory": "64MiB"}
+    with pytest.warns(UserWarning, match=r'planned for zo, and may not be enough for lomo.*Workload\("lomo"'):
+        keyhole.LOMO(keyhole.load(config("llama"), **how))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keyhole.ZO(keyhole.load(config("llama"), **how))
+        keyhole.LOMO(keyhole.load(config("llama"), workload=keyhole.Workload("lomo", tokens=64), **how))
+        keyhole.LOMO(keyhole.load(config("llama"), **how | {"gpu_memory": None}))
