@@ -1,6 +1,7 @@
 """Units that stay away from home for several steps: the same bits, fewer bytes, whatever happens in between."""
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.checkpoint.background import Background
+from keyhole.checkpoint.snapshot import Snapshot
 from keyhole.checkpoint.state import About
 from keyhole.errors import UserError
-from keyhole.methods.write_back import CALM, EVERY, WriteBack
+from keyhole.methods.write_back import CALM, EVERY, PATIENCE, WriteBack
 from tests.methods.zo_loops import EPS, SEED, equal, load, weights
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
@@ -125,6 +127,33 @@ def test_a_checkpoint_begun_after_a_broken_step(tiny_model: Path, tmp_path: Path
         opts[0].step(batch(seed=t))
     assert background.wait().error is None
     assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
+
+
+@pytest.mark.parametrize("steps", [3, 2 * PATIENCE])
+def test_what_the_disk_has_not_got_stays_away(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    """While a checkpoint is written blocks are not written back, so there is nothing to copy; not for ever, though."""
+    model, same = (keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2))
+    opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=1) for m in (model, same)]
+    go, take = threading.Event(), Snapshot._take
+    monkeypatch.setattr(Snapshot, "_take", lambda snapshot: go.wait(60) and take(snapshot))
+    for opt in opts:
+        opt.step(batch(seed=0))
+    opts[1].flush()
+    background = Background(model, opts[0], pool_bytes=2**30)
+    writing = background.begin(tmp_path / "c", About(1, {}, {}, {}), lambda step: True)
+    for t in range(1, 1 + steps):
+        opts[0].step(batch(seed=t))
+    blocks = {unit.index for unit in model.layout.of_kind("block")}
+    copied = [index for index, source in writing.snapshot.pages.items() if source.copy is not None]
+    assert bool(blocks & set(copied)) == (steps > PATIENCE) and len(opts[0].update.waiting) <= PATIENCE
+    go.set()
+    assert background.wait().error is None
+    assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
+    for t in range(1, 1 + steps):
+        opts[1].step(batch(seed=t))
+    assert equal(weights(model), weights(same))
 
 
 def freeze(model: keyhole.Model) -> keyhole.Model:
