@@ -5,7 +5,7 @@ their places in the files, straight from their homes, in the order in which trai
 made on write only: before a page is changed (the engine tells, offload/around.py), what the disk has not got yet is
 copied aside, also while a worker is at it: that one goes on from the copy. The copies together take at most
 `pool_bytes`, half of the weights or a little less; only when these are used up does training wait, for the next page
-that the disk takes. (A streamed block of zo stays away meanwhile, for a few steps: methods/write_back.py.)
+that the disk takes.
 
     waiting   the page is still to get its last update: zeroth-order steps apply it when they next visit the page
     ready     the home holds what is to be saved (on a GPU: after an event); nobody has it yet
@@ -84,11 +84,6 @@ class Snapshot:
         """Whether the page is still to get its last update."""
         source = self.pages.get(page)
         return source is not None and source.state == WAITING
-
-    def reads(self, page: int) -> bool:
-        """Whether the disk has not got the page yet: changing it would take a copy."""
-        source = self.pages.get(page)
-        return source is not None and source.state in (READY, TAKEN)
 
     def release(self, source: Source) -> None:
         """The same for any source."""

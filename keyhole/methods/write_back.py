@@ -16,10 +16,7 @@ GPU waits for the link; so unless told otherwise we look at how much of a step i
 
 (A step in which the host was slow, because a kernel was compiled, say, is a calm one too: it is no reason.)
 Which one it is never shows in the weights: the same updates are applied in the same order. Only blocks wait. Table,
-head and spine go home every step: the table is read by rows on the host.
-
-A checkpoint that is written beside training (checkpoint/snapshot.py) has a say too. A unit that it waits for goes home.
-One whose home it is writing stays away, up to PATIENCE updates: otherwise that home would have to be copied first.
+head and spine go home every step: the table is read by rows on the host. So does a unit that a checkpoint waits for.
 """
 
 from keyhole.errors import UserError
@@ -29,7 +26,6 @@ from keyhole.offload.stalls import Stalls
 
 EVERY = 4
 START, STOP, CALM = 0.25, 0.02, 4
-PATIENCE = 8
 
 
 class WriteBack:
@@ -65,13 +61,10 @@ class WriteBack:
         """Whether somebody waits for the unit to come home."""
         return self.engine.watch is not None and self.engine.watch.waits_for(unit.index)
 
-    def is_due(self, unit: Unit, step: int, owed: int) -> bool:
-        """Whether the unit is to go home with the update of this step, the last of so many that it is owed."""
+    def is_due(self, unit: Unit, step: int) -> bool:
+        """Whether the unit is to go home with the update of this step."""
         if not self.may_wait(unit) or self.is_awaited(unit):
             return True
-        watch = self.engine.watch
-        if watch is not None and watch.reads(unit.index) and owed < PATIENCE:
-            return False
         return (step + unit.index) % self.every == 0
 
     def describe(self) -> list[str]:

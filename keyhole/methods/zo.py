@@ -68,7 +68,6 @@ class ZO:
         self.step_count = 0
         model.taken_by(self.name)
         self.update = Update(model, self.noise, self.decay, write_back_every if deferred_update else 1)
-        self.update.prepare(directions)
         model.deferred = self.update.flush  # the model's from now on: it outlives the method
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None

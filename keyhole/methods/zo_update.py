@@ -35,7 +35,6 @@ from keyhole.methods.write_back import WriteBack
 from keyhole.model.layout import Unit
 from keyhole.model.model import Model
 from keyhole.offload.wire import PACKED
-from keyhole.ops.fp8 import GROUP, packed_bytes
 
 
 @dataclass
@@ -56,7 +55,6 @@ class Update:
         self.write_back = WriteBack(model, every)
         self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
         self.counted: set[int] = set()  # units whose share of it is in there
-        self.visited: set[int] = set()  # units that have been here in this sweep
         self.trained = [trained_spans(unit) for unit in model.layout.units]
         packed = [u for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
         in_spans = [u.numel for u in packed if not self.is_one_span(u)]
@@ -64,17 +62,6 @@ class Update:
         self.trained_numel = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
         if not self.trained_numel:
             raise UserError("every parameter is frozen: there is nothing to train")
-
-    def prepare(self, directions: int) -> None:
-        """Compiles the kernels of updates that are made again: now, and not in the middle of training."""
-        homes, device = self.model.engine.homes, self.changed.device
-        how = {"coef": torch.zeros(1 + directions, device=device), "offset": 0, **self.noise, **self.decay}
-        for dtype in {homes[index].dtype for index in self.write_back.patient}:
-            if dtype == PACKED:
-                packed = torch.zeros(packed_bytes(GROUP), dtype=dtype, device=device)
-                ops.zo_packed_(packed, n=GROUP, update_step=0, **how)
-            else:
-                ops.zo_update_(torch.zeros(GROUP, dtype=dtype, device=device), step=0, **how)
 
     @property
     def pending(self) -> Pending | None:
@@ -92,7 +79,6 @@ class Update:
         """A sweep begins. If the one before broke off, the units that it did not reach get their update first: rows of
         the table are updated on the fly (zo.py), all or none."""
         self.write_back.begin()
-        self.visited = set()
         strict = [unit for unit in self.model.layout.units if not self.write_back.may_wait(unit)]
         if any(len(self.owed(unit)) != 1 for unit in strict):
             self.flush()
@@ -140,8 +126,7 @@ class Update:
                 ops.zo_update_perturb_(w_, plus_, minus_, **how, **fused)
             else:
                 ops.zo_perturb(w_, plus_, minus_, **how)
-        self.visited.add(unit.index)
-        if owed and self.write_back.is_due(unit, owed[-1].step, len(owed)):
+        if owed and self.write_back.is_due(unit, owed[-1].step):
             self._go_home(unit)
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
@@ -173,7 +158,7 @@ class Update:
         engine = self.model.engine
         for unit in self.model.layout.units:
             owed = self.owed(unit)
-            if not owed or (unit.index in self.visited and not everywhere):
+            if not owed or not (everywhere or self.write_back.is_due(unit, owed[-1].step)):
                 continue
             if not self._must_go(unit):
                 self.at_home[unit.index] = len(self.waiting)

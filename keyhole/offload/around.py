@@ -35,8 +35,5 @@ class Watch(Protocol):
     def waits_for(self, page: int) -> bool:
         """Whether the next change of the home is what it is here for: a page that could stay away must come."""
 
-    def reads(self, page: int) -> bool:
-        """Whether it needs the home as it is, still: a page that could stay away had better."""
-
     def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
         """That work has been queued on this stream (None: it is done)."""

@@ -132,7 +132,7 @@ def test_memory_is_at_most_half_of_the_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool is half of the weights, and with a disk that stands still training uses it up and then waits."""
-    model, opt = make(tiny_model, "lomo", "stream", "bfloat16")
+    model, opt = make(tiny_model, "zo", "stream", "bfloat16")
     background = Background(model, opt)
     weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
     assert background.pool_bytes == weights // 2

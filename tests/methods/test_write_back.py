@@ -1,7 +1,6 @@
 """Units that stay away from home for several steps: the same bits, fewer bytes, whatever happens in between."""
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.checkpoint.background import Background
-from keyhole.checkpoint.snapshot import Snapshot
 from keyhole.checkpoint.state import About
 from keyhole.errors import UserError
-from keyhole.methods.write_back import CALM, EVERY, PATIENCE, WriteBack
+from keyhole.methods.write_back import CALM, EVERY, WriteBack
 from tests.methods.zo_loops import EPS, SEED, equal, load, weights
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
@@ -96,64 +94,39 @@ def test_an_nth_of_the_blocks_comes_home_a_step() -> None:
     assert len(opt.update.waiting) <= 3
 
 
-def test_a_checkpoint_gets_the_weights_of_its_step(tiny_model: Path, tmp_path: Path) -> None:
-    """Begun while units are owed several updates: the next step brings all home, as they are after this one."""
-    model, same = (keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2))
-    opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=every) for m, every in ((model, 4), (same, 1))]
+def two_runs(tiny_model: Path, every: int) -> tuple[keyhole.ZO, list[torch.Tensor]]:
+    """A run of three steps whose units stay away, and the weights that it has then, from one that goes home."""
+    models = [keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2)]
+    opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=n) for m, n in zip(models, (every, 1), strict=True)]
     for t in range(3):
         for opt in opts:
             opt.step(batch(seed=t))
-    assert max(len(opts[0].update.owed(unit)) for unit in model.layout.units) == 3
     opts[1].flush()
-    background = Background(model, opts[0])
-    background.begin(tmp_path / "c", About(3, {}, {}, {}), lambda step: True)
-    opts[0].step(batch(seed=3))
+    return opts[0], weights(models[1])
+
+
+def saved(opt: keyhole.ZO, path: Path, steps: int = 1) -> list[torch.Tensor]:
+    """The weights in a checkpoint that is begun now, and written while so many steps are made."""
+    background = Background(opt.model, opt)
+    background.begin(path, About(3, {}, {}, {}), lambda step: True)
+    for t in range(3, 3 + steps):
+        opt.step(batch(seed=t))
     assert background.wait().error is None
-    assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
+    return weights(keyhole.load(path, device="cpu"))
+
+
+def test_a_checkpoint_gets_the_weights_of_its_step(tiny_model: Path, tmp_path: Path) -> None:
+    """Begun while units are owed several updates: the next step brings all home, as they are after this one."""
+    opt, expected = two_runs(tiny_model, 4)
+    assert max(len(opt.update.owed(unit)) for unit in opt.model.layout.units) == 3
+    assert equal(expected, saved(opt, tmp_path / "c"))
 
 
 def test_a_checkpoint_begun_after_a_broken_step(tiny_model: Path, tmp_path: Path) -> None:
     """Some units have their update already, others wait for it: all are saved as they are after the last step."""
-    model, same = (keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2))
-    opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=every) for m, every in ((model, 2), (same, 1))]
-    for t in range(3):
-        for opt in opts:
-            opt.step(batch(seed=t))
-    opts[1].flush()
-    broken_step(model, opts[0], 1)
-    background = Background(model, opts[0])
-    background.begin(tmp_path / "c", About(3, {}, {}, {}), lambda step: True)
-    for t in (3, 4):
-        opts[0].step(batch(seed=t))
-    assert background.wait().error is None
-    assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
-
-
-@pytest.mark.parametrize("steps", [3, 2 * PATIENCE])
-def test_what_the_disk_has_not_got_stays_away(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
-    """While a checkpoint is written blocks are not written back, so there is nothing to copy; not for ever, though."""
-    model, same = (keyhole.load(tiny_model, device="cpu", placement="stream") for _ in range(2))
-    opts = [keyhole.ZO(m, 1e-2, eps=EPS, write_back_every=1) for m in (model, same)]
-    go, take = threading.Event(), Snapshot._take
-    monkeypatch.setattr(Snapshot, "_take", lambda snapshot: go.wait(60) and take(snapshot))
-    for opt in opts:
-        opt.step(batch(seed=0))
-    opts[1].flush()
-    background = Background(model, opts[0], pool_bytes=2**30)
-    writing = background.begin(tmp_path / "c", About(1, {}, {}, {}), lambda step: True)
-    for t in range(1, 1 + steps):
-        opts[0].step(batch(seed=t))
-    blocks = {unit.index for unit in model.layout.of_kind("block")}
-    copied = [index for index, source in writing.snapshot.pages.items() if source.copy is not None]
-    assert bool(blocks & set(copied)) == (steps > PATIENCE) and len(opts[0].update.waiting) <= PATIENCE
-    go.set()
-    assert background.wait().error is None
-    assert equal(weights(same), weights(keyhole.load(tmp_path / "c", device="cpu")))
-    for t in range(1, 1 + steps):
-        opts[1].step(batch(seed=t))
-    assert equal(weights(model), weights(same))
+    opt, expected = two_runs(tiny_model, 2)
+    broken_step(opt.model, opt, 1)
+    assert equal(expected, saved(opt, tmp_path / "c", steps=2))
 
 
 def freeze(model: keyhole.Model) -> keyhole.Model:
@@ -175,11 +148,7 @@ def test_what_is_frozen_never_goes_home(tiny_model: Path, tmp_path: Path) -> Non
     trained = [u for u in model.layout.units if u.index in model.engine.streamed and u.block != 0]
     assert model.engine.bytes_down - down == sum(unit.numel for unit in trained) * 4
     same.flush()
-    background = Background(model, opt)
-    background.begin(tmp_path / "c", About(3, {}, {}, {}), lambda step: True)
-    opt.step(batch(seed=3))
-    assert background.wait().error is None
-    assert equal(weights(resident), weights(keyhole.load(tmp_path / "c", device="cpu")))
+    assert equal(weights(resident), saved(opt, tmp_path / "c"))
 
 
 def test_the_wait_decides() -> None:
