@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from keyhole.ops import host_adam
+from keyhole.ops.adam import host as host_adam
 
 
 def rate(numel: int, work: object, repeats: int = 3) -> float:

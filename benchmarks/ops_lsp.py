@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from keyhole import ops
-from keyhole.methods.lsp_adam import adam_delta_
+from keyhole.methods.lsp.adam import adam_delta_
 from keyhole.offload.workers import default_threads
 
 WIDTH, MLP, TOKENS, R = 4096, 11008, 4096, 4

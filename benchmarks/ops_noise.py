@@ -21,10 +21,12 @@ import time
 import torch
 
 from keyhole import ops
-from keyhole.ops import backend, philox, tiles, zo
+from keyhole.ops import backend
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.gaussian import SCALE, turn
+from keyhole.ops.noise import philox, tiles
+from keyhole.ops.noise.gaussian import SCALE, turn
+from keyhole.ops.zo import flat as zo
 
 VARIANTS = ["", "--warps 4", "--warps 16", "--registers 128", "--registers 64", "--rounds 10", "--fma",
             "--normal mixed --fma", "--normal fast", "--normal fast --fma"]

@@ -14,7 +14,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "load": "keyhole.model.load",
+    "load": "keyhole.loading",
     "Model": "keyhole.model.model",
     "AdaLOMO": "keyhole.methods",
     "AdamOffload": "keyhole.methods",
@@ -25,7 +25,7 @@ _WHERE = {
     "GaLore": "keyhole.methods",
     "LoRA": "keyhole.methods",
     "SGD": "keyhole.methods",
-    "Workload": "keyhole.plan.memory",
+    "Workload": "keyhole.model.forward.memory",
     "ZO": "keyhole.methods",
 }
 __all__ = sorted(_WHERE)

@@ -133,7 +133,7 @@ def ablation() -> list[Case]:
 
 def wire() -> list[Case]:
     """Formats on the link."""
-    from keyhole.offload.wire import FORMATS
+    from keyhole.model.weights.format import FORMATS
 
     base = Case("6.7B", "streamed")
     return [

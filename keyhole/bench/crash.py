@@ -74,7 +74,7 @@ def live(config: Any, log: Path, arrange: Callable[[], None]) -> int:
         for stream in (1, 2):
             os.dup2(out, stream)
         arrange()
-        from keyhole.trainer import train
+        from keyhole.training.loop import train
 
         code = train(config, resume="last")
     except BaseException:
@@ -130,7 +130,7 @@ def _one_life(config: Any, log: Path, rng: random.Random, life_s: float, done: K
 
 def compare(reference: Any, config: Any) -> None:
     """The same weights to the bit, and the same metrics but for times and memory."""
-    from keyhole.checkpoint.content import content_hash
+    from keyhole.checkpoint.weights_hash import content_hash
     from keyhole.training.metrics import read_metrics
 
     ours, theirs = (content_hash(Path(c.output_dir)) for c in (config, reference))
@@ -158,10 +158,10 @@ def prepare(directory: Path, method: str, steps: int, model: str = "demo", data:
     import torch
 
     torch.set_num_threads(1)
-    import keyhole.trainer  # noqa: F401
+    import keyhole.training.loop  # noqa: F401
     from keyhole.config import TrainConfig, resolve
     from keyhole.data.run import load_tokenizer
-    from keyhole.model.skeleton import build, read_config
+    from keyhole.model.structure.skeleton import build, read_config
 
     base = {"model": model, "train_data": data, "output_dir": str(directory / method), "max_steps": steps}
     base |= {"batch_size": 2, "save_steps": 3, "device": "cpu", "max_length": 64}

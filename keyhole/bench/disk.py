@@ -1,7 +1,7 @@
 """What the disk takes, with nobody training: the floor of a checkpoint is its bytes at this rate.
 
 Threads write one file, each its share, and it is flushed from the first piece on, as by a snapshot's workers
-(checkpoint/snapshot.py), but without checksums or a look at the numbers. The bytes are random, since some file systems
+(checkpoint/snapshot/snapshot.py), but without checksums or a look at the numbers. The bytes are random, since some file systems
 are faster with bytes that are alike.
 """
 
@@ -10,8 +10,8 @@ import threading
 import time
 from pathlib import Path
 
-from keyhole.checkpoint.hand import PIECE_BYTES, write_at
-from keyhole.checkpoint.snapshot import FLUSH_EVERY_S, WORKERS, flush_data
+from keyhole.checkpoint.snapshot.page_writer import PIECE_BYTES, write_at
+from keyhole.checkpoint.snapshot.snapshot import FLUSH_EVERY_S, WORKERS, flush_data
 
 PROBE_BYTES = 4 * 2**30  # at most
 

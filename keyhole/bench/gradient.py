@@ -113,7 +113,7 @@ def load_trial(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     """The trial's model, with random weights, where the trial wants it."""
     import keyhole
     from keyhole.bench.lsp import lsp_work
-    from keyhole.plan.memory import Workload
+    from keyhole.model.forward.memory import Workload
 
     kept = trial.options.get("activations", "block")
     work = Workload(trial.system, tokens, 1, 1, kept, lsp=lsp_work(trial, quick))
@@ -154,7 +154,7 @@ def worker() -> None:
     """Reads a job from stdin, writes a record a line."""
     import torch
 
-    from keyhole.plan.probe import environment
+    from keyhole.machine.probe import environment
 
     job = json.loads(sys.stdin.read())
     device = torch.device("cpu") if job["quick"] else torch.device("cuda", 0)

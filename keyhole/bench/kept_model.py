@@ -17,8 +17,8 @@ from keyhole.bench import measure
 from keyhole.bench.cases import Case
 from keyhole.bench.link import measure_link
 from keyhole.bench.shapes import opt_config
-from keyhole.model.random_init import fill_random
-from keyhole.plan.memory import Workload
+from keyhole.model.forward.memory import Workload
+from keyhole.model.weights.random import fill_random
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -68,7 +68,7 @@ def adapted(options: dict[str, Any], quick: bool) -> dict[str, Any]:
 
 def lsp_work(trial: Trial, quick: bool) -> Any:
     """What the memory plan wants to know of an lsp trial."""
-    from keyhole.plan.lsp import LSPWork
+    from keyhole.methods.lsp.memory import LSPWork
 
     if trial.system != "lsp":
         return None
@@ -80,7 +80,7 @@ def lsp_work(trial: Trial, quick: bool) -> Any:
 def _leave_out_svd() -> None:
     import torch
 
-    from keyhole.methods import galore
+    from keyhole.methods.baselines import galore
 
     def drawn(grad: torch.Tensor, rank: int) -> torch.Tensor:
         side = min(grad.shape[-2:])
@@ -107,7 +107,7 @@ def updates_alone_s(method: Any) -> float | None:
     (With a learning rate of 0, from whatever the staging buffers hold: nothing is trained afterwards.)"""
     if getattr(method, "name", None) != "adam-offload":
         return None
-    from keyhole.methods.adam_state import Step
+    from keyhole.methods.adam_offload.state import Step
 
     method.flush()
     numbers = method.exchange.small(len(method.slots) + 2).zero_()

@@ -18,9 +18,9 @@ import torch
 
 from keyhole.bench.report import commit, grid
 from keyhole.checkpoint.files import write_text
-from keyhole.methods.galore import project, project_back, projector
-from keyhole.methods.lsp_fit import bias, fit
-from keyhole.ops.projector import KINDS, random_projector
+from keyhole.methods.baselines.galore import project, project_back, projector
+from keyhole.methods.lsp.fit import bias, fit
+from keyhole.ops.lsp.projector import KINDS, random_projector
 
 CALIBRATION, HELD_OUT, BATCH = 4, 8, 16
 SIZES = [(d, r) for d in (16, 32, 48) for r in (1, 4, 16)]
@@ -31,12 +31,12 @@ Grads = dict[str, list[torch.Tensor]]
 def gradients(counts: tuple[int, ...], seed: int = 0, every: int = 1) -> list[Grads]:
     """Gradients of the embedded model's matrices, by name: one list for each count of batches, no batch twice."""
     import keyhole
+    from keyhole import assets
     from keyhole.data import Loader, prepare
-    from keyhole.demo import paths
     from keyhole.model.batch import as_list, to_device
 
-    model = keyhole.load(paths.MODEL, dtype="float32", device="cpu")
-    dataset = prepare(str(paths.TRAIN), model.tokenizer, max_length=128)
+    model = keyhole.load(assets.MODEL, dtype="float32", device="cpu")
+    dataset = prepare(str(assets.TRAIN), model.tokenizer, max_length=128)
     loader = Loader(dataset, BATCH, seed=seed, pad_to_multiple_of=1)
     matrices = [t for t in model.layout.tensors if t.block is not None and len(t.shape) == 2][::every]
     found: list[Grads] = [{t.name: [] for t in matrices} for _ in counts]

@@ -1,7 +1,7 @@
 """What a snapshot every few steps costs a streamed zeroth-order run, and how fast a journal is replayed.
 
     none         steps alone; the journal is kept in all three modes
-    background   a checkpoint begun every `every` steps, written while training goes on (checkpoint/background.py)
+    background   a checkpoint begun every `every` steps, written while training goes on (checkpoint/snapshot/background.py)
     torch.save   training stops, and torch.save writes the weights, as in Table 6 of the ZO-Offloading paper
 
 A period is `every` steps. A mode is timed from the begin of its first checkpoint to the point where the one after
@@ -36,14 +36,15 @@ from keyhole.bench.report import commit
 from keyhole.bench.runner import choose_device
 from keyhole.bench.shapes import QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots_report import markdown, one_line
-from keyhole.checkpoint import find, journal
-from keyhole.checkpoint.background import Background
+from keyhole.checkpoint import select as find
 from keyhole.checkpoint.files import write_text
-from keyhole.checkpoint.journal_writer import Writer
-from keyhole.checkpoint.replay import apply_records
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.replay import apply_records
+from keyhole.checkpoint.journal.writer import Writer
+from keyhole.checkpoint.snapshot.background import Background
 from keyhole.checkpoint.state import About, verify
-from keyhole.plan.memory import Workload
-from keyhole.plan.probe import environment
+from keyhole.machine.probe import environment
+from keyhole.model.forward.memory import Workload
 from keyhole.training.metrics import Record, Recorder
 
 LENGTH, LR = 2048, 1e-7

@@ -26,10 +26,10 @@ from keyhole.bench.kept_model import DTYPES, Emit, KeptModel, streamed_homes
 from keyhole.bench.shapes import QUICK_SHRINK
 from keyhole.bench.textbook import Textbook
 from keyhole.bench.trace import trace_step
-from keyhole.offload.wire import Wire
-from keyhole.plan.memory import Workload, zo_device_bytes
+from keyhole.machine.probe import environment
+from keyhole.model.forward.memory import Workload, zo_device_bytes
+from keyhole.model.weights.format import Wire
 from keyhole.plan.placement import workspace_bytes
-from keyhole.plan.probe import environment
 
 PREFIX = "@record "
 BROKEN_CONTEXT = 3

@@ -4,13 +4,13 @@ files.py           durable writes: beside the place, flushed, renamed
 tensors.py         safetensors one tensor at a time
 hf.py              a model as an ordinary Hugging Face directory
 state.py           checkpoint-N/: the model, the optimizer's state, the position in the data
-background.py      such a checkpoint, written behind the back of training
-snapshot.py        weights of one step, written while the next steps change them; sources.py: what is written,
-                   hand.py: how, copiers.py: copied aside, crc.py: summed up
-journal.py         a zeroth-order run as one record a step; content.py: which weights it starts from
-journal_writer.py  records appended, and flushed behind training
-replay.py          from a journal back to weights
-find.py            which checkpoints there are, and which are whole
-origin.py          where a run goes on from: a checkpoint and the journal behind it
-resume.py          which settings may change when a run goes on
+checkpoint/snapshot/background.py      such a checkpoint, written behind the back of training
+checkpoint/snapshot/snapshot.py        weights of one step, written while the next steps change them; checkpoint/snapshot/source.py: what is written,
+                   checkpoint/snapshot/page_writer.py: how, checkpoint/snapshot/copy_threads.py: copied aside, crc.py: summed up
+checkpoint/journal/format.py         a zeroth-order run as one record a step; weights_hash.py: which weights it starts from
+checkpoint/journal/writer.py  records appended, and flushed behind training
+checkpoint/journal/replay.py          from a journal back to weights
+select.py            which checkpoints there are, and which are whole
+checkpoint/journal/resume_point.py          where a run goes on from: a checkpoint and the journal behind it
+training/resume.py          which settings may change when a run goes on
 """

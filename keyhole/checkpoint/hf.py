@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.checkpoint.content import INDEX
 from keyhole.checkpoint.files import flush, flush_all, replace_directory, staged
 from keyhole.checkpoint.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
-from keyhole.model.skeleton import saved_buffers
-from keyhole.offload.wire import PACKED
+from keyhole.checkpoint.weights_hash import INDEX
+from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.format import PACKED
 
 
 def save_model(model: Any, path: Path) -> None:

@@ -20,6 +20,6 @@ def chat(
     Example: keyhole chat out gpu_memory=8GiB
     """
     settings = read_placement(overrides)
-    from keyhole.eval.chat import chat as run
+    from keyhole.eval.conversation import chat as run
 
     run(directory, system=system, max_new_tokens=max_new_tokens, **settings)

@@ -11,7 +11,7 @@ GIB = 2**30
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Print versions, GPU, memory and link speed: paste it into issues."""
-    from keyhole.plan.probe import environment
+    from keyhole.machine.probe import environment
 
     found = environment(measure_link=True)
     typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_lines(found)))

@@ -25,7 +25,7 @@ def replay(
     Example: keyhole replay facebook/opt-1.3b out/run/journal rebuilt device=cpu
     """
     where = read_words(overrides or (), ("device", "placement", "gpu_memory"))
-    from keyhole.checkpoint.replay import replay as run
+    from keyhole.checkpoint.journal.replay import replay as run
 
     done = run(base, Path(journal), Path(out), steps=steps, say=typer.echo, **where)
     typer.echo(f"{done.steps} steps replayed in {done.seconds:.1f} s ({done.total_seconds:.1f} s in all): {out}")

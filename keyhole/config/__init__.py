@@ -3,7 +3,7 @@
     schema.py    the settings themselves          loader.py   YAML and key=value in, all faults at once
     methods.py   those of each method             dump.py     YAML out
     rules.py     what fields demand of each other faults.py   what is wrong, in words
-    types.py     a YAML node as a typed value     limits.py   bounds of numbers; sizes.py: "8GiB"
+    types.py     a YAML node as a typed value     limits.py   bounds of numbers; machine/sizes.py: "8GiB"
     docs.py      the help and docs/config.md      fields.py   the table of all settings, which both need
     recipes.py   the configs that are shipped
 
@@ -25,7 +25,7 @@ from keyhole.config.methods import (
     ZOConfig,
 )
 from keyhole.config.schema import OffloadConfig, TrainConfig
-from keyhole.config.sizes import Bytes
+from keyhole.machine.sizes import Bytes
 
 __all__ = [
     "AdaLOMOConfig", "AdamOffloadConfig", "AdamWConfig", "Bytes", "GaLoreConfig", "LOMOConfig", "LOMOLoRAConfig",

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from keyhole.config.schema import TrainConfig
-from keyhole.config.sizes import Bytes
+from keyhole.machine.sizes import Bytes
 
 
 class _Dumper(yaml.SafeDumper):

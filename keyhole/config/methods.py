@@ -7,7 +7,7 @@ its only documentation (schema.py). A new setting of a method is a field here an
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from keyhole.config.limits import BelowOne, Count, Limit, Positive
+from keyhole.limits import BelowOne, Count, Limit, Positive
 
 
 @dataclass(frozen=True, kw_only=True)

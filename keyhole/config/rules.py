@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from keyhole import assets
 from keyhole.config.faults import Finding
 from keyhole.config.fields import section_of, sections
 from keyhole.config.schema import TrainConfig
-from keyhole.demo import paths
 
 DEFAULT_LR = {
     "adamw": 2e-5, "sgd": 5e-3, "zo": 1e-6, "lomo": 5e-3, "adalomo": 5e-4, "lora": 2e-4, "galore": 1e-4,
@@ -106,7 +106,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("dtype", "float16 gradients underflow without loss scaling; bfloat16 is safer")
     low, high = SANE_LR[config.method]
     rate = config.learning_rate
-    if rate is not None and not low <= rate <= high and not paths.is_demo_model(config.model):
+    if rate is not None and not low <= rate <= high and not assets.is_demo_model(config.model):
         known = f"{config.method} is known to work from {low:g} to {high:g}"
         yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
 
@@ -123,9 +123,9 @@ def _fill(config: TrainConfig) -> TrainConfig:
     epochs = config.num_train_epochs if config.max_steps is None else None
     return replace(
         config,
-        model=paths.locate(config.model, paths.MODEL),
-        train_data=_locate_all(config.train_data, paths.TRAIN),
-        eval_data=_locate_all(config.eval_data, paths.TEST),
+        model=assets.locate(config.model, assets.MODEL),
+        train_data=_locate_all(config.train_data, assets.TRAIN),
+        eval_data=_locate_all(config.eval_data, assets.TEST),
         learning_rate=rate,
         num_train_epochs=epochs,
     )
@@ -133,5 +133,5 @@ def _fill(config: TrainConfig) -> TrainConfig:
 
 def _locate_all(data: str | list[str] | None, stands_for: Path) -> str | list[str] | None:
     if isinstance(data, list):
-        return [paths.locate(item, stands_for) for item in data]
-    return data if data is None else paths.locate(data, stands_for)
+        return [assets.locate(item, stands_for) for item in data]
+    return data if data is None else assets.locate(data, stands_for)

@@ -13,7 +13,6 @@ Relative paths in a config are relative to the directory the command is run in, 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from keyhole.config.limits import Count, Fraction, Limit, NotNegative, Positive, Seed
 from keyhole.config.methods import (
     AdaLOMOConfig,
     AdamOffloadConfig,
@@ -26,7 +25,8 @@ from keyhole.config.methods import (
     SGDConfig,
     ZOConfig,
 )
-from keyhole.config.sizes import Bytes
+from keyhole.limits import Count, Fraction, Limit, NotNegative, Positive, Seed
+from keyhole.machine.sizes import Bytes
 
 Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lomo-lora", "lora", "galore", "adam-offload", "lsp"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-from keyhole.config.limits import Limit
-from keyhole.config.sizes import EXPECTED as A_SIZE
-from keyhole.config.sizes import Bytes
+from keyhole.limits import Limit
+from keyhole.machine.sizes import EXPECTED as A_SIZE
+from keyhole.machine.sizes import Bytes
 
 NULL_TAG = "tag:yaml.org,2002:null"
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

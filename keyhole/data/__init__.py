@@ -1,6 +1,6 @@
 """Files in, batches out: formats, templates and masks, packing, a resumable loader."""
 
-from keyhole.data.chat import plain_template
+from keyhole.data.answers import plain_template
 from keyhole.data.dataset import Dataset, Report, Sample
 from keyhole.data.loader import Batch, EvalBatches, Loader, collate
 from keyhole.data.packing import check_packing, pack

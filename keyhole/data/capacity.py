@@ -44,7 +44,7 @@ def has_table(config: Any, module: Any = None) -> bool:
     if module is None:
         import torch
 
-        from keyhole.model.skeleton import build
+        from keyhole.model.structure.skeleton import build
 
         module = build(config, torch.float32)
     return any(

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole.assets import MODEL, TEST, TRAIN, locate
 from keyhole.data.capacity import check_data, padding_multiple
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
-from keyhole.demo.paths import MODEL, TEST, TRAIN, locate
 from keyhole.errors import UserError
-from keyhole.model.tokenizer import read_tokenizer
+from keyhole.model.structure.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def preview_config(config: Any, count: int = 3, *, color: bool = False) -> str:
 
 
 def _model_config(model: str) -> Any:
-    from keyhole.model.skeleton import read_config
+    from keyhole.model.structure.skeleton import read_config
 
     return read_config(locate(model, MODEL))
 

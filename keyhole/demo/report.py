@@ -8,7 +8,7 @@ reader's light or dark theme.
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from keyhole.demo import paths
+from keyhole import assets
 from keyhole.demo.chart import Line, line_chart
 from keyhole.demo.task import read_rows
 
@@ -119,7 +119,7 @@ def _bar(result: "Result", index: int) -> str:
 
 
 def _task() -> str:
-    rows = read_rows(paths.TEST)[:EXAMPLES]
+    rows = read_rows(assets.TEST)[:EXAMPLES]
     items = "".join(
         f"<tr><td class='left'>{escape(row['prompt'].partition(chr(10))[0])}</td>"
         f"<td class='left stamp{row['label']}'>{escape(row['completion'].strip())}</td></tr>"

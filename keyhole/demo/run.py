@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.demo import paths
+from keyhole import assets
 from keyhole.errors import UserError
 
 THREADS = 1
@@ -91,8 +91,8 @@ def run_demo(
     """
     from keyhole.demo.memory import measured_beside
     from keyhole.demo.report import make_report
+    from keyhole.machine.probe import environment
     from keyhole.methods import METHODS
-    from keyhole.plan.probe import environment
 
     names = list(methods or METHODS)
     unknown = [name for name in names if name not in METHODS]
@@ -122,7 +122,7 @@ def start(name: str, settings: Settings, seed: int, device: str | None) -> tuple
     """The embedded model, fresh, and the method that will train it."""
     from keyhole.methods import METHODS
 
-    model = keyhole.load(paths.MODEL, dtype="float32", device=device)
+    model = keyhole.load(assets.MODEL, dtype="float32", device=device)
     return model, METHODS[name](model, settings.lr, seed=seed, **settings.options)
 
 
@@ -131,7 +131,7 @@ def train(model: Any, method: Any, settings: Settings, seed: int) -> list[tuple[
     from keyhole.data import Loader, prepare
     from keyhole.training.schedule import learning_rate
 
-    dataset = prepare(str(paths.TRAIN), model.tokenizer, max_length=MAX_LENGTH)
+    dataset = prepare(str(assets.TRAIN), model.tokenizer, max_length=MAX_LENGTH)
     loader = Loader(dataset, settings.batch_size, seed=seed, pad_to_multiple_of=1)
     curve, begin_s = [], time.perf_counter()
     for step in range(settings.steps):

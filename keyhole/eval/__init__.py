@@ -4,5 +4,5 @@
     rows.py       NLL of many rows in few passes over the weights
     scoring.py    candidates into tokens, log-likelihoods into accuracies
     evaluate.py   `keyhole eval`: a table of tasks and data files
-    chat.py       `keyhole chat`
+    conversation.py       `keyhole chat`
 """

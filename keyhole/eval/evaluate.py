@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
-from keyhole.demo import paths
 from keyhole.errors import UserError
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, not_finite, score_rows
 from keyhole.eval.scoring import TaskScore, score_task
 from keyhole.eval.tasks import Task, is_task, read_task, task_name
-from keyhole.model.load import load
+from keyhole.loading import load
+from keyhole.model.forward.memory import Workload
 from keyhole.model.model import Model
-from keyhole.plan.memory import Workload
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def evaluate(
         raise UserError("--tasks: name at least one task or data file, or demo")
     sources = [read_task(source, limit) if is_task(source) else source for source in tasks]
     model = load(
-        paths.locate(directory, paths.MODEL),
+        assets.locate(directory, assets.MODEL),
         placement=placement,
         gpu_memory=gpu_memory,
         dtype=dtype,

@@ -19,9 +19,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from keyhole import assets
 from keyhole.data.files import Record, read
 from keyhole.data.render import check_text
-from keyhole.demo import paths
 from keyhole.errors import UserError
 
 Turns = list[dict[str, Any]]
@@ -47,13 +47,13 @@ class Task:
 
 def is_task(source: str) -> bool:
     """Whether the first row of a source has candidates; otherwise it is plain data."""
-    first = next(iter(read(paths.locate(source, paths.TEST))))
+    first = next(iter(read(assets.locate(source, assets.TEST))))
     return "candidates" in first.row
 
 
 def read_task(source: str, limit: int | None = None) -> Task:
     """All questions of a file, glob or directory, or the first `limit`."""
-    return Task(task_name(source), questions(islice(read(paths.locate(source, paths.TEST)), limit)))
+    return Task(task_name(source), questions(islice(read(assets.locate(source, assets.TEST)), limit)))
 
 
 def task_name(source: str) -> str:

@@ -6,19 +6,19 @@ A new method is its file, a line in METHODS, and what others have to know of it:
     config/methods.py          its settings; config/schema.py: the section, and the name in `Method`
     config/rules.py            its learning rates, whether it streams, what it refuses
     plan/placement.py          the bytes it takes on the device (PLANNED)
-    checkpoint/background.py   who tells when its weights change; without, a checkpoint holds the next step up
+    checkpoint/snapshot/background.py   who tells when its weights change; without, a checkpoint holds the next step up
     demo/run.py                its rate in the demo, if not the usual one
 """
 
-from keyhole.methods.adalomo import AdaLOMO
-from keyhole.methods.adam_offload import AdamOffload
-from keyhole.methods.first_order import SGD, AdamW
-from keyhole.methods.galore import GaLore
-from keyhole.methods.lomo import LOMO
-from keyhole.methods.lomo_lora import LOMOLoRA
-from keyhole.methods.lora import LoRA
-from keyhole.methods.lsp import LSP
-from keyhole.methods.zo import ZO
+from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.methods.baselines.first_order import SGD, AdamW
+from keyhole.methods.baselines.galore import GaLore
+from keyhole.methods.baselines.lora import LoRA
+from keyhole.methods.lomo.adalomo import AdaLOMO
+from keyhole.methods.lomo.lomo_lora import LOMOLoRA
+from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lsp.method import LSP
+from keyhole.methods.zo.method import ZO
 
 METHODS = {
     "adamw": AdamW,

@@ -3,14 +3,14 @@
 `Model` ties these together and is what `keyhole.load` returns:
 
     module    the HF model itself; its parameters are views into flat memory and are re-pointed as units come and go
-    layout    which elements make up which unit (layout.py)
+    layout    which elements make up which unit (model/structure/layout.py)
     engine    the homes of the units, and what moves them (offload/engine.py)
-    homes     the weights as parameters, where they live (homes.py)
-    binding   what the module's parameters point to at the moment (binding.py)
-    head      hidden states -> logits, in chunks (head.py)
+    homes     the weights as parameters, where they live (model/weights/homes.py)
+    binding   what the module's parameters point to at the moment (model/forward/binding.py)
+    head      hidden states -> logits, in chunks (model/forward/head.py)
 
 Between sweeps every parameter points to its home, so the module can be saved or looked at like any other. During a
-sweep a *conductor* decides what a parameter points to: the lockstep of several passes (lockstep.py), or `Solo`, which
+sweep a *conductor* decides what a parameter points to: the lockstep of several passes (model/forward/lockstep.py), or `Solo`, which
 brings each unit in as a single pass enters it (generation). Without a conductor a resident model is an ordinary one.
 Legend: B rows, T positions, N trained tokens, H width.
 """
@@ -26,20 +26,20 @@ from torch import nn
 
 from keyhole import ops
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, to_device
-from keyhole.model.binding import Binding
-from keyhole.model.blocks import find_blocks
-from keyhole.model.fused_relu import fuse_relu
-from keyhole.model.graphs import BlockGraphs
-from keyhole.model.head import Head
-from keyhole.model.homes import Homes
-from keyhole.model.hooks import Conductor, install_hooks
-from keyhole.model.layout import FlatTensor, Layout, Unit
-from keyhole.model.lockstep import Lockstep
-from keyhole.model.rowtiles import compute_in_tiles
-from keyhole.model.solo import Solo
+from keyhole.model.forward.binding import Binding
+from keyhole.model.forward.fused_relu import fuse_relu
+from keyhole.model.forward.generate import Solo
+from keyhole.model.forward.graphs import BlockGraphs
+from keyhole.model.forward.head import Head
+from keyhole.model.forward.hooks import Conductor, install_hooks
+from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.forward.row_tiles import compute_in_tiles
+from keyhole.model.structure.find import find_blocks
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
-from keyhole.offload.wire import PACKED
 from keyhole.ops.loss import RunningNLL
 from keyhole.plan import refusals
 

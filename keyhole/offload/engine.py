@@ -17,7 +17,7 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
 The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
 next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
-Slots that are free keep their pages (slots.py). Others may write homes, or want to know when they change (around.py).
+Slots that are free keep their pages (slots.py). Others may write homes, or want to know when they change (protocols.py).
 Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
 and, if committed, once down a sweep. On a CPU device the same logic runs with plain copies.
 """
@@ -29,7 +29,7 @@ from contextlib import contextmanager
 
 import torch
 
-from keyhole.offload.around import Gate, Watch
+from keyhole.offload.protocols import Gate, Watch
 from keyhole.offload.slots import POISON, FreeSlots, Slot, page_bytes
 from keyhole.offload.stalls import Stalls
 from keyhole.offload.timeline import Timeline

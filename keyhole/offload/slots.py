@@ -5,7 +5,7 @@ at home (`intact`), it need not cross again: a sweep that turns round (forward, 
 
     upload                     intact
     handed out to be changed   not, until it is committed: slot and home are the same again
-    somebody else writes homes not: a gate (around.py), or whoever calls engine.invalidate
+    somebody else writes homes not: a gate (protocols.py), or whoever calls engine.invalidate
 
 Bytes: slot_count x the largest page, on the device.
 """

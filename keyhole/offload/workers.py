@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from keyhole.plan.host import cpu_count
+from keyhole.machine.host import cpu_count
 
 Job = Callable[[], None]
 Aside = Callable[[], Job]  # begins a job elsewhere, returns what waits for its end

@@ -13,28 +13,28 @@
     sgd_update_           LOMO: the SGD update of a tensor from its gradient, in place
     sum_squares_          the sum of squares of a gradient alone
     adalomo_update_       AdaLOMO: the same with a factored second moment (adalomo_state)
-    compress              X P for a sparse projector (random_projector, identity_projector: projector.py)
+    compress              X P for a sparse projector (random_projector, identity_projector: ops/lsp/projector.py)
     decompress_add_       W + alpha P delta Q^T, in place
     describe              which implementation runs, and why
 
 Not here, but in files of their own: the loss over chunks of the vocabulary (loss.py), AdamW on host memory
-(host_adam.py, torch's own kernel) and in the same bits on the device (adamw.py). What the ops share: noise (tiles.py,
-philox.py, gaussian.py), rounding (rounding.py, strips.py, settle.py), checks of arguments (arguments.py), the choice of
+(ops/adam/host.py, torch's own kernel) and in the same bits on the device (ops/adam/device.py). What the ops share: noise (ops/noise/tiles.py,
+ops/noise/philox.py, ops/noise/gaussian.py), rounding (ops/rounding/round.py, ops/rounding/bits2d.py, ops/rounding/store.py), checks of arguments (arguments.py), the choice of
 implementation (backend.py).
 """
 
-from keyhole.ops.adalomo import adalomo_state, adalomo_update_
+from keyhole.ops.adalomo.matrix import adalomo_state, adalomo_update_
 from keyhole.ops.backend import describe, use_kernel
 from keyhole.ops.fp8 import fp8_decode, fp8_encode_
 from keyhole.ops.gather import gather_rows
-from keyhole.ops.lomo import sgd_update_, sum_squares_
-from keyhole.ops.project import compress
-from keyhole.ops.projector import Projector, identity_projector, random_projector
-from keyhole.ops.rows import zo_rows
-from keyhole.ops.tiles import noise
-from keyhole.ops.unproject import decompress_add_
-from keyhole.ops.zo import zo_perturb, zo_update_, zo_update_perturb_
-from keyhole.ops.zo_packed import zo_packed_
+from keyhole.ops.lsp.compress import compress
+from keyhole.ops.lsp.decompress import decompress_add_
+from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
+from keyhole.ops.noise.tiles import noise
+from keyhole.ops.sgd import sgd_update_, sum_squares_
+from keyhole.ops.zo.flat import zo_perturb, zo_update_, zo_update_perturb_
+from keyhole.ops.zo.packed import zo_packed_
+from keyhole.ops.zo.rows import zo_rows
 
 __all__ = [
     "Projector",

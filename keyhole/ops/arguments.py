@@ -2,7 +2,7 @@
 
 Weights and gradients are contiguous, of one shape and device, in float32, bfloat16 or float16. Numbers that a kernel
 reads or adds to (scale, sums, flags) are one-element tensors on the same device, so that nothing waits for the host.
-Whoever breaks this has a bug: asserts, no errors for users. The bounds of the index space are in tiles.py (`check`).
+Whoever breaks this has a bug: asserts, no errors for users. The bounds of the index space are in ops/noise/tiles.py (`check`).
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Every op here exists twice with one signature: a plain PyTorch reference (the CPU path, and the oracle of the
 tests) and a Triton kernel. The kernel runs when the tensors are on a CUDA device and Triton can be imported;
-otherwise the reference does. Both give the same bits (see tiles.py), so the choice is about speed alone.
+otherwise the reference does. Both give the same bits (see ops/noise/tiles.py), so the choice is about speed alone.
 
 Triton is optional: without it `jit` leaves a function as it is and nothing ever calls it. `force()` overrides
 the choice, so that one test can run both on the same inputs; under TRITON_INTERPRET=1 the kernels also take

@@ -14,7 +14,7 @@ Encoding lays x = |w| 2^(127 - k) on an axis on which the codes are the integers
     subnormal codes    the pattern of x + 2^-6, less that of 2^-6: the sum has the even grid of that range
 
     nearest            ties to even, bit for bit what PyTorch's conversion makes of the scaled value
-    stochastic         the 16 bits of the element (rounding.py: a function of seed, step and index) are added
+    stochastic         the 16 bits of the element (ops/rounding/round.py: a function of seed, step and index) are added
                        as the top of the fraction, plus half of their last place: unbiased to 2^-16 of a step,
                        and exact values stay. What is less than 2^-17 of a step above a code is lost.
 
@@ -24,16 +24,16 @@ and have no part in the scale, so the rest of the group survives. k is at most 2
 1.875 * 2^127 may round to 2^128, which float32 reads as inf. Encoding a decoded tensor keeps every value; the
 bytes may differ the first time, where rounding had left a group with less than its scale allows.
 
-One pass over memory each; a zeroth-order step does both and more in one (zo_packed.py). Legend: G groups.
+One pass over memory each; a zeroth-order step does both and more in one (ops/zo/packed.py). Legend: G groups.
 """
 
 import torch
 
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.philox import philox
-from keyhole.ops.rounding import ROUNDINGS, STREAM, TILE, chunk_bits_reference, round_nearest
-from keyhole.ops.tiles import CHUNK, WIDTH, check, chunks, int32, key
+from keyhole.ops.noise.philox import philox
+from keyhole.ops.noise.tiles import CHUNK, WIDTH, check, chunks, int32, key
+from keyhole.ops.rounding.round import ROUNDINGS, STREAM, TILE, chunk_bits_reference, round_nearest
 
 GROUP = 64  # elements to a scale
 INF_PATTERN = 0x7F800000

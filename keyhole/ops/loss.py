@@ -16,7 +16,7 @@ Legend: N tokens, R rows of the vocabulary in this chunk.
 import torch
 
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.rounding import round_nearest
+from keyhole.ops.rounding.round import round_nearest
 
 BLOCK = 4096
 

@@ -21,17 +21,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from keyhole.config.sizes import Bytes, about
 from keyhole.errors import UserError
-from keyhole.model.blocks import TILE_NUMEL
-from keyhole.model.layout import Layout, Unit, find_layout
-from keyhole.offload.wire import Wire
-from keyhole.plan import gradient, refusals
-from keyhole.plan.host import host_memory
-from keyhole.plan.lsp import limit_bytes, lsp_device_bytes
-from keyhole.plan.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
+from keyhole.machine.host import host_memory
+from keyhole.machine.sizes import Bytes, about
+from keyhole.methods.adam_offload.memory import SLACK_BYTES, check_host_state
+from keyhole.methods.lsp.memory import limit_bytes, lsp_device_bytes
+from keyhole.model.backward import memory as gradient
+from keyhole.model.forward.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
+from keyhole.model.structure.find import TILE_NUMEL
+from keyhole.model.structure.layout import Layout, Unit, find_layout
+from keyhole.model.weights.format import Wire
+from keyhole.plan import refusals
 from keyhole.plan.refusals import PLANNED
-from keyhole.plan.states import SLACK_BYTES, check_host_state
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB

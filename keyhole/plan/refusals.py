@@ -11,10 +11,10 @@ from dataclasses import fields
 from typing import Any
 
 from keyhole.config.fields import section_of
-from keyhole.config.sizes import about, enough
 from keyhole.errors import UserError
-from keyhole.plan import gradient
-from keyhole.plan.memory import Workload
+from keyhole.machine.sizes import about, enough
+from keyhole.model.backward import memory as gradient
+from keyhole.model.forward.memory import Workload
 
 PASSES_ALONE = ("eval", "chat", "replay")  # no settings of training
 PLANNED = ("zo", *gradient.METHODS)  # methods whose bytes on the device are known

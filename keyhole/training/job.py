@@ -6,12 +6,13 @@ The cheap checks are here, and nothing is written: whoever made a mistake hears 
 import math
 from dataclasses import dataclass
 
-from keyhole.checkpoint.origin import Origin, find_origin
-from keyhole.checkpoint.resume import resume_lines
+from keyhole.checkpoint.journal.resume_point import Origin, find_origin
 from keyhole.config import TrainConfig
 from keyhole.data import Data, from_config
-from keyhole.training import rundir, start
+from keyhole.training import rundir
+from keyhole.training import start_block as start
 from keyhole.training.display import Display
+from keyhole.training.resume import resume_lines
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Keeps the journal of a zeroth-order run (checkpoint/journal.py) while it trains.
+"""Keeps the journal of a zeroth-order run (checkpoint/journal/format.py) while it trains.
 
 A record needs the projected gradients, which are on the device until the step is done. The recorder reads them
 anyway, one step late (metrics.py), and hands them on: no wait is added. So when a process is killed, at most
@@ -9,13 +9,13 @@ the step that the device was working on is lost, and the one queued behind it. A
 from collections.abc import Callable
 from typing import Any
 
-from keyhole.checkpoint import journal
-from keyhole.checkpoint.journal_writer import Writer
-from keyhole.checkpoint.origin import JOURNALED, Origin, continued
-from keyhole.checkpoint.resume import flat_config
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.resume_point import JOURNALED, Origin, continued
+from keyhole.checkpoint.journal.writer import Writer
 from keyhole.config import TrainConfig
 from keyhole.data import Data
 from keyhole.training.metrics import Record
+from keyhole.training.resume import flat_config
 from keyhole.training.rundir import RunDir
 
 PATIENCE_S = 60.0

@@ -9,17 +9,17 @@ from dataclasses import asdict
 
 import torch
 
-from keyhole.checkpoint import find
+from keyhole.checkpoint import select as find
 from keyhole.config import TrainConfig
 from keyhole.config.fields import section_of
-from keyhole.model.load import choose_device, choose_dtype, load
+from keyhole.loading import choose_device, choose_dtype, load
+from keyhole.methods.lsp.memory import LSPWork
+from keyhole.model.forward.memory import Workload
 from keyhole.model.model import Model
-from keyhole.model.skeleton import build, read_config
-from keyhole.offload.wire import Wire
-from keyhole.plan.lsp import LSPWork
-from keyhole.plan.memory import Workload
+from keyhole.model.structure.skeleton import build, read_config
+from keyhole.model.weights.format import Wire
 from keyhole.plan.placement import place
-from keyhole.training import start
+from keyhole.training import start_block as start
 
 UNKNOWN_LENGTH = 2048  # tokens, where max_length is null
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from keyhole.machine.host import read_text
 from keyhole.model.batch import Batch
-from keyhole.plan.host import read_text
 from keyhole.training import guard
 
 GIB = 2**30

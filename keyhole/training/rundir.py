@@ -5,7 +5,7 @@
       run/keyhole.json     the marker: this directory is ours (and the format's version)
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
       run/metrics.jsonl    one line a step               run/loss.png   the curve
-      run/journal          zeroth-order: one record a step (checkpoint/journal.py)
+      run/journal          zeroth-order: one record a step (checkpoint/journal/format.py)
       run/lock             held by the process that writes here (lock.py)
 
 Nothing that is not ours is written over, and nothing of ours without --resume. The look at the directory
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.checkpoint import journal
 from keyhole.checkpoint.files import flush, write_text
-from keyhole.checkpoint.find import checkpoints
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.select import checkpoints
 from keyhole.config import TrainConfig, to_yaml
 from keyhole.errors import UserError
 from keyhole.training.lock import Lock

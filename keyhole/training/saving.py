@@ -1,6 +1,6 @@
 """When a checkpoint is written, whether the disk has room for it, and what happens when it fails.
 
-During training checkpoints are written in the background (checkpoint/background.py); the next one waits for the
+During training checkpoints are written in the background (checkpoint/snapshot/background.py); the next one waits for the
 one before. Where that is not possible, is switched off, or a run ends, training waits for the write.
 
 A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on disk before the oldest one goes. Where
@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from keyhole.checkpoint import find, hf
-from keyhole.checkpoint.background import Background, Writing
-from keyhole.checkpoint.resume import flat_config
-from keyhole.checkpoint.snapshot import Cancelled
+from keyhole.checkpoint import hf
+from keyhole.checkpoint import select as find
+from keyhole.checkpoint.snapshot.background import Background, Writing
+from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
 from keyhole.model.model import Model
 from keyhole.training.guard import NonFinite, first_bad_tensor
+from keyhole.training.resume import flat_config
 
 GIB = 2**30
 MARGIN_BYTES = 64 * 2**20

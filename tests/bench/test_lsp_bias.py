@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from keyhole.bench.lsp_bias import bench_bias, equal_rank, gradients, one_line
-from keyhole.ops.projector import KINDS
+from keyhole.ops.lsp.projector import KINDS
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keyhole.bench.shapes import SHAPES, blocks_within, fewer_blocks, opt_config, parameter_count
-from keyhole.model.skeleton import build
+from keyhole.model.structure.skeleton import build
 
 PUBLISHED = {
     "125M": 125e6,

@@ -19,7 +19,7 @@ def calls(monkeypatch: Any) -> list[Any]:
         return "| the table |"
 
     monkeypatch.setitem(sys.modules, "keyhole.eval.evaluate", SimpleNamespace(evaluate=record))
-    monkeypatch.setitem(sys.modules, "keyhole.eval.chat", SimpleNamespace(chat=record))
+    monkeypatch.setitem(sys.modules, "keyhole.eval.conversation", SimpleNamespace(chat=record))
     return seen
 
 

@@ -95,7 +95,7 @@ def test_a_user_error_is_one_message_and_exit_2() -> None:
 
 def test_our_error_keeps_its_traceback_and_asks_for_env(monkeypatch: Any, capsys: Any) -> None:
     """Any other exception is ours: exit 1, the traceback, and what to paste."""
-    monkeypatch.setattr("keyhole.plan.probe.environment", lambda **_: 1 / 0)
+    monkeypatch.setattr("keyhole.machine.probe.environment", lambda **_: 1 / 0)
     assert main(["env"]) == 1
     message = capsys.readouterr().err
     assert "ZeroDivisionError" in message and "Traceback" in message and "keyhole env" in message
@@ -108,7 +108,7 @@ def test_exceptions_become_exit_codes(monkeypatch: Any, raised: BaseException, c
     def fail(**_: Any) -> None:
         raise raised
 
-    monkeypatch.setattr("keyhole.plan.probe.environment", fail)
+    monkeypatch.setattr("keyhole.machine.probe.environment", fail)
     assert main(["env"]) == code
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from keyhole import assets
 from keyhole.config import AdamWConfig, OffloadConfig, SGDConfig, TrainConfig, ZOConfig, resolve
 from keyhole.config.fields import section_of, sections
 from keyhole.config.rules import DEFAULT_LR, SANE_LR
 from keyhole.config.schema import Method
-from keyhole.demo import paths
 from keyhole.errors import UserError
 
 BASE: dict[str, Any] = {
@@ -82,8 +82,8 @@ def test_demo_stands_for_the_embedded_files() -> None:
     """The word demo becomes the packaged path, and its learning rate is not judged."""
     words = {"model": "demo", "train_data": ["demo", "x.jsonl"], "eval_data": "demo", "learning_rate": 0.3}
     config, warnings = resolve(TrainConfig(**BASE | words))
-    assert (config.model, config.train_data) == (str(paths.MODEL), [str(paths.TRAIN), "x.jsonl"])
-    assert config.eval_data == str(paths.TEST) and not warnings
+    assert (config.model, config.train_data) == (str(assets.MODEL), [str(assets.TRAIN), "x.jsonl"])
+    assert config.eval_data == str(assets.TEST) and not warnings
     assert resolve(config) == (config, [])
 
 

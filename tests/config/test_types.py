@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 import pytest
 import yaml
 
-from keyhole.config.limits import Limit
-from keyhole.config.sizes import Bytes
 from keyhole.config.types import Mismatch, describe, parse
+from keyhole.limits import Limit
+from keyhole.machine.sizes import Bytes
 
 CASES = [
     ("2e-5", float, 2e-5),

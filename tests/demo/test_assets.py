@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
-from keyhole.demo import paths
+from keyhole import assets
 from keyhole.demo.corpus import END, FAR, USER, documents, remark
 from keyhole.eval.scoring import score_task
 from keyhole.eval.tasks import Question, Task, read_task
@@ -30,28 +30,28 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def model() -> keyhole.Model:
-    return keyhole.load(paths.MODEL, device="cpu", dtype="float32")
+    return keyhole.load(assets.MODEL, device="cpu", dtype="float32")
 
 
 def test_files_are_few_and_small() -> None:
     """A Hugging Face directory and a task, below 4 MiB together."""
-    names = {path.name for path in paths.MODEL.iterdir()}
+    names = {path.name for path in assets.MODEL.iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= names
-    assert sum(path.stat().st_size for path in paths.ASSETS.rglob("*") if path.is_file()) < 4 * 2**20
-    assert "Apache-2.0" in (paths.ASSETS / "README.md").read_text()
+    assert sum(path.stat().st_size for path in assets.ASSETS.rglob("*") if path.is_file()) < 4 * 2**20
+    assert "Apache-2.0" in (assets.ASSETS / "README.md").read_text()
 
 
 def test_transformers_loads_it_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stock loaders need nothing but the directory, and it holds every weight they ask for."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    loaded, info = AutoModelForCausalLM.from_pretrained(paths.MODEL, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(assets.MODEL, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(paths.MODEL))
+    assert loaded.config.vocab_size == len(AutoTokenizer.from_pretrained(assets.MODEL))
 
 
 def test_tokenizer_round_trip_and_chat() -> None:
     """Any text comes back; the end mark is eos; the chat template writes what the corpus wrote."""
-    tokenizer = AutoTokenizer.from_pretrained(paths.MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(assets.MODEL)
     for text in [*documents(11, 200), "caf\u00e9, 100% <odd> \U0001f600\n\ttabs"]:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer.eos_token == END and tokenizer.pad_token_id != tokenizer.eos_token_id
@@ -62,7 +62,7 @@ def test_tokenizer_round_trip_and_chat() -> None:
 
 def test_stamps_are_single_tokens() -> None:
     """Joined or apart, prompt and candidate give the same tokens, and a candidate is one token."""
-    tokenizer = AutoTokenizer.from_pretrained(paths.MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(assets.MODEL)
     for question in read_task("demo", 50).questions:
         for candidate in question.candidates:
             prompt = tokenizer(question.prompt).input_ids
@@ -98,14 +98,14 @@ def test_it_answers_in_chat(model: keyhole.Model) -> None:
 def test_script_remakes_the_tokenizer(script: ModuleType) -> None:
     """Vocabulary and merges of the shipped tokenizer are those that the script trains today."""
     made = json.loads(script.make_tokenizer(script.SEED).backend_tokenizer.to_str())
-    shipped = json.loads((paths.MODEL / "tokenizer.json").read_text())
+    shipped = json.loads((assets.MODEL / "tokenizer.json").read_text())
     assert made["model"]["vocab"] == shipped["model"]["vocab"]
     assert made["model"]["merges"] == shipped["model"]["merges"]
 
 
 def test_script_is_deterministic(script: ModuleType) -> None:
     """Two short trainings give the same weights, bit for bit, and a falling loss."""
-    tokenizer = AutoTokenizer.from_pretrained(paths.MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(assets.MODEL)
     runs = []
     for _ in range(2):
         model = script.make_model(tokenizer, 1)

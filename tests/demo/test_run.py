@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.demo import paths
+from keyhole import assets
 from keyhole.demo.memory import Peaks
 from keyhole.demo.run import SETTINGS, USUAL, run_demo, settings_of
 from keyhole.errors import UserError
@@ -117,4 +117,4 @@ def test_methods_learn_the_task(method: str, steps: int | None, at_least: float,
     assert 0.45 <= result.accuracy_before <= 0.55
     assert result.accuracy_after >= at_least
     assert result.loss_after < result.loss_before
-    assert (paths.MODEL / "model.safetensors").read_bytes() != (tmp_path / method / "model.safetensors").read_bytes()
+    assert (assets.MODEL / "model.safetensors").read_bytes() != (tmp_path / method / "model.safetensors").read_bytes()

@@ -1,19 +1,19 @@
 """The task: its files are what the generator makes, and its splits are fair."""
 
-from keyhole.demo import paths
+from keyhole import assets
 from keyhole.demo.task import TEST_ROWS, TRAIN_ROWS, make_rows, read_rows, rows_as_jsonl
 
 
 def test_files_are_remade_bit_for_bit() -> None:
     """The generator gives the shipped files, byte by byte."""
     train, test = make_rows()
-    assert paths.TRAIN.read_bytes() == rows_as_jsonl(train).encode("ascii")
-    assert paths.TEST.read_bytes() == rows_as_jsonl(test).encode("ascii")
+    assert assets.TRAIN.read_bytes() == rows_as_jsonl(train).encode("ascii")
+    assert assets.TEST.read_bytes() == rows_as_jsonl(test).encode("ascii")
 
 
 def test_splits_do_not_overlap_and_are_balanced() -> None:
     """No prompt occurs twice, in one split or across both; half of each split is blue."""
-    train, test = read_rows(paths.TRAIN), read_rows(paths.TEST)
+    train, test = read_rows(assets.TRAIN), read_rows(assets.TEST)
     assert (len(train), len(test)) == (TRAIN_ROWS, TEST_ROWS)
     assert len({row["prompt"] for row in train + test}) == TRAIN_ROWS + TEST_ROWS
     for rows in (train, test):
@@ -22,7 +22,7 @@ def test_splits_do_not_overlap_and_are_balanced() -> None:
 
 def test_rows_are_consistent() -> None:
     """The completion is the candidate that the label names, and prompts end where a stamp is due."""
-    for row in read_rows(paths.TRAIN) + read_rows(paths.TEST):
+    for row in read_rows(assets.TRAIN) + read_rows(assets.TEST):
         assert row["completion"] == row["candidates"][row["label"]]
         assert row["prompt"].endswith("\nStamp:")
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.ops import tiles, zo
+from keyhole.ops.noise import tiles
+from keyhole.ops.zo import flat as zo
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 import keyhole
-from keyhole.model.layout import find_layout
 from keyhole.model.model import Model
-from keyhole.model.skeleton import build
+from keyhole.model.structure.layout import find_layout
+from keyhole.model.structure.skeleton import build
 from keyhole.offload.arena import split
 from keyhole.offload.engine import Engine
 

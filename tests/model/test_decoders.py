@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole.data.packing import check_packing
 from keyhole.errors import UserError
-from keyhole.model.skeleton import saved_buffers
+from keyhole.model.structure.skeleton import saved_buffers
 from tests.model.decoders import NAMES, batch, config, hf_nll
 from tests.model.streaming import streamed
 

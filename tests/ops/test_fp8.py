@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keyhole.ops import fp8
 from keyhole.ops.backend import force
-from keyhole.ops.rounding import bits_at_reference
+from keyhole.ops.rounding.round import bits_at_reference
 
 INF, NAN, TOP = float("inf"), float("nan"), torch.finfo(torch.float32).max
 EVERY_CODE = torch.arange(256).to(torch.uint8)

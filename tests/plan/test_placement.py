@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.bench.shapes import opt_config
-from keyhole.model.layout import Unit
-from keyhole.model.skeleton import build
-from keyhole.offload.wire import Wire
+from keyhole.model.forward.memory import GIB, Workload
+from keyhole.model.structure.layout import Unit
+from keyhole.model.structure.skeleton import build
+from keyhole.model.weights.format import Wire
 from keyhole.plan import placement
-from keyhole.plan.memory import GIB, Workload
 from keyhole.plan.placement import _spread, place
 
 

@@ -8,9 +8,9 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.model.skeleton import build
-from keyhole.offload.wire import Wire
-from keyhole.plan.memory import Workload
+from keyhole.model.forward.memory import Workload
+from keyhole.model.structure.skeleton import build
+from keyhole.model.weights.format import Wire
 from keyhole.plan.placement import place
 from tests.model.decoders import config
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from keyhole import trainer
 from keyhole.config import TrainConfig, resolve
+from keyhole.training import loop as trainer
 from tests.training.runs import Make
 
 

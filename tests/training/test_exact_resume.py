@@ -9,7 +9,7 @@ import pytest
 
 from keyhole.config import AdamWConfig
 from keyhole.errors import UserError
-from keyhole.trainer import train
+from keyhole.training.loop import train
 from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
 
 

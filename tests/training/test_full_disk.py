@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from keyhole import trainer
-from keyhole.checkpoint import journal
+from keyhole.checkpoint.journal import format as journal
 from keyhole.errors import UserError
-from keyhole.trainer import train
+from keyhole.training import loop as trainer
 from keyhole.training import saving
+from keyhole.training.loop import train
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole.errors import UserError
-from keyhole.trainer import train
+from keyhole.training.loop import train
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 
@@ -53,7 +53,7 @@ def test_nobody_listens_any_more(make: Make) -> None:
 
 
 def interrupt_the_save_twice() -> None:
-    from keyhole.checkpoint import background
+    from keyhole.checkpoint.snapshot import background
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job may have it ignored
     real = background.write_state

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keyhole.methods import METHODS
-from keyhole.trainer import train
 from keyhole.training.guard import NonFinite
+from keyhole.training.loop import train
 from tests.training.runs import Make, losses, metrics, weights
 
 

@@ -1,0 +1,146 @@
+"""From a journal back to weights: on top of a checkpoint when a run goes on, or of its base, for `keyhole replay`.
+
+Updates are elementwise, so all steps are applied to one unit before the next: each unit crosses the link once for
+the whole journal, and the time is that of the update passes alone,
+
+    seconds = steps x elements / rate          rate: measured on the second unit that is large enough (the first one
+                                               also waits for kernels to be compiled)
+
+`keyhole replay BASE JOURNAL OUT` needs no GPU and no data: base weights of the right content, and the journal.
+The result has the run's bits on whatever device replays it: noise and update are the same to the bit everywhere
+(ops/noise/gaussian.py, zo_element.py).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole import assets
+from keyhole.checkpoint import hf
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.format import Header, Journal, Record
+from keyhole.checkpoint.weights_hash import content_hash
+from keyhole.errors import UserError
+from keyhole.loading import find_directory, load
+from keyhole.methods.zo.method import ZO
+from keyhole.methods.zo.update import Pending
+from keyhole.model.forward.memory import Workload
+from keyhole.model.model import Model
+
+TIMED_NUMEL = 2**20  # a unit below this says nothing about the rate
+QUIET_S = 10.0
+
+Say = Callable[[str], None]
+
+
+def apply_records(method: ZO, records: list[Record], say: Say) -> float:
+    """Brings the weights of a method's model from before the first record to after the last; returns seconds."""
+    device, begin_s = method.model.device, time.perf_counter()
+    coef_SQ = torch.tensor([record.coef for record in records], dtype=torch.float32, device=device)
+    pending = [Pending(coef_Q, record.step - 1) for coef_Q, record in zip(coef_SQ, records, strict=True)]
+    updates = [(update, record.weight_decay) for update, record in zip(pending, records, strict=True)]
+    left, large, mark_s = method.model.layout.numel, 0, 0.0
+    for unit in method.replay(updates):
+        left, large = left - unit.numel, large + (unit.numel >= TIMED_NUMEL)
+        if large == 2 and mark_s:
+            left_s, mark_s = (_now(device) - mark_s) * left / unit.numel, 0.0
+            if left_s > QUIET_S:
+                say(f"replaying {len(records)} steps: about {left_s:.0f} s")
+        elif large == 1:
+            mark_s = _now(device)
+    method.model.engine.wait_for_homes()
+    method.step_count = records[-1].step
+    return _now(device) - begin_s
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What `replay` did."""
+
+    steps: int
+    seconds: float
+    total_seconds: float
+
+
+def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: Say = print, **where: Any) -> Replayed:
+    """Writes the model that a journal leads to from `base` (a directory, a hub id, or demo) to the directory `out`.
+
+    steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (load.py).
+    """
+    begin_s, base = time.perf_counter(), assets.locate(base, assets.MODEL)
+    if out.exists() and not out.is_dir():
+        raise UserError(f"OUT: {out} is a file; choose a new directory")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"OUT: {out} exists and is not empty; choose a new directory")
+    found = read_whole(path, steps)
+    records = [record for record in found.records if steps is None or record.step <= steps]
+    check_base(found.header, base)
+    where.setdefault("placement", "auto")
+    model = load(base, dtype=found.header.dtype, wire=found.header.wire, workload=Workload("replay"), **where)
+    try:
+        method = method_of(found.header, model)
+        say(f"base: {base}, content {found.header.base[:12]}, as recorded")
+        numel = model.layout.numel
+        say(f"replaying steps {found.header.first + 1} to {records[-1].step} of {found.last} over {numel:,} elements")
+        seconds = apply_records(method, records, say)
+        hf.add_end_tokens(model.module, found.header.end_token_ids)
+        model.save_pretrained(out)
+    finally:
+        model.close()
+    return Replayed(len(records), seconds, time.perf_counter() - begin_s)
+
+
+def read_whole(path: Path, steps: int | None) -> Journal:
+    """A journal good enough for `steps`; a torn last record is cut, damage before it is refused."""
+    path = path / "run" / "journal" if (path / "run" / "journal").exists() else path
+    if not path.is_file():
+        raise UserError(f"JOURNAL: {path} is not there; give a run's output_dir, or its run/journal")
+    try:
+        found = journal.read(path)
+    except journal.BadJournal as fault:
+        raise UserError(f"JOURNAL: {fault}") from None
+    if found.fault and not found.torn and (steps is None or steps > found.last):
+        raise UserError(
+            f"JOURNAL: {path} is damaged: {found.fault}, and records follow it; --steps {found.last} rebuilds "
+            "the weights up to there"
+        )
+    if steps is not None and not found.header.first < steps <= found.last:
+        raise UserError(f"--steps: {steps} is not in the journal, which holds {found.header.first + 1} to {found.last}")
+    if not found.records:
+        raise UserError(f"JOURNAL: {path} holds no steps yet; its weights are those of {found.header.source}")
+    return found
+
+
+def check_base(header: Header, base: str) -> None:
+    """The base must hold the very weights that the run started from."""
+    found = content_hash(find_directory(base))
+    if found != header.base:
+        raise UserError(
+            f"BASE: {base} holds other weights (content {found[:12]}) than the run started from (content "
+            f"{header.base[:12]}, loaded from {header.source} after {header.first} steps)"
+        )
+
+
+def method_of(header: Header, model: Model) -> ZO:
+    """The update rule as the run had it."""
+    frozen = set(header.frozen)
+    for tensor in model.layout.tensors:
+        tensor.param.requires_grad_(tensor.name not in frozen)
+    return ZO(
+        model,
+        eps=header.eps,
+        directions=header.directions,
+        distribution=header.distribution,
+        rounding=header.rounding,
+        seed=header.seed,
+    )

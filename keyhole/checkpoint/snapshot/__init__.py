@@ -1,0 +1,1 @@
+"""A checkpoint written while training goes on."""

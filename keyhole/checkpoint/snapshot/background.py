@@ -1,0 +1,188 @@
+"""A checkpoint written behind the back of training: what is captured, by which rule, and the thread that writes it.
+
+Which changes are announced, and how, differs between methods:
+
+    zo, lomo, adalomo   every page is changed between engine.acquire and engine.commit: the engine tells
+    adamw, sgd          everything changes in optimizer.step, which calls a hook first
+    others              nobody tells: all that the pool and the disk cannot take at once is waited for, before
+                        the next step begins
+
+The files are those of a checkpoint that is waited for (checkpoint/state.py), byte for byte.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole.checkpoint.files import replace_directory, staged
+from keyhole.checkpoint.hf import create_files, names_on_disk, plan_files, small_files
+from keyhole.checkpoint.snapshot.copy_threads import Copiers
+from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES
+from keyhole.checkpoint.snapshot.snapshot import HANDS, Snapshot
+from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source, event_on, segments_of
+from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
+from keyhole.checkpoint.tensors import Files, Spec, lay_out
+from keyhole.machine.host import host_memory
+from keyhole.model.model import Model
+from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.format import PACKED
+
+COMMITS = ("zo", "lomo", "adalomo")
+OPTIMIZERS = ("adamw", "sgd")
+SLACK_BYTES = 2**30  # host memory that is left to others
+
+
+class Background:
+    """Takes snapshots of one model and method, one at a time."""
+
+    def __init__(self, model: Model, method: Any, pool_bytes: int | None = None) -> None:
+        self.model, self.method = model, method
+        names = names_on_disk(model)
+        self.possible = names is not None
+        if not self.possible:
+            return
+        self.files = plan_files(model, names)
+        self.places = {name: self.files.places[on_disk] for name, on_disk in names.items()}
+        self.small = small_files(model)
+        self.pool_bytes = _pool_bytes(model) if pool_bytes is None else pool_bytes
+        self.writing: Writing | None = None
+        self.copiers = Copiers()
+        if method.name in OPTIMIZERS:
+            method.optimizer.register_step_pre_hook(lambda *_: self.settle())
+
+    def begin(self, path: Path, about: About, settle_journal: Callable[[int], bool]) -> "Writing":
+        """Starts a checkpoint of the weights after the last step; training may go on when this returns."""
+        deferred = getattr(self.method, "pending", None) is not None
+        if not deferred:
+            self.method.flush()
+        if self.model.engine.gate is not None:
+            self.model.engine.wait_for_homes()
+        state = self.method.deferred_state() if deferred else self.method.state_dict()
+        tensors, scalars = split_state(state)
+        specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())]
+        own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files({}, {}, {})
+        others = [_whole(name, t, own) for name, t in tensors.items()]
+        buffers = [_whole(n, b, self.files, self.places) for n, b in saved_buffers(self.model.module).items()]
+        snapshot = Snapshot(self._pages(), others + buffers, self.pool_bytes, self.model.device, self.copiers)
+        for source in snapshot.queue:
+            source.event = None if source.state == WAITING else self._event(source)
+        self.writing = Writing(snapshot, path, about, scalars, [self.files, own], self.small, settle_journal)
+        self.model.engine.watch = snapshot
+        self._take_what_nobody_announces(snapshot, others)
+        return self.writing
+
+    def _take_what_nobody_announces(self, snapshot: Snapshot, others: list[Source]) -> None:
+        if self.method.name in COMMITS:
+            spine = [snapshot.pages[0]] if self.method.name != "zo" else []  # reverse sweeps change it unannounced
+            for source in others + spine:
+                snapshot.release(source)
+        elif self.method.name not in OPTIMIZERS:
+            snapshot.release_all()
+
+    def _pages(self) -> dict[int, Source]:
+        model, pages, owes = self.model, {}, getattr(self.method, "owes", lambda unit: False)
+        for unit in model.layout.units:
+            home = model.engine.homes[unit.index]
+            packed = home.dtype == PACKED
+            element_bytes = (model.dtype if packed else home.dtype).itemsize
+            tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
+            segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
+            unpacks = (unit.numel, model.dtype) if packed else None
+            pages[unit.index] = Source(home, segments, unpacks, WAITING if owes(unit) else READY)
+        return pages
+
+    def _event(self, source: Source) -> Any:
+        """After it, work that was queued before now has changed the source."""
+        engine = self.model.engine
+        if not engine.cuda:
+            return None
+        return event_on(torch.cuda.current_stream(engine.device) if source.flat.is_cuda else engine.down)
+
+    def settle(self) -> None:
+        """Returns when everything may be changed."""
+        if self.writing is not None:
+            self.writing.snapshot.release_all()
+
+    def wait(self) -> "Writing | None":
+        """Waits for the checkpoint that is being written, if any, and hands it over."""
+        if self.writing is None:
+            return None
+        if not self.writing.snapshot.is_whole:
+            self.method.flush()
+        return self._hand_over()
+
+    def poll(self) -> "Writing | None":
+        """The checkpoint that has been finished since, if any."""
+        return None if self.writing is None or self.writing.thread.is_alive() else self._hand_over()
+
+    def _hand_over(self) -> "Writing":
+        done, self.writing = self.writing, None
+        done.thread.join()
+        self.model.engine.watch = None
+        return done
+
+    def abandon(self) -> None:
+        """Training is over, well or not: what has all its weights is finished, the rest is dropped."""
+        if self.writing is not None:
+            if not self.writing.snapshot.is_whole:
+                self.writing.snapshot.cancel()
+            self._hand_over()
+
+
+def _pool_bytes(model: Model) -> int:
+    """For copies: half of the weights, less the workers' buffers (unless these were most of it), if so much is free."""
+    half = sum(home.numel() * home.element_size() for home in model.engine.homes) // 2
+    buffers = HANDS * BUFFER_BYTES if model.engine.cuda else 0
+    return min(max(half - buffers, half // 2), max(0, host_memory().available_bytes - SLACK_BYTES))
+
+
+def _whole(name: str, tensor: torch.Tensor, files: Files, places: dict[str, Any] | None = None) -> Source:
+    place = (files.places if places is None else places)[name]
+    return Source(tensor.detach().reshape(-1), [Segment(name, 0, tensor.numel(), place.file, place.offset)])
+
+
+class Writing:
+    """One checkpoint, and the thread that writes it."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        path: Path,
+        about: About,
+        scalars: dict[str, Any],
+        files: list[Files],
+        small: dict[str, bytes],
+        settle_journal: Callable[[int], bool],
+    ) -> None:
+        self.snapshot, self.path, self.about, self.scalars = snapshot, path, about, scalars
+        self.files, self.small, self.settle_journal = files, small, settle_journal
+        self.error: BaseException | None = None
+        self.begin_s = time.perf_counter()
+        self.seconds = 0.0
+        self.thread = threading.Thread(target=self._run, name="keyhole-snapshot", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:
+            self.snapshot.fail(error)
+            self.error = error
+        self.seconds = time.perf_counter() - self.begin_s
+
+    def _write(self) -> None:
+        with staged(self.path) as temporary:
+            for files in self.files:
+                create_files(files, temporary)
+            for name, content in self.small.items():
+                (temporary / name).parent.mkdir(exist_ok=True)
+                (temporary / name).write_bytes(content)
+            self.snapshot.write(temporary)
+            write_state(temporary, self.about, self.scalars, self.snapshot.sums)
+            if not self.settle_journal(self.about.step):
+                raise OSError(f"the journal has no record of step {self.about.step}")
+            replace_directory(temporary, self.path)

@@ -1,0 +1,84 @@
+"""How flat memory gets into a file at its place: in pieces, from a GPU by way of a page-locked buffer, and only if it
+is finite. Weights that are broken must not take the place of good ones. Each piece is summed up on its way (crc.py).
+"""
+
+import os
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from keyhole import ops
+from keyhole.checkpoint.crc import Span
+from keyhole.checkpoint.snapshot.source import Source
+from keyhole.errors import NonFinite
+
+PIECE_BYTES = 16 * 2**20
+BUFFER_BYTES = 4 * 2**20  # page-locked: pieces of what lies on a GPU, where 4 MiB already cross at full rate
+Memory = Callable[[Source], AbstractContextManager[torch.Tensor]]
+LOOK = 2**20  # elements that are looked at together: they and their bits stay in a core's cache
+INFINITY = {  # the integer of the same width, and the bits of infinity
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+
+
+class Hand:
+    """What a worker writes with: on a GPU a page-locked buffer and a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def write(self, source: Source, memory: Memory, files: dict[str, int], sums: dict[str, list[Span]]) -> None:
+        """Piece by piece; each is read inside memory(source), which says from where. Checksums are added to `sums`."""
+        if source.unpacks is not None:
+            numel, dtype = source.unpacks
+            unpacked = torch.empty(numel, dtype=dtype)
+            with memory(source) as flat:
+                ops.fp8_decode(flat.cpu(), unpacked)
+            memory = lambda _: nullcontext(unpacked)  # noqa: E731
+        for segment in source.segments:
+            most = BUFFER_BYTES if source.flat.is_cuda else PIECE_BYTES
+            offset, size = segment.offset, most // source.saved_dtype.itemsize
+            for begin in range(segment.begin, segment.end, size):
+                with memory(source) as flat:
+                    host = self.to_host(flat[begin : min(begin + size, segment.end)])
+                    check_finite(host, segment.tensor)
+                    data = memoryview(host.view(torch.uint8).numpy())
+                    write_at(files[segment.file], data, offset)
+                    sums[segment.file].append((offset, len(data), zlib.crc32(data)))
+                offset += len(data)
+
+    def to_host(self, piece: torch.Tensor) -> torch.Tensor:
+        if piece.device.type != "cuda":
+            return piece
+        with torch.cuda.stream(self.stream):
+            host = self.buffer[: piece.numel() * piece.element_size()].view(piece.dtype)
+            host.copy_(piece, non_blocking=True)
+        self.stream.synchronize()
+        return host
+
+
+def check_finite(piece: torch.Tensor, name: str) -> None:
+    """NonFinite when a number is not; weights that are broken must not take the place of good ones.
+
+    Without its sign a number is not finite if its bits, as an integer, reach those of infinity. (By numpy: torch would
+    start a team of threads for each worker, in the way of the thread that launches kernels.)"""
+    if piece.dtype in INFINITY and piece.numel():
+        integer, infinity = INFINITY[piece.dtype]
+        bits, unsigned = piece.view(integer).numpy(), torch.iinfo(integer).max
+        for begin in range(0, len(bits), LOOK):
+            if (bits[begin : begin + LOOK] & unsigned).max() >= infinity:
+                raise NonFinite(f"{name} holds NaN or infinity")
+
+
+def write_at(file: int, data: memoryview, offset: int) -> None:
+    """All of the bytes, at this place of the file."""
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done

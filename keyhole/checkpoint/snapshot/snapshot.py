@@ -1,0 +1,254 @@
+"""The weights of one step, written to disk while the next steps change them.
+
+Every page of weights (and every tensor of the method's state) is a *source*. Worker threads write sources into
+their places in the files, straight from their homes, in the order in which training will change them. Copies are
+made on write only: before a page is changed (the engine tells, offload/protocols.py), what the disk has not got yet is
+copied aside, also while a worker is at it: that one goes on from the copy. The copies together take at most
+`pool_bytes`, half of the weights or a little less; only when these are used up does training wait, for the next page
+that the disk takes.
+
+    waiting   the page is still to get its last update: zeroth-order steps apply it when they next visit the page
+    ready     the home holds what is to be saved (on a GPU: after an event); nobody has it yet
+    taken     a worker is writing it from its home
+    copying   training copies it aside, and changes it then
+    copied    the copy waits for a worker; the home is free to change
+    writing   a worker is writing the copy
+    done      written
+
+A deferred update costs nothing here: the sweep of step t + 1 itself brings home the weights after step t, page
+by page, and each page then stays as it is until the sweep of step t + 2, or a later one (methods/zo/write_back.py). This
+is the paper's idea of two halves (one is saved while the other is in use) at the grain of a page, and with a copy only
+where it is needed. On the host side training runs one step ahead of the GPU: a short wait here does not reach it.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole.checkpoint.crc import Span
+from keyhole.checkpoint.snapshot.copy_threads import Copiers
+from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES, Hand
+from keyhole.checkpoint.snapshot.source import COPIED, COPYING, DONE, READY, TAKEN, WAITING, WRITING, Source, event_on
+from keyhole.offload import arena
+
+WORKERS = 4
+HANDS = WORKERS + 1  # with training's own; on a GPU each has a page-locked buffer of BUFFER_BYTES
+FLUSH_EVERY_S = 0.1
+flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the former
+
+
+class Cancelled(Exception):
+    """Training ended before the snapshot had all it needs."""
+
+
+class Snapshot:
+    """One snapshot on its way. pages: sources by the engine's page; others: the method's tensors.
+
+    Becomes the engine's watch. `write` is called by a thread of the caller, and returns when all is written.
+    """
+
+    def __init__(
+        self,
+        pages: dict[int, Source],
+        others: list[Source],
+        pool_bytes: int,
+        device: torch.device,
+        copiers: Copiers,
+    ) -> None:
+        self.pages, self.queue = pages, [*others, *pages.values()]
+        self.order = [source for source in self.queue if source.state == READY]  # in which they came and will go
+        self.pool_bytes, self.device, self.copiers = pool_bytes, device, copiers
+        self.spare: list[torch.Tensor] = []  # memory of copies that are written: the kernel has given it already
+        self.copied_bytes = self.peak_bytes = 0
+        self.waited_s = 0.0  # how long training was held up
+        self.error: BaseException | None = None
+        self.hand: Hand | None = None  # training's own
+        self.sums: dict[str, list[Span]] = {}  # file -> checksums of its pieces
+        self.turn = threading.Condition()
+
+    # -- training's side -----------------------------------------------------------------------------------------------
+
+    def before_change(self, page: int) -> None:
+        """Returns when the page's home may be changed: it is written, copied, or still waiting for its update."""
+        source = self.pages.get(page)
+        if source is not None:
+            self.release(source)
+
+    def waits_for(self, page: int) -> bool:
+        """Whether the page is still to get its last update."""
+        source = self.pages.get(page)
+        return source is not None and source.state == WAITING
+
+    def release(self, source: Source) -> None:
+        """The same for any source."""
+        begin_s = time.perf_counter()
+        with self.turn:
+            self.turn.wait_for(lambda: source.state not in (READY, TAKEN) or self._may_copy(source))
+            held = source.state not in (READY, TAKEN)
+            if not held:
+                self.copied_bytes += source.size_bytes
+                self.peak_bytes = max(self.peak_bytes, self.copied_bytes)
+                source.state = COPYING if source.state == READY else TAKEN
+        if not held:
+            self._copy_aside(source)
+        self.waited_s += time.perf_counter() - begin_s
+
+    def _copy_aside(self, source: Source) -> None:
+        try:
+            copy = self._copy(source)
+        except BaseException as error:  # of any kind: workers must not wait for a copy that will not come
+            self.fail(error)
+            if isinstance(error, OSError):  # there is no memory for it: training goes on
+                return
+            raise
+        with self.turn:
+            if source.state == DONE:  # written meanwhile, or given up
+                self.copied_bytes -= source.size_bytes
+            else:
+                source.copy, source.event = copy, None
+                self.turn.wait_for(lambda: not source.is_read)
+                if source.state != DONE:
+                    source.state = WRITING if source.state == TAKEN else COPIED
+            self.turn.notify_all()
+
+    def changed(self, page: int, stream: Any) -> None:
+        """The page has had the update it was waiting for, once the work queued on the stream is done."""
+        source = self.pages.get(page)
+        if source is None or source.state != WAITING:
+            return
+        with self.turn:
+            source.event = event_on(stream)
+            source.state = READY
+            self.order.append(source)
+            self.turn.notify_all()
+
+    def release_all(self) -> None:
+        """Returns when everything may be changed."""
+        for source in self.queue:
+            self.release(source)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing waits for an update any more."""
+        return all(source.state != WAITING for source in self.queue)
+
+    def cancel(self) -> None:
+        self.fail(Cancelled("training ended before the weights of this step were whole"))
+
+    def _may_copy(self, source: Source) -> bool:
+        return source.state in (READY, TAKEN) and self.copied_bytes + source.size_bytes <= self.pool_bytes
+
+    def _copy(self, source: Source) -> torch.Tensor:
+        if source.event is not None:
+            source.event.synchronize()
+        copy = self._spare(source.size_bytes)
+        copy = arena.host_memory(source.size_bytes) if copy is None else copy
+        copy = copy.view(source.flat.dtype)
+        if source.flat.is_cuda:
+            self._fetch(source.flat, copy)
+        else:
+            self.copiers.copy(copy, source.flat)
+        return copy
+
+    def _spare(self, size_bytes: int) -> torch.Tensor | None:
+        """Memory of this size that was used before, if any. If none, other sizes go: the pool is for all of them."""
+        with self.turn:
+            fits = next((i for i, memory in enumerate(self.spare) if memory.numel() == size_bytes), None)
+            if fits is not None:
+                return self.spare.pop(fits)
+            while self.spare and self.copied_bytes + sum(m.numel() for m in self.spare) > self.pool_bytes:
+                self.spare.pop()
+            return None
+
+    def _fetch(self, flat: torch.Tensor, copy: torch.Tensor) -> None:
+        """From the device."""
+        if self.hand is None:
+            self.hand = Hand(self.device)
+        size = BUFFER_BYTES // copy.element_size()
+        for target, piece in zip(copy.split(size), flat.split(size), strict=True):
+            self.copiers.copy(target, self.hand.to_host(piece))
+
+    # -- the disk's side -----------------------------------------------------------------------------------------------
+
+    def write(self, directory: Path) -> None:
+        """Writes all sources into files that exist already in their full size. Raises what went wrong."""
+        names = {segment.file for source in self.queue for segment in source.segments}
+        files = {name: os.open(directory / name, os.O_WRONLY | os.O_CLOEXEC) for name in names}
+        self.sums = {name: [] for name in names}
+        threads = [threading.Thread(target=self._work, args=(files,), daemon=True) for _ in range(WORKERS)]
+        try:
+            for thread in threads:
+                thread.start()
+            while alive := [thread for thread in threads if thread.is_alive()]:
+                for file in files.values():  # or the disk would stand still until all is in the kernel's hands
+                    flush_data(file)
+                alive[0].join(FLUSH_EVERY_S)
+        except OSError as error:
+            self.fail(error)
+        finally:
+            for thread in threads:
+                thread.join()
+            for file in files.values():
+                os.close(file)
+            with self.turn:  # training may look for memory still, for a page that was written meanwhile
+                self.spare.clear()
+        if self.error is not None:
+            raise self.error
+
+    def _work(self, files: dict[str, int]) -> None:
+        try:
+            hand = Hand(self.device)
+            while (source := self._take()) is not None:
+                if (event := source.event) is not None:  # which training may take away when it makes a copy
+                    event.synchronize()
+                hand.write(source, self._memory, files, self.sums)
+                with self.turn:
+                    self._free(source)
+                    source.state = DONE
+                    self.turn.notify_all()
+        except BaseException as error:  # of any kind: training must not wait for a worker that is gone
+            self.fail(error)
+
+    @contextmanager
+    def _memory(self, source: Source) -> Iterator[torch.Tensor]:
+        """Where a worker may read the source from until it leaves the context: its home, or by now a copy."""
+        with self.turn:
+            flat, source.is_read = (source.flat, True) if source.copy is None else (source.copy, False)
+        try:
+            yield flat
+        finally:
+            with self.turn:
+                source.is_read = False
+                self.turn.notify_all()
+
+    def _take(self) -> Source | None:
+        """The next source to write; None when there is none left."""
+        with self.turn:
+            while True:
+                free = next((s for s in self.order if s.state in (READY, COPIED)), None)
+                if free is not None:
+                    free.state = TAKEN if free.copy is None else WRITING
+                    return free
+                if self.error is not None or all(s.state in (TAKEN, WRITING, DONE) for s in self.queue):
+                    return None
+                self.turn.wait()
+
+    def _free(self, source: Source) -> None:
+        if source.copy is not None:
+            self.copied_bytes -= source.size_bytes
+            self.spare.append(source.copy.view(torch.uint8))
+            source.copy = None
+
+    def fail(self, error: BaseException) -> None:
+        with self.turn:
+            self.error = self.error or error
+            for source in self.queue:
+                self._free(source)
+                source.state = DONE
+            self.turn.notify_all()

@@ -1,0 +1,198 @@
+"""`keyhole chat DIR`: talk to a model, also to one that is larger than the GPU.
+
+A tokenizer with a chat template gets the whole conversation, written by the template. Without one there are
+no turns to speak of: the model simply goes on from each line. Sampling and stop tokens are those of the
+model's generation_config.json. The answer appears as it is generated. When units are streamed, each new token
+pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens a
+second.
+
+    /reset   forget the conversation        /exit   leave (as does the end of the input)
+
+Input may be a pipe: lines are questions, the answers are the output, and nothing else is written to it.
+Ctrl-C stops an answer; at the prompt it leaves. A conversation that outgrows the model's context loses its
+oldest turns. A line that is too long by itself is refused, and the conversation goes on without it; bytes that
+are not text are read as U+FFFD. A model whose logits are NaN would answer with nothing, or with token 0 for ever:
+it is told so instead.
+"""
+
+import io
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+import torch
+from transformers import LogitsProcessor, TextStreamer
+
+from keyhole import assets
+from keyhole.data.capacity import check_ids, context_length
+from keyhole.errors import NonFinite, UserError
+from keyhole.eval.rows import not_finite
+from keyhole.loading import load
+from keyhole.model.forward.memory import Workload
+from keyhole.model.model import Model
+
+MAX_NEW_TOKENS = 256
+HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
+
+
+class Refused(UserError):
+    """One line cannot be answered; the next one may be."""
+
+
+def chat(
+    directory: str,
+    *,
+    placement: str = "auto",
+    gpu_memory: str | int | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    max_new_tokens: int | None = None,
+    system: str | None = None,
+) -> None:
+    """Loads the model and answers standard input, line by line."""
+    model = load(
+        assets.locate(directory, assets.MODEL),
+        placement=placement,
+        gpu_memory=gpu_memory,
+        dtype=dtype,
+        device=device,
+        workload=Workload(method="chat", tokens=2048, passes=1),
+    )
+    for line in model.describe():
+        print(f"keyhole: {line}", file=sys.stderr)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    talk(Conversation(model, system, max_new_tokens), sys.stdin, sys.stdout)
+
+
+def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
+    """The loop: a line in, an answer out."""
+    on_terminal = source.isatty()
+    if on_terminal:
+        print(HELP, file=sys.stderr)
+    for number, line in enumerate(_lines(source, on_terminal), 1):
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/reset":
+            conversation.reset()
+        elif line.startswith("/"):
+            print(f"keyhole: {line.split()[0]} is not a command; {HELP}", file=sys.stderr)
+        elif line:
+            try:
+                conversation.answer(line, out)
+            except Refused as refused:
+                place = "" if on_terminal else f"line {number} is not answered: "
+                print(f"keyhole: {place}{refused}", file=sys.stderr)
+            except (KeyboardInterrupt, UserError) as stop:
+                if not on_terminal:
+                    raise
+                print("" if isinstance(stop, KeyboardInterrupt) else f"keyhole: {stop}", file=sys.stderr)
+
+
+def _lines(source: TextIO, on_terminal: bool) -> Iterator[str]:
+    """Lines without white space around them; on a terminal with a prompt and line editing."""
+    if not on_terminal:
+        yield from (line.strip() for line in source)
+        return
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            return
+
+
+class Conversation:
+    """What has been said, and the model that says it."""
+
+    def __init__(self, model: Model, system: str | None = None, max_new_tokens: int | None = None) -> None:
+        self.model, self.tokenizer = model, model.tokenizer
+        if self.tokenizer is None:
+            raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
+        self.has_turns = bool(self.tokenizer.chat_template)
+        if system and not self.has_turns:
+            raise UserError("--system: the tokenizer has no chat template, so there is no place for it")
+        self.first = [{"role": "system", "content": system}] if system else []
+        self.turns: list[dict[str, str]] = []
+        given = getattr(model.module.generation_config, "max_new_tokens", None)
+        self.max_new_tokens = max_new_tokens or given or MAX_NEW_TOKENS
+
+    def reset(self) -> None:
+        self.turns = []
+
+    def answer(self, text: str, out: TextIO) -> str:
+        """Writes the answer as it comes, ends the line, and returns it. A failed answer leaves no trace."""
+        before, self.turns = self.turns, [*self.turns, {"role": "user", "content": text}]
+        try:
+            ids = self._fit(text)
+            answer = self._generate(ids, out)
+        except BaseException:
+            self.turns = before
+            raise
+        self.turns.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _ids(self, text: str) -> torch.Tensor:
+        if not self.has_turns:
+            return self.tokenizer(text, return_tensors="pt")["input_ids"]
+        turns = self.first + self.turns
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        try:
+            return self.tokenizer.apply_chat_template(turns, **options)["input_ids"]
+        except Exception as error:  # templates raise what they like
+            raise UserError(f"the model's chat template cannot write the conversation: {error}") from None
+
+    def _fit(self, text: str) -> torch.Tensor:
+        """The tokens of the conversation, without its oldest turns where the context is too short for all.
+        An answer has a quarter of the context for itself, if it may be that long."""
+        ids, longest = self._ids(text), context_length(self.model.config)
+        room = min(self.max_new_tokens, longest // 4) if longest else 0
+        while longest and ids.shape[1] + room > longest and len(self.turns) > 2:
+            self.turns = self.turns[2:]
+            ids = self._ids(text)
+        if longest and ids.shape[1] >= longest:
+            raise Refused(f"the text has {ids.shape[1]} tokens; the model takes {longest} in all: shorten it")
+        if not ids.numel():
+            raise Refused("the tokenizer finds no token in the text")
+        check_ids(ids[0].numpy(), "the text", self.model.source, self.model.config)
+        return ids
+
+    def _generate(self, ids: torch.Tensor, out: TextIO) -> str:
+        longest = context_length(self.model.config)
+        room = min(self.max_new_tokens, longest - ids.shape[1]) if longest else self.max_new_tokens
+        options: dict[str, Any] = {"max_new_tokens": room, "logits_processor": [_Guard()]}
+        settings = self.model.module.generation_config
+        if settings.eos_token_id is None and self.tokenizer.eos_token_id is not None:
+            options["eos_token_id"] = self.tokenizer.eos_token_id
+        if settings.pad_token_id is None:
+            options["pad_token_id"] = 0  # one row: nothing is padded, but Transformers wants a number
+        writes = settings.num_beams in (None, 1)  # beams are known only at the end
+        if writes:
+            options["streamer"] = _Writer(self.tokenizer, out)
+        try:
+            tokens = self.model.generate(ids, **options)[0, ids.shape[1] :]
+        except NonFinite as stop:
+            raise not_finite(self.model, str(stop)) from None
+        answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        print("" if writes else answer, file=out, flush=True)
+        return answer
+
+
+class _Guard(LogitsProcessor):
+    """Ends an answer that is made of NaN. Whose fault it is, is found out when no weight is in flight."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if scores.isnan().any():
+            raise NonFinite("no answer: the model's logits are NaN")
+        return scores
+
+
+class _Writer(TextStreamer):
+    """Writes whole words to `out` as they are generated."""
+
+    def __init__(self, tokenizer: Any, out: TextIO) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.out = out
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.out.write(text)
+        self.out.flush()

@@ -1,0 +1,205 @@
+"""From a Hugging Face directory to a `Model`, without a second copy of the weights.
+
+    1. Build the module without its weights (model/structure/skeleton.py), lay it out flat (model/structure/layout.py).
+    2. Decide where every unit lives (plan/placement.py).
+    3. Reserve memory of exactly that size and fill it from the safetensors files, shard after shard (model/weights/read.py).
+    4. Page-lock the host part and start the engine.
+
+Peak host memory: the weights that live on the host, plus one shard of the file mapping.
+"""
+
+import inspect
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from keyhole import assets
+from keyhole.errors import UserError
+from keyhole.model.forward.memory import Workload
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Layout, Unit
+from keyhole.model.structure.skeleton import build, check_name, read_config
+from keyhole.model.structure.tokenizer import TOKENIZER_FILES, read_tokenizer
+from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.random import fill_random
+from keyhole.model.weights.read import fill_from
+from keyhole.offload import arena
+from keyhole.offload.engine import Engine
+from keyhole.plan.placement import Placement, place
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ALIGN_BYTES = 256
+ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
+WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
+
+
+def load(
+    model: str | Path | Any,
+    *,
+    placement: str = "resident",
+    gpu_memory: str | int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    init: str = "pretrained",
+    seed: int = 0,
+    wire: str | None = None,
+    tf32: bool = False,
+    graphs: bool = True,
+    workload: Workload | None = None,
+    trust_remote_code: bool = False,
+    **engine_options: Any,
+) -> Model:
+    """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
+
+    dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
+    tf32 lets float32 products run in TF32, for the whole process.
+    graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
+    workload says what will run (method, tokens a pass, number of passes), so that the budget leaves room for it.
+    engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
+    """
+    if init not in ("pretrained", "random"):
+        raise UserError(f"init={init!r}: choose pretrained or random")
+    _check_names(engine_options)
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    device = choose_device(device)
+    model = assets.locate(model, assets.MODEL) if isinstance(model, str) else model
+    config = read_config(model, trust_remote_code)
+    directory = None if model is config else find_directory(model)
+    dtype = choose_dtype(dtype, config)
+    with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
+        torch.default_generator.manual_seed(seed)
+        module = build(config, dtype, trust_remote_code)
+    _read_generation_config(module, directory)
+    formats = Wire(dtype, wire)
+    layout, placed = place(module, placement, gpu_memory, formats, device, workload or Workload())
+    homes = _reserve(layout, placed, formats, device)
+    _move_buffers(module, device)
+    engine_options.setdefault("slot_count", placed.slot_count)
+    engine = Engine(homes, placed.streamed, device, **engine_options)
+    source = None if directory is None else str(model)
+    tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
+    loaded = Model(module, layout, engine, dtype, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
+    if init == "random":
+        _pin(loaded, touch=True)
+        std = getattr(config, "initializer_range", None) or 0.02
+        fill_random(loaded, std, seed)
+    else:
+        if directory is None:
+            raise UserError('a config object has no weights: pass init="random", or a model directory')
+        fill_from(loaded, directory, dtype)
+        _pin(loaded, touch=False)
+    loaded.binding.bind_homes()
+    return loaded
+
+
+def _check_names(engine_options: dict[str, Any]) -> None:
+    """What `load` does not name itself must be an option of the engine."""
+    known = [name for name in inspect.signature(load).parameters if name != "engine_options"] + [*ENGINE_OPTIONS]
+    for name in engine_options:
+        if name not in ENGINE_OPTIONS:
+            close = get_close_matches(name, known, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+            raise UserError(f"keyhole.load: there is no argument {name!r}; {meant}")
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for, or the first GPU, or the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"device: {device!r} is not a device; use cpu, cuda or cuda:0") from error
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("device: cuda was asked for, but PyTorch sees no CUDA GPU here; use device=cpu")
+        index = device.index or 0
+        if index >= torch.cuda.device_count():
+            raise UserError(f"device: cuda:{index} was asked for, but there are {torch.cuda.device_count()} GPUs")
+        return torch.device("cuda", index)
+    if device.type != "cpu":
+        raise UserError(f"device: {device} is not supported; use cpu, cuda or cuda:0")
+    return device
+
+
+def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
+    """The dtype asked for, or the one the checkpoint says it is in, or float32."""
+    if dtype is None:
+        dtype = getattr(config, "dtype", None) or torch.float32
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    return dtype
+
+
+def find_directory(model: str | Path) -> Path:
+    """The directory itself, or where the files of a hub id lie."""
+    check_name(model)
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=WEIGHT_PATTERNS))
+    except Exception as error:  # no network, no such model, no access, no room: no type is common to them
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"model: {model} is not a directory here, and its files cannot be had from the hub: {said} "
+            f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
+            "the disk, or give the directory of a copy"
+        ) from error
+
+
+def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:
+    """One home a unit: streamed units side by side in host memory, the others side by side on the device."""
+    homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
+    for on_host in (True, False):
+        units = [u for u in layout.units if (u.index in placed.streamed) == on_host]
+        sizes = [-(-formats.home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
+        flat = arena.host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
+            home = piece[: formats.home_bytes(unit)].view(formats.home_dtype(unit))
+            homes[unit.index] = home
+            if home.dtype != PACKED:
+                _zero_padding(unit, home)
+    return homes
+
+
+def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
+    """Of the gaps between aligned tensors: reserved memory may hold anything, and copies of them are looked at."""
+    starts = [tensor.start - unit.start for tensor in unit.tensors[1:]] + [unit.numel]
+    for tensor, begin in zip(unit.tensors, starts, strict=True):
+        end = tensor.stop - unit.start
+        if end < begin:
+            home[end:begin] = 0
+
+
+def _move_buffers(module: nn.Module, device: torch.device) -> None:
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = buffer.to(device)
+
+
+def _pin(model: Model, touch: bool) -> None:
+    """Page-locks the streamed homes, which are one piece of memory."""
+    if model.engine.streamed and model.device.type == "cuda":
+        whole = arena.whole(model.engine.homes[min(model.engine.streamed)])
+        if touch:  # by all cores; pinning would touch page after page on one
+            whole.fill_(0)
+        model.pinned = arena.pin(whole, model.device)
+
+
+def _read_generation_config(module: nn.Module, directory: Path | None) -> None:
+    """End-of-turn tokens and sampling settings often stand in this file and nowhere else."""
+    if directory is not None and (directory / "generation_config.json").exists():
+        try:
+            module.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"model: {directory / 'generation_config.json'} cannot be read: {error}") from error

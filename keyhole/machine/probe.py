@@ -1,0 +1,126 @@
+"""What this machine is: versions, cores, host memory, GPUs, and the speed of the link between the two.
+
+    environment() -> a JSON-able dict            `keyhole env` prints it, a run stores it in run/env.json
+    link_speed()  -> GB/s up, down, both ways    pinned copies of 64 MiB, the size of a block; about 0.1 s
+
+Link rates are in GB/s (10^9), as on data sheets; everything else is in bytes. torch is imported where needed.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import keyhole
+from keyhole.machine.host import cpu_count, host_memory, read_text
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "pyarrow", "datasets")
+LINK_PROBE_BYTES = 64 * 2**20
+
+
+def versions() -> dict[str, str | None]:
+    """Installed versions; None = not installed."""
+    found: dict[str, str | None] = {"keyhole": keyhole.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, memory and capability of every visible CUDA device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        row = {"name": p.name, "capability": f"{p.major}.{p.minor}"}
+        rows.append(row | {"total_bytes": total_bytes, "free_bytes": free_bytes})
+    return rows
+
+
+def cuda_versions() -> dict[str, str | None]:
+    """CUDA of the torch build (None for a CPU build) and of the driver (None where there is none)."""
+    import torch
+
+    driver = read_text(Path("/proc/driver/nvidia/version")).partition("\n")[0]
+    words = [word for word in driver.split() if word[:1].isdigit() and "." in word]
+    return {"built_for": torch.version.cuda, "driver": words[0] if words else None}
+
+
+def _rate_gb_s(copies: list[tuple[Any, Any, Any]], rounds: int) -> float:
+    """GB/s each way of copying (target, source) on its stream, all streams at once."""
+    import torch
+
+    for repeat in (1, rounds):  # the first round warms up
+        torch.cuda.synchronize()
+        begin_s = time.perf_counter()
+        for target, source, stream in copies:
+            with torch.cuda.stream(stream):
+                for _ in range(repeat):
+                    target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin_s
+    return LINK_PROBE_BYTES * rounds / seconds / 1e9
+
+
+def link_speed(rounds: int = 16) -> dict[str, float]:
+    """Measured GB/s of pinned copies on the current CUDA device: up, down, and each way when both run."""
+    import torch
+
+    host = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(LINK_PROBE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    up = (device[0], host[0], torch.cuda.Stream())
+    down = (host[1], device[1], torch.cuda.Stream())
+    plans = {"host_to_device": [up], "device_to_host": [down], "both_ways": [up, down]}
+    return {name: round(_rate_gb_s(copies, rounds), 1) for name, copies in plans.items()}
+
+
+def _link_or_reason() -> dict[str, float] | str:
+    """The rates, or why there are none: a full or broken GPU is just when someone needs the rest of the page."""
+    try:
+        return link_speed()
+    except RuntimeError as error:  # CUDA errors and out of memory
+        return f"not measured: {error}".partition("\n")[0]
+
+
+def triton_state() -> str:
+    """Whether Triton kernels will be used, and why not."""
+    import torch
+
+    if importlib.util.find_spec("triton") is None:
+        return "not installed: the PyTorch references are used"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreted (TRITON_INTERPRET=1): for tests, slow"
+    return "usable" if torch.cuda.is_available() else "installed, but no GPU: the references are used"
+
+
+def environment(*, measure_link: bool = False) -> dict[str, Any]:
+    """Everything above in one JSON-able dict; the link is measured only when asked (and there is a GPU)."""
+    found_gpus = gpus()
+    return {
+        "versions": versions(),
+        "os": platform.platform(),
+        "cpu": {"name": _cpu_name(), "cores": cpu_count()},
+        "host_memory": asdict(host_memory()),
+        "cuda": cuda_versions(),
+        "gpus": found_gpus,
+        "triton": triton_state(),
+        "link_gb_s": _link_or_reason() if measure_link and found_gpus else None,
+    }
+
+
+def _cpu_name() -> str:
+    for line in read_text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Exact AdamW whose fp32 state lives in host memory."""

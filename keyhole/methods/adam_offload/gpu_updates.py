@@ -1,0 +1,84 @@
+"""The GPU's part in adam-offload's updates: state crosses the link, is updated there, and goes home.
+
+The CPU updates some 3 G parameters a second and the link is idle meanwhile. A part of a unit can as well be updated by
+the GPU (methods/adam_offload/lane.py). Bytes a parameter, in 16 bit:
+
+    by the CPU    host memory 26 (state and gradient), link 4 up (the new master)
+    by the GPU    host memory and link 14 up (state and gradient), 12 down (state), 14 where weights are streamed
+
+Who takes which part is not decided here: both take the most urgent one when they are free (offload/workers.py). That
+may differ from run to run, so the bits must not: ops/adam/device.py rounds where the CPU's kernel does, and is tried against
+it at the start. Where the bits differ, or memory cannot be page-locked, the CPU works alone.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from keyhole.methods.adam_offload.lane import Lane, chunk_of
+from keyhole.methods.adam_offload.state import PART, AdamState, Part
+from keyhole.model.structure.layout import Unit
+from keyhole.offload import arena
+from keyhole.offload.engine import Engine
+from keyhole.ops.adam.device import adamw_, squares_of_host
+from keyhole.ops.adam.host import host_adamw_
+from keyhole.ops.backend import use_kernel
+
+
+class AdamLane:
+    """Updates parts of units on the engine's device. Made by `open_lane`."""
+
+    def __init__(self, state: AdamState, engine: Engine, dtype: torch.dtype, squares: str | None) -> None:
+        self.state, self.engine, self.squares = state, engine, squares
+        chunk = chunk_of(min(PART, max(unit.numel for unit in state.units)))
+        self.lane = Lane([torch.float32] * 3 + [dtype], engine.device, chunk)
+        self.scratch = torch.empty(0 if engine.cuda else chunk)
+        self.share = 0.0  # of all trained parameters, in the last step
+        self._numel = self._up = self._down = 0  # parameters updated and bytes moved since the last `settle`
+
+    def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float) -> Callable[[], None]:
+        """Begins the update of a part from its gradient in `page`; what is returned waits for its end. New weights go
+        to the device's copy, or home to `page` where the unit is streamed."""
+        streamed = unit.index in self.engine.streamed
+        home = None if streamed else self.engine.homes[unit.index].data[part.begin : part.end]
+        how = {"step": part.step, "lr": lr, "clip": clip, **self.state.rule}
+
+        def change(begin: int, chunks: list[torch.Tensor]) -> None:
+            weight = chunks[3] if home is None else home[begin : begin + chunks[3].numel()]
+            if self.engine.cuda:
+                adamw_(*chunks, weight, squares=self.squares, **how)
+            else:
+                host_adamw_(*chunks, weight, scratch=self.scratch, **how)
+
+        tensors = [*self.state.of(unit, part.begin, part.end), page[part.begin : part.end]]
+        self._count(tensors, streamed)
+        return self.lane.run(tensors, back=4 if streamed else 3, change=change)
+
+    def _count(self, tensors: list[torch.Tensor], streamed: bool) -> None:
+        numel, element = tensors[0].numel(), tensors[3].element_size()
+        self._numel += numel
+        self._up += numel * (12 + element - (0 if streamed else 4))  # the exchange has counted a master
+        self._down += numel * (12 + (element if streamed else 0))
+
+    def settle(self) -> None:
+        """Counts a step, once. Called by the engine's thread while no update runs."""
+        self.engine.bytes_up += self._up
+        self.engine.bytes_down += self._down
+        self.share = self._numel / sum(one.stop - one.start for one in self.state.trained.values())
+        self._numel = self._up = self._down = 0
+
+
+def open_lane(state: AdamState, engine: Engine, dtype: torch.dtype) -> tuple[AdamLane | None, str]:
+    """The lane, or None, and the reason in words."""
+    if not engine.cuda:
+        return AdamLane(state, engine, dtype, None), "the device updates a part of them"
+    if not use_kernel(engine.device):
+        return None, "the GPU cannot help: Triton is missing"
+    squares = squares_of_host(engine.device, **state.rule)
+    if squares is None:
+        return None, "the GPU cannot help: this build of torch rounds AdamW in a way that is not known here"
+    if not all(arena.pin(arena.whole(flat), engine.device) for flat in state.flats):
+        for flat in state.flats:
+            arena.unpin(arena.whole(flat))
+        return None, "the GPU cannot help: the state in host memory could not be page-locked"
+    return AdamLane(state, engine, dtype, squares), "the GPU updates what it can meanwhile, in the same bits"

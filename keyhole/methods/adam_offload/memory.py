@@ -1,0 +1,37 @@
+"""Bytes that a method keeps in host memory beside the weights, and whether they are there.
+
+adam-offload, a trained parameter (weights of b bytes):
+
+    12      fp32 master and two moments
+    b       of a resident unit: page-locked memory for its gradient on the way out and its weights on the way in
+    0       of a streamed unit: its home, which host memory holds anyway, serves for both
+
+so 12 + b in all, 14 in 16 bit, wherever the model lives.
+"""
+
+from keyhole.errors import UserError
+from keyhole.machine.host import host_memory
+from keyhole.model.forward.memory import GIB
+from keyhole.model.structure.layout import Layout
+
+SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
+
+
+def host_state_bytes(layout: Layout, streamed: set[int], element_bytes: int) -> int:
+    """Host memory of adam-offload, without the homes of streamed units."""
+    units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
+    return sum(u.numel * (12 if u.index in streamed else 12 + element_bytes) for u in units)
+
+
+def check_host_state(layout: Layout, streamed: set[int], element_bytes: int, loaded: bool = False) -> None:
+    """UserError with what is missing when weights and state will not fit. loaded: the weights are there already."""
+    state = host_state_bytes(layout, streamed, element_bytes)
+    weights = element_bytes * sum(u.numel for u in layout.units if u.index in streamed)
+    needed, memory = state + (0 if loaded else weights), host_memory()
+    missing = needed + (0 if loaded else SLACK_BYTES) - memory.available_bytes
+    if missing > 0:
+        raise UserError(
+            f"method: adam-offload keeps {12 + element_bytes} bytes a parameter in host memory, {needed / GIB:.2f} GiB "
+            f"for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are "
+            "missing. Free memory, or use method=lomo, adalomo or zo, which keep no such state."
+        )

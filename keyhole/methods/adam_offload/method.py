@@ -1,0 +1,233 @@
+"""AdamW whose master weights and moments live in host memory, updated there while the GPU works.
+
+The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes a parameter:
+
+    host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: methods/adam_offload/exchange.py) = 14
+    device   2 where the model is resident; two blocks or so where it is streamed. Gradients: one block's, in passing.
+    link     2 down (gradient), 4 up (master; the GPU rounds it) a step; streamed 4 up (forward and reverse). More for
+             what the GPU updates: gpu_updates.py
+
+One step, layer by layer (schedule: layerwise):
+
+    reverse     the sweep (model/backward/reverse.py) gives the gradient of each tensor, whole, summed over all micro-batches; it
+                leaves for the host on its own stream while the blocks below are differentiated
+    update      a worker updates a unit as soon as its gradients have arrived, always the one that the next forward
+                needs first; and so does the GPU, whose link is idle (gpu_updates.py): the same bits
+    return      a resident unit's weights are sent back by the worker; a streamed one's are at home already
+    forward     the next one waits at each unit for its weights, and for nothing else
+
+max_grad_norm needs the norm of the whole gradient, which is known at the end of the reverse: norms of tensors are taken
+on the GPU as they leave, and the updates run under the next forward. Nothing is stale and nothing approximate; both
+orders, and schedule: monolithic (all gradients out, then all updates, then all weights back: ZeRO-Offload's order, to
+compare with) give the same bits.
+
+A gradient that is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, units above may
+have been updated before it was met; if any was, the run stops at once, since the weights are then of two steps. (A loss
+that is not finite makes every gradient so, and then nothing has changed.)
+"""
+
+import weakref
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.adam_offload.exchange import Exchange
+from keyhole.methods.adam_offload.gpu_updates import open_lane
+from keyhole.methods.adam_offload.memory import check_host_state
+from keyhole.methods.adam_offload.state import AdamState, Step
+from keyhole.methods.adam_offload.update import Updates
+from keyhole.methods.settings import checked_rate, settings
+from keyhole.model.backward.reverse import Reverse
+from keyhole.model.batch import Batch
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.offload import arena
+from keyhole.offload.workers import Workers
+
+SCHEDULES = ("layerwise", "monolithic")
+
+
+class AdamOffload:
+    """See the top of this file. `lr` may be changed between steps."""
+
+    name = "adam-offload"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 2e-5,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        schedule: str = "layerwise",
+        threads: int | None = None,
+        gpu_updates: bool | None = None,
+        activations: str = "block",
+        compile: bool | str = False,
+        seed: int = 0,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise UserError(f"adam_offload.schedule: {schedule!r} is not one of {', '.join(SCHEDULES)}")
+        if gpu_updates and schedule != "layerwise":
+            raise UserError("adam_offload.gpu_updates: the GPU helps in schedule=layerwise only; leave it at null")
+        if any(home.dtype != model.dtype for home in model.engine.homes):
+            raise UserError("wire: adam-offload keeps its own fp32 weights; set wire=null and choose dtype")
+        self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
+        if not any(t.param.requires_grad for t in model.layout.tensors):
+            raise UserError("every parameter is frozen: there is nothing to train")
+        model.taken_by(self.name)
+        check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
+        self.reverse = Reverse(model, keep=activations, fused=not compile, compiled=compile)
+        helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
+        self.pool = Workers(threads, helper=helped)
+        rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        self.state = AdamState(model.layout, rule, self.pool.threads)
+        masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.streamed}
+        self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool, masters)
+        self._end = weakref.finalize(self, _end, self.pool, model.engine)
+        for unit in self.state.units:
+            self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.homes[unit.index]))
+        self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
+        if model.engine.cuda and masters and self.lane is None:
+            arena.pin(arena.whole(self.state.flats[0]), model.device)
+        self.updates = Updates(self.state, self.exchange, self.lane, at_once=schedule == "layerwise")
+        self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
+        self.now: Step | None = None
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "AdamOffload":
+        return cls(model, config.learning_rate, **settings(config, cls.name))
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        batches = self.model.to_device(batch)
+        self.exchange.wait_s = self.updates.host_s = 0.0
+        with self.reverse.sweep():
+            self.exchange.wait(self.model.layout.spine.index)
+            loss = self.reverse.forward(batches)
+            self._settle()  # the forward has waited for every unit, so this is all of the last step
+            norms_K = torch.zeros(len(self.slots), device=self.model.device)
+            numbers = self.exchange.small(len(self.slots) + 2)
+            self.now = Step(self.lr, norms_K, numbers, self.slots, whole=self._clips_at_end)
+            try:
+                self.reverse.reverse(self)
+                self._end_reverse(self.now)
+            except BaseException:
+                self._take_back(self.now)
+                raise
+        return loss
+
+    def _take_back(self, step: Step) -> None:
+        """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
+        for page in self.exchange.take_back():
+            unit = self.model.layout.units[page]
+            self.updates.write(unit)
+        step.bad = step.applied = step.submitted
+
+    @property
+    def _clips_at_end(self) -> bool:
+        return self.max_grad_norm is not None or self.schedule == "monolithic"
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        """The gradient is needed as a tensor: it has to travel."""
+        return False
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        """Takes the norm and sends the gradient off."""
+        torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.now.norms_K[self.slots[tensor.start]])
+        unit = self.state.trained[tensor.start].unit
+        self.exchange.put(unit.index, tensor.start - unit.start, grad)
+        self.now.given[unit.index].append(tensor.start)
+
+    def finished(self, unit: Unit) -> bool:
+        """The unit's gradients are on their way; its update is submitted, now or at the end."""
+        given = sorted(self.now.given[unit.index])
+        if given and self._clips_at_end:
+            self.now.waiting.append((unit, given))
+        elif given:
+            self.exchange.send(*self.now.norms(given))
+            self.updates.submit(self.now, unit, given, self.exchange.sent())
+        return False
+
+    def _end_reverse(self, step: Step) -> None:
+        """The norm of the whole gradient is known: clip factor and norm leave, and the updates that waited for them."""
+        self.norm = torch.linalg.vector_norm(step.norms_K)
+        if not self._clips_at_end:
+            return
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)
+        self.exchange.send(torch.stack([clip, self.norm]), step.numbers[-2:])
+        after = self.exchange.sent()
+        for unit, given in step.waiting:
+            self.updates.submit(step, unit, given, after)
+        if self.schedule == "monolithic":
+            self.pool.drain()
+            for unit, given in step.waiting if not step.bad else ():
+                self.updates.send_back(unit, given)
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        if self.lane is not None and self.now is not None and not self.now.settled:
+            self.lane.settle()
+            self.now.settled = True
+        if self.now is not None and self.now.bad and self.now.applied:
+            raise UserError(
+                "the last step was applied in part: a gradient was not finite, or an error came in between. The "
+                "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
+                "changes before the whole gradient is known"
+            )
+
+    def flush(self) -> None:
+        """Waits for all updates: the weights at home are those after the last step."""
+        self.exchange.drain()
+        self._settle()
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates;
+        gpu_updates: the share of parameters that the GPU has updated, in the last step that was waited for."""
+        if self.now is None:
+            return {}
+        found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
+        return found if self.lane is None else found | {"gpu_updates": self.lane.share}
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        gib = 12 * sum(u.numel for u in self.state.units) / 2**30
+        when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
+        when = "between reverse and forward" if self.schedule == "monolithic" else when
+        return [
+            f"adam-offload: {gib:.2f} GiB of fp32 state in host memory, {self.pool.threads} threads; updates {when}"
+            + (f"; {self.who}" if self.who else "")
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Views, not copies."""
+        self.flush()
+        return self.state.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The weights become the masters, rounded, whatever the last step left behind."""
+        self.exchange.drain()
+        self.now = None
+        self.state.load_state_dict(state)
+        for unit in self.state.units:
+            self.updates.write(unit)
+            self.exchange.send_back(unit.index, [(0, unit.numel)])
+        self.exchange.drain()
+        self.model.engine.invalidate()
+
+    def close(self) -> None:
+        """Ends the worker. Flush first."""
+        self._end()
+
+
+def _end(pool: Workers, engine: Any) -> None:
+    pool.close()
+    engine.gate = None

@@ -1,0 +1,173 @@
+"""Master weights and Adam's moments of a whole model in host memory, updated unit by unit.
+
+Three flat fp32 arrays, in the order of the model (model/structure/layout.py) without the units that are frozen: 12 bytes a
+parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then takes
+memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident run
+goes on in a streamed one.
+
+Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
+(which bias correction needs) stays. Neighbours with equal counts are updated in one go, padding included.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.weights.homes import view
+from keyhole.offload import arena
+from keyhole.ops.adam.host import CHUNK_PER_THREAD, host_adamw_
+
+NAMES = ("master", "exp_avg", "exp_avg_sq")
+PART = 32 * 2**20  # elements that are updated in one go: some 10 ms
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained tensor, or a chunk of a table: where it begins, where the next begins, and in which unit."""
+
+    unit: Unit
+    start: int
+    stop: int
+
+
+def trained_in(unit: Unit) -> list[Trained]:
+    """What a unit trains, in order."""
+    if unit.rows is not None:
+        return [Trained(unit, unit.start, unit.stop)] if unit.tensors[0].param.requires_grad else []
+    stops = [t.start for t in unit.tensors[1:]] + [unit.stop]
+    pairs = zip(unit.tensors, stops, strict=True)
+    return [Trained(unit, t.start, stop) for t, stop in pairs if t.param.requires_grad]
+
+
+@dataclass(frozen=True)
+class Part:
+    """[begin, end) of a unit: neighbours with equally many updates. `step`: the number of the coming one; `starts`: the
+    trained tensors that begin here."""
+
+    begin: int
+    end: int
+    step: int
+    starts: tuple[int, ...]
+
+
+@dataclass
+class Step:
+    """What the updates of one step share. `numbers` on the host: norms of all tensors (`slots`: which is whose), then
+    clip factor and norm of all. whole: these two are known before the first update."""
+
+    lr: float
+    norms_K: torch.Tensor
+    numbers: torch.Tensor
+    slots: dict[int, int]
+    whole: bool
+    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
+    waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
+    submitted: bool = False
+    applied: bool = False
+    bad: bool = False
+    settled: bool = False  # all of its updates are done, and counted
+
+    def norms(self, given: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of tensors that are side by side: on the device, and their places on the host."""
+        at = slice(self.slots[given[0]], self.slots[given[-1]] + 1)
+        return self.norms_K[at], self.numbers[at]
+
+    def is_bad(self, given: list[int]) -> bool:
+        """Whether these must not be updated: a gradient is not finite."""
+        if self.whole:
+            return not torch.isfinite(self.numbers[-1])
+        return self.bad or not torch.isfinite(self.norms(given)[1]).all()
+
+    def clip(self) -> float:
+        return float(self.numbers[-2]) if self.whole else 1.0
+
+
+class AdamState:
+    """See the top of this file. `trained` by the index of the first element; threads: those of the caller's torch."""
+
+    def __init__(self, layout: Layout, rule: dict[str, float], threads: int) -> None:
+        self.layout, self.rule = layout, rule
+        self.trained = {t.start: t for unit in layout.units for t in trained_in(unit)}
+        self.units = list({t.unit.index: t.unit for t in self.trained.values()}.values())
+        self.steps = dict.fromkeys(self.trained, 0)
+        places = list(accumulate((unit.numel for unit in self.units), initial=0))
+        self.places = {unit.index: place for unit, place in zip(self.units, places, strict=False)}  # of first elements
+        self.flats = [arena.host_memory(4 * places[-1]).view(torch.float32) for _ in NAMES]
+        self.scratch = torch.empty(CHUNK_PER_THREAD * threads)
+
+    def of(self, unit: Unit, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
+        """[master, exp_avg, exp_avg_sq] of a range of a unit."""
+        place = self.places[unit.index]
+        at = slice(place + begin, place + (unit.numel if end is None else end))
+        return [flat[at] for flat in self.flats]
+
+    def _of(self, tensor: FlatTensor) -> list[torch.Tensor]:
+        """The same of a trained tensor; the chunks of a table lie side by side."""
+        unit = self.trained[tensor.start].unit
+        return [view(flat, tensor, unit.start - self.places[unit.index]) for flat in self.flats]
+
+    def start(self, unit: Unit, weights: torch.Tensor) -> None:
+        """The master starts as these weights. Moments are touched: what does not fit should fail here."""
+        master, *moments = self.of(unit)
+        master.copy_(weights)
+        for moment in moments:
+            moment.zero_()
+
+    def parts(self, given: list[int]) -> list[Part]:
+        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates together, in
+        pieces of at most PART."""
+        ranges: list[list[int]] = []
+        for at in given:
+            one = self.trained[at]
+            begin, end = one.start - one.unit.start, one.stop - one.unit.start
+            if ranges and ranges[-1][1:] == [begin, self.steps[at]]:
+                ranges[-1][1] = end
+            else:
+                ranges.append([begin, end, self.steps[at]])
+        cuts = [(i, min(i + PART, end), step) for begin, end, step in ranges for i in range(begin, end, PART)]
+        places = [(at, at - self.trained[at].unit.start) for at in given]
+        return [Part(i, j, step + 1, tuple(at for at, place in places if i <= place < j)) for i, j, step in cuts]
+
+    def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float, in_place: bool = True) -> None:
+        """From the gradients in `page`. in_place: they become new weights, in the same place; else the master alone is
+        new."""
+        grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
+        weight = grad if in_place else None
+        host_adamw_(*state, grad, weight, step=part.step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
+
+    def count(self, part: Part) -> None:
+        """The part has had its update."""
+        for at in part.starts:
+            self.steps[at] += 1
+
+    def write(self, unit: Unit, page: torch.Tensor, begin: int = 0, end: int | None = None) -> None:
+        """The weights as they are, over whatever `page` holds in this range."""
+        page[begin:end].copy_(self.of(unit, begin, end)[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """By tensor, as views."""
+        state: dict[str, Any] = {}
+        for tensor in self.layout.tensors:
+            if tensor.start in self.steps:
+                state |= {f"{tensor.name}/{name}": own for name, own in zip(NAMES, self._of(tensor), strict=True)}
+                state[f"{tensor.name}/step"] = self.steps[tensor.start]
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """One tensor at a time."""
+        for tensor in self.layout.tensors:
+            if tensor.start not in self.steps:
+                continue
+            if f"{tensor.name}/master" not in state:
+                raise UserError(f"the optimizer state has no {tensor.name}, which this model trains")
+            for name, own in zip(NAMES, self._of(tensor), strict=True):
+                own.copy_(state[f"{tensor.name}/{name}"])
+            for at in self.steps:
+                if tensor.start <= at < tensor.stop:
+                    self.steps[at] = int(state[f"{tensor.name}/step"])

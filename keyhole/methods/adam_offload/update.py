@@ -1,0 +1,74 @@
+"""From gradients in host memory to new weights: the updates of adam-offload, as jobs for whoever is free.
+
+A unit whose gradients have left is cut in parts (state.py), and each part is a job: by the CPU in the worker,
+which sends the new masters to the device, or by the GPU through its lane (gpu_updates.py). Both look first whether the
+update is to be: where a norm is not finite, weights stay as they are (method.py says of what).
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from keyhole.methods.adam_offload.exchange import Exchange
+from keyhole.methods.adam_offload.gpu_updates import AdamLane
+from keyhole.methods.adam_offload.state import AdamState, Part, Step
+from keyhole.model.structure.layout import Unit
+from keyhole.offload.workers import Job
+
+
+class Updates:
+    """See the top of this file. at_once: new weights go back with each update (else `send_back` is called)."""
+
+    def __init__(self, state: AdamState, exchange: Exchange, lane: AdamLane | None, at_once: bool) -> None:
+        self.state, self.exchange, self.lane, self.at_once = state, exchange, lane, at_once
+        self.host_s = 0.0  # of the CPU, since the caller set it to 0
+
+    def submit(self, step: Step, unit: Unit, given: list[int], after: Any) -> None:
+        """Has a unit updated, once `after` has happened. given: the first elements of what got a gradient."""
+        step.submitted = True
+        for part in self.state.parts(given):
+            job = partial(self.by_cpu, step, unit, given, part)
+            aside = None if self.lane is None else partial(self.by_gpu, step, unit, given, part)
+            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], self.at_once, aside)
+
+    def send_back(self, unit: Unit, given: list[int]) -> None:
+        """The new weights of a unit, to the device."""
+        self.exchange.send_back(unit.index, [(part.begin, part.end) for part in self.state.parts(given)])
+
+    def write(self, unit: Unit, begin: int = 0, end: int | None = None) -> None:
+        """The weights as they are, over a gradient that is not used."""
+        if self._is_streamed(unit):
+            self.state.write(unit, self.exchange.staging[unit.index], begin, end)
+
+    # -- in the worker, and in its helper --------------------------------------------------------------------------
+
+    def by_cpu(self, step: Step, unit: Unit, given: list[int], part: Part) -> None:
+        """The gradients in the staging buffer become weights there, or only the master is new."""
+        begin_s, page = time.perf_counter(), self._page(step, unit, given, part)
+        if page is not None:
+            self.state.update(unit, part, page, step.lr, step.clip(), in_place=self._is_streamed(unit))
+            self.state.count(part)
+            self.host_s += time.perf_counter() - begin_s
+
+    def by_gpu(self, step: Step, unit: Unit, given: list[int], part: Part) -> Job:
+        """Begins it; what is returned waits for its end."""
+        page = self._page(step, unit, given, part)
+        if page is None:
+            return lambda: None
+        end = self.lane.update(unit, part, page, step.lr, step.clip())
+        self.state.count(part)
+        return end
+
+    def _page(self, step: Step, unit: Unit, given: list[int], part: Part) -> torch.Tensor | None:
+        """Where the gradients are; None, with weights in their place, if the update is not to be."""
+        if step.is_bad(given):
+            step.bad = True
+            self.write(unit, part.begin, part.end)
+            return None
+        step.applied = True
+        return self.exchange.staging[unit.index]
+
+    def _is_streamed(self, unit: Unit) -> bool:
+        return unit.index in self.exchange.engine.streamed

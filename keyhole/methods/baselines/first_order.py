@@ -1,0 +1,164 @@
+"""Baselines: torch's own AdamW and SGD, on a model that is resident on the device.
+
+One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll,   one backward each,
+gradients added up by autograd, clipped by their global norm, then torch's update. Bytes a parameter on the device, for
+weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from keyhole.errors import UserError
+from keyhole.methods.settings import settings
+from keyhole.model.batch import Batch
+from keyhole.model.model import Model
+from keyhole.model.structure.find import find_blocks
+
+State = dict[str, Any]
+
+
+class TorchMethod:
+    """What the baselines share, here and in galore.py and lora.py: the step, clipping, state by parameter name."""
+
+    name: str
+
+    def __init__(
+        self,
+        model: Model,
+        max_grad_norm: float | None,
+        params: dict[str, torch.nn.Parameter] | None = None,
+        activations: str = "none",
+    ) -> None:
+        self._require_plain(model)
+        model.taken_by(self.name)
+        self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
+        own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
+        self.params = own if params is None else params
+        if not self.params:
+            raise UserError("every parameter is frozen: there is nothing to train")
+        self.optimizer: torch.optim.Optimizer
+        self._grad_norm: torch.Tensor | None = None
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "TorchMethod":
+        return cls(model, config.learning_rate, **settings(config, cls.name))
+
+    def _require_plain(self, model: Model) -> None:
+        if not model.is_plain:
+            raise UserError(
+                f"method: {self.name} needs every weight on the device in the dtype it computes in; "
+                "use placement=resident, or method=zo with placement=stream"
+            )
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        batches = self.model.to_device(batch)
+        token_count = max(1, sum(b.token_count for b in batches))
+        total = torch.zeros((), device=self.model.device)
+        for b in batches:
+            with _run_twice(self.model.module) if self.activations == "block" else nullcontext():
+                hidden_NH = self.model.hidden(b)
+            loss = self.model.head.loss_sum(hidden_NH, b.target_N) / token_count
+            loss.backward()
+            total += loss.detach()
+        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+        self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
+        if torch.isfinite(self._grad_norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def flush(self) -> None:
+        """Nothing is deferred."""
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
+
+    def state_dict(self) -> State:
+        return {
+            f"{name}/{key}": value
+            for name, param in self.params.items()
+            for key, value in self.optimizer.state.get(param, {}).items()
+            if value is not None
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        for full_name, value in state.items():
+            name, key = full_name.rsplit("/", 1)
+            if name not in self.params:
+                raise UserError(f"the optimizer state names {name}, which this model does not train")
+            param = self.params[name]
+            on_device = key != "step" and isinstance(value, torch.Tensor)
+            self.optimizer.state[param][key] = value.to(param.device) if on_device else value
+
+
+@contextmanager
+def _run_twice(module: torch.nn.Module) -> Iterator[None]:
+    """Activation checkpointing: the graph of a block is made again when its turn comes in backward."""
+    blocks = find_blocks(module)
+    before = [block.__dict__.get("forward") for block in blocks]  # of graphs.py, for other methods
+    for block in blocks:
+        block.forward = partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for block, forward in zip(blocks, before, strict=True):
+            del block.forward
+            if forward is not None:
+                block.forward = forward
+
+
+class AdamW(TorchMethod):
+    """torch.optim.AdamW."""
+
+    name = "adamw"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 2e-5,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, max_grad_norm)
+        params = list(self.params.values())
+        self.optimizer = torch.optim.AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+
+
+class SGD(TorchMethod):
+    """torch.optim.SGD; its weight decay is added to the gradient, as torch does."""
+
+    name = "sgd"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 5e-3,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        momentum: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, max_grad_norm)
+        params = list(self.params.values())
+        self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)

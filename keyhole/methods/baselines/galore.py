@@ -1,0 +1,116 @@
+"""Baseline: GaLore. Adam in a low-rank subspace of each matrix's gradient, found by SVD every so many steps.
+
+For a matrix with gradient G [O, I] and the shorter side I (the other case is the mirror image):
+
+    every update_proj_gap steps:   G = U S V^T,   P = the first `rank` columns of V        [I, rank]
+    R = G P                        Adam's moments m, v of R, giving N = m' / (sqrt(v') + eps)        [O, rank]
+    W <- W - lr (scale N P^T + weight_decay W)
+
+Moments stay as they are when the subspace changes, as in the published code. Matrices of the blocks whose shorter side
+is larger than `rank` are projected; the others, embeddings, head and vectors get plain AdamW (the same rule with P = 1
+and scale = 1). Weights are rounded to nearest, moments are fp32.
+
+Bytes on the device: weights and gradients of b bytes each, and of a projected matrix 4 (2 O rank + I rank) for moments
+and projector instead of Adam's 8 O I. The gradient is whole, and so is the model: GaLore saves optimizer state only.
+The SVD takes seconds a matrix at width 4096, all of them in one step out of update_proj_gap.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.baselines.first_order import TorchMethod
+from keyhole.model.model import Model
+
+
+class GaLoreAdamW(torch.optim.Optimizer):
+    """The rule above. A group with rank=None is plain AdamW."""
+
+    def __init__(self, groups: list[dict], lr: float, **rule: Any) -> None:
+        super().__init__(groups, {"lr": lr, "rank": None, **rule})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(self, param: torch.Tensor, rule: dict[str, Any]) -> None:
+        state, grad = self.state[param], param.grad.float()
+        step = state.get("step", 0)
+        if rule["rank"] is not None:
+            if step % rule["update_proj_gap"] == 0:
+                state["projector"] = projector(grad, rule["rank"])
+            grad = project(grad, state["projector"])
+        if step == 0:
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
+        state["step"] = step = step + 1
+        exp_avg = state["exp_avg"].lerp_(grad, 1 - rule["beta1"])
+        exp_avg_sq = state["exp_avg_sq"].mul_(rule["beta2"]).addcmul_(grad, grad, value=1 - rule["beta2"])
+        root = exp_avg_sq.sqrt().div_((1 - rule["beta2"] ** step) ** 0.5).add_(rule["eps"])
+        delta = (exp_avg / root).div_(1 - rule["beta1"] ** step)
+        if rule["rank"] is not None:
+            delta = project_back(delta, state["projector"], param.shape).mul_(rule["scale"])
+        weight = param.data.float() * (1 - rule["lr"] * rule["weight_decay"])
+        param.data.copy_(weight.sub_(delta, alpha=rule["lr"]))
+
+
+def projector(grad: torch.Tensor, rank: int) -> torch.Tensor:
+    """Orthonormal columns that span the gradient's strongest directions on its shorter side. [..., side, rank]"""
+    u, _, vh = torch.linalg.svd(grad, full_matrices=False)
+    tall = grad.shape[-2] >= grad.shape[-1]
+    return (vh[..., :rank, :].mT if tall else u[..., :rank]).contiguous()
+
+
+def project(grad: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    return grad @ p if grad.shape[-2] >= grad.shape[-1] else p.mT @ grad
+
+
+def project_back(low: torch.Tensor, p: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return low @ p.mT if shape[-2] >= shape[-1] else p @ low
+
+
+class GaLore(TorchMethod):
+    """See the top of this file."""
+
+    name = "galore"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 1e-4,
+        *,
+        rank: int = 128,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        activations: str = "none",
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        if rank < 1 or update_proj_gap < 1:
+            raise UserError(f"galore: rank {rank} and update_proj_gap {update_proj_gap} must be at least 1")
+        super().__init__(model, max_grad_norm, activations=activations)
+        low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
+        names = {t.name for t in model.layout.tensors if t.block is not None and is_larger(t.shape, rank)}
+        self.projected = [name for name in self.params if name in names]
+        groups = [{"params": [self.params[name] for name in self.projected], **low}]
+        groups += [{"params": [p for name, p in self.params.items() if name not in names]}]
+        rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        self.optimizer = GaLoreAdamW([group for group in groups if group["params"]], lr, **rule)
+        self.rank = rank
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        low, rest = len(self.projected), len(self.params) - len(self.projected)
+        return [f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"]
+
+
+def is_larger(shape: torch.Size, rank: int) -> bool:
+    """A matrix (or several of one shape, as experts are) that a projection to `rank` makes smaller."""
+    return len(shape) >= 2 and min(shape[-2:]) > rank

@@ -1,0 +1,1 @@
+"""LOMO, AdaLOMO and LOMO + LoRA: the update inside the reverse sweep."""

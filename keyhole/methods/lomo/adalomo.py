@@ -1,0 +1,53 @@
+"""AdaLOMO: LOMO with a step size for every weight, from a second moment kept as one number a row and one a column.
+
+For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in full):
+
+    row, col <- running means of g^2 over columns, over rows         R + C numbers in fp32 instead of R C
+    u = g / sqrt(row x col / mean(row))                              then divided by max(1, rms(u))
+    w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
+
+The two norms, of the update and of the weight, are taken over one tensor at a time ("grouped"), so they need no second
+reverse. Vectors keep a full second moment. A table in chunks of rows (embedding, head) is a group a chunk, wherever it
+lives. Everything else is LOMO's.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.methods.lomo.method import LOMO, State
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor
+
+
+class AdaLOMO(LOMO):
+    """See the top of this file. Its rate is relative to the size of the weights: 1e-4 to 1e-3, not SGD's."""
+
+    name = "adalomo"
+
+    def __init__(self, model: Model, lr: float = 5e-4, **options: Any) -> None:
+        super().__init__(model, lr, **options)
+        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+
+    def _adds_directly(self, w: torch.Tensor) -> bool:
+        return False
+
+    def _rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
+    ) -> None:
+        if tensor.name not in self.moments:
+            self.moments[tensor.name] = ops.adalomo_state(w.shape, w.device)
+        state, how = self.moments[tensor.name], self._how(tensor, w)
+        ops.adalomo_update_(w, grad, state, lr=lr, t=self.step_count, weight_decay=weight_decay, scale=scale, **how)
+
+    def state_dict(self) -> State:
+        moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
+        return super().state_dict() | moments
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        for full_name, value in state.items():
+            name, _, key = full_name.rpartition("/")
+            if name and key != "lost":
+                self.moments.setdefault(name, {})[key] = value.to(self.model.device)

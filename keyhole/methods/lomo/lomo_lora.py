@@ -1,0 +1,123 @@
+"""LoRA + LOMO: the model itself by LOMO, low-rank adapters beside its linear layers by AdamW, in one reverse.
+
+    y = W x + (alpha / r) B A x        W <- LOMO's rule, as its gradient comes by;   A, B <- AdamW, after the reverse
+
+The adapters are small (r (I + O) numbers a layer) and stay on the device in fp32 with their moments, wherever the
+model lives; they add the memory of an adaptive method where it costs nothing. Clipping by the global norm is over both.
+
+Both parts change, so they are saved apart: the model as an ordinary directory, and beside it the adapters as peft
+writes them, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") puts them together.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.baselines import lora
+from keyhole.methods.lomo.method import LOMO, State
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor
+
+
+class LOMOLoRA(LOMO):
+    """See the top of this file. `lr` is LOMO's rate; the adapters' keeps its ratio to it (adapter_lr / lr)."""
+
+    name = "lomo-lora"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 5e-3,
+        *,
+        adapter_lr: float = 2e-4,
+        r: int = 8,
+        alpha: float = 16.0,
+        target_modules: list[str] | str | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        if options.get("compile"):
+            raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
+        if not isinstance(model, Model):
+            raise UserError(
+                f"{self.name}: found a {type(model).__name__}, expected the model that keyhole.load returns"
+            )
+        targets = lora.find_targets(model, target_modules)
+        self.config = lora.peft_config(r=r, lora_alpha=alpha, target_modules=targets)
+        trained = [p for p in model.module.parameters() if p.requires_grad]
+        self.layers = lora.inject(model, self.config, seed)
+        self.adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        for param in self.adapters.values():
+            param.data = param.data.to(model.device)
+        for param in trained:
+            param.requires_grad_(True)
+        super().__init__(model, lr, seed=seed, **options)
+        self.ratio = adapter_lr / lr
+        self.optimizer = torch.optim.AdamW(list(self.adapters.values()), lr=adapter_lr, weight_decay=0.0)
+        model.addon = self
+
+    # -- beside LOMO's reverses ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _beside_squares(self) -> None:
+        """The adapters' part of the global norm."""
+        for param in self.adapters.values():
+            if param.grad is not None:
+                grad = param.grad if self.scale is None else param.grad * self.scale
+                self.sum_squares += grad.square().sum()
+
+    def _beside_forget(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _beside_step(self) -> None:
+        """AdamW on the adapters, with the same clipping."""
+        for param in self.adapters.values():
+            if param.grad is not None and self.scale is not None:
+                param.grad.mul_(self.scale)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * self.ratio
+        self.optimizer.step()
+        self._beside_forget()
+
+    @property
+    def params(self) -> dict[str, torch.nn.Parameter]:
+        """The adapters, for those who look whether they move."""
+        return self.adapters
+
+    # -- what others see of it: Model.addon ------------------------------------------------------------------------
+
+    def seen(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
+        """The model's own weights are saved as they are."""
+        return home
+
+    def write(self, path: Path) -> None:
+        """Adds the adapters in peft's own layout to a model directory."""
+        lora.write_adapter(path, self.adapters, self.config)
+
+    def describe(self) -> list[str]:
+        count = sum(p.numel() for p in self.adapters.values())
+        return [
+            *super().describe(),
+            f"adapters: {len(self.layers)} of rank {self.config.r}, {count:,} parameters, by AdamW",
+        ]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        own = {f"{name}/adapter": p.data for name, p in self.adapters.items()}
+        for name, param in self.adapters.items():
+            own |= {f"{name}/adam_{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        missing = [name for name in self.adapters if f"{name}/adapter" not in state]
+        if missing:
+            raise UserError(f"{self.name}: the state has no adapter {missing[0]}; r and target_modules must not change")
+        for name, param in self.adapters.items():
+            param.data.copy_(state[f"{name}/adapter"])
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if (value := state.get(f"{name}/adam_{key}")) is not None:
+                    self.optimizer.state[param][key] = value if key == "step" else value.to(param.device)

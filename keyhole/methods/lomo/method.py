@@ -1,0 +1,246 @@
+"""LOMO: gradient descent in which no gradient is kept.
+
+    w <- round(w - lr (c g + weight_decay w))            c: clipping, and 1 / loss scale
+
+A gradient exists for as long as it takes to update its matrix, while the reverse sweep (model/backward/reverse.py) is at that
+matrix. What is added to the memory of inference is one gradient, one block's activations, and the inputs of all blocks
+(or not even these: activations=host). The rules of plain PyTorch hold all the same:
+
+  - Accumulation: all micro-batches pass a block before its one update, which is that of their mean.
+  - max_grad_norm clips by the exact norm of the whole gradient. That norm is known only at the end of a reverse, so
+    there are two: one that adds up squares and changes nothing, one that updates. The forward, and what it kept, serves
+    both. clip_value bounds each element, clip_group_norm the norm of each tensor; they need one reverse.
+  - float16 has two reverses as well: whether the scaled loss overflowed is known before anything changes.
+  - The norm in the log is that of the whole, unclipped gradient.
+
+Rounding of 16-bit weights: stochastic, nearest (small steps vanish), or kahan (what was lost is kept beside the weight,
+2 bytes a parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights at home, and so needs none.
+
+What becomes of a single gradient: updates.py.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.lomo.loss_scale import LossScale
+from keyhole.methods.lomo.updates import Squares, Updates
+from keyhole.methods.settings import checked_rate, settings
+from keyhole.model.backward.reverse import Reverse
+from keyhole.model.backward.tape import KEEPS
+from keyhole.model.batch import Batch
+from keyhole.model.model import Model
+
+ROUNDINGS = ("stochastic", "nearest", "kahan")
+State = dict[str, Any]
+
+
+class LOMO(Updates):
+    """See the top of this file. `lr` may be changed between steps.
+
+    groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first that is found in a
+    tensor's name holds for it.
+    """
+
+    name = "lomo"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 5e-3,
+        *,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        clip_value: float | None = None,
+        clip_group_norm: float | None = None,
+        rounding: str = "stochastic",
+        activations: str = "block",
+        fused: bool = True,
+        compile: bool | str = False,
+        grad_norm: bool = True,
+        groups: list[dict[str, Any]] | None = None,
+        seed: int = 0,
+    ) -> None:
+        _check(self.name, model, rounding, activations, (max_grad_norm, clip_value, clip_group_norm))
+        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
+        self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
+        self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
+        model.taken_by(self.name)
+        self.reverse = Reverse(model, keep=activations, fused=fused, compiled=compile)
+        self.loss_scale = LossScale() if model.dtype == torch.float16 else None
+        self.step_count = 0
+        self.trained = [t for t in model.layout.tensors if t.param.requires_grad]
+        if not self.trained:
+            raise UserError("every parameter is frozen: there is nothing to train")
+        device = model.device
+        self.sum_squares = torch.zeros((), device=device)
+        self.bad = torch.zeros((), dtype=torch.int32, device=device)
+        self.changed = torch.zeros((), dtype=torch.int64, device=device)
+        self.scale: torch.Tensor | None = None  # what gradients are multiplied by
+        self.norm: torch.Tensor | None = None
+        largest = max((t.shape.numel() for t in self.trained if len(t.shape) == 2), default=0)
+        largest = largest if fused and activations != "none" else 0
+        self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
+        self.lost: dict[str, torch.Tensor] = {}  # Kahan's compensation
+        self.given: set[str] = set()  # names of tensors that have had a gradient in the last update
+
+    @classmethod
+    def from_config(cls, model: Model, config: Any) -> "LOMO":
+        return cls(model, config.learning_rate, **settings(config, cls.name))
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One update from one batch or the micro-batches of one step. Returns the loss."""
+        batches = self.model.to_device(batch)
+        reverses = 2 if self._looks_first else 1
+        with self.reverse.sweep(reverses):
+            loss = self.reverse.forward(batches)
+            if self._may_update(loss):
+                self._update(lambda sink, last: self.reverse.reverse(sink, loss_scale=self._factor, last=last))
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""
+        if not self.model.is_plain:
+            raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
+        if not loss.requires_grad:
+            raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+        if self._may_update(loss.detach()):
+            self._update(lambda sink, last: self.reverse.walk(loss * self._factor, sink, last))
+
+    @property
+    def _looks_first(self) -> bool:
+        return self.max_grad_norm is not None or self.loss_scale is not None
+
+    @property
+    def _factor(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.scale
+
+    def _may_update(self, loss: torch.Tensor) -> bool:
+        """Reads the loss, and whether the step before this one broke off."""
+        self.raise_if_broken()
+        for counter in (self.sum_squares, self.changed):
+            counter.zero_()
+        self.norm = None
+        return bool(torch.isfinite(loss))
+
+    def _update(self, reverse: Any) -> None:
+        self.scale = None if self.loss_scale is None else torch.full_like(self.sum_squares, 1 / self._factor)
+        if self._looks_first:
+            reverse(Squares(self), False)
+            self._beside_squares()
+            self._beside_forget()
+            self.norm = self.sum_squares.sqrt()
+            finite = bool(torch.isfinite(self.norm))
+            if self.loss_scale is not None:
+                self.loss_scale.update(finite)
+            if not finite:
+                return
+            if self.max_grad_norm is not None:
+                clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
+                self.scale = clip if self.scale is None else self.scale * clip
+        self.step_count += 1
+        self.given.clear()
+        try:
+            reverse(self, True)
+        except BaseException:  # out of memory, an interrupt: what has been updated stays so
+            if self.given:
+                self.bad.fill_(1)
+            raise
+        if self.norm is None and self.measures:
+            self._beside_squares()
+            self.norm = self.sum_squares.sqrt()
+        self._beside_step()
+        if self.step_count == 1:
+            self._look_for_untouched()
+
+    def _beside_squares(self) -> None:
+        """Adds the squares of parameters beside the model's (lomo_lora.py)."""
+
+    def _beside_forget(self) -> None:
+        """Drops the gradients of those."""
+
+    def _beside_step(self) -> None:
+        """Updates those."""
+
+    def _look_for_untouched(self) -> None:
+        in_blocks = {t.name for t in self.trained if t.block is not None}
+        if in_blocks and not in_blocks & self.given:
+            raise UserError(
+                f"{self.name}: no parameter of a block received a gradient; something around the model hides it "
+                "(inference mode, a compiled or wrapped module, hooks that detach). Load it with keyhole.load."
+            )
+
+    # -- between steps ---------------------------------------------------------------------------------------------
+
+    def raise_if_broken(self) -> None:
+        """A gradient that is not finite, or an error, in the middle of a reverse: blocks above have been updated."""
+        if self.step_count and int(self.bad):
+            raise UserError(
+                f"step {self.step_count}: a gradient is not finite, or an error came in between, and part of the step "
+                "had been applied: the weights in memory are not usable. Go on from the last checkpoint; with "
+                "max_grad_norm set, gradients that are not finite are found before anything changes"
+            )
+
+    def flush(self) -> None:
+        """Nothing is deferred; but broken weights must not be used."""
+        self.raise_if_broken()
+
+    def metrics(self) -> dict[str, torch.Tensor]:
+        """Of the last step, unread. grad_norm: of the whole gradient, unclipped; changed: share of the weights."""
+        found = {} if self.norm is None else {"grad_norm": self.norm}
+        if self._adds_directly(self.buffer):
+            return found
+        return found | {"changed": self.changed / sum(t.shape.numel() for t in self.trained)}
+
+    def describe(self) -> list[str]:
+        """What was decided, for the start block."""
+        rounded = self.rounding if any(h.dtype != torch.float32 for h in self.model.engine.homes) else "none (float32)"
+        kept = {
+            "none": "all kept",
+            "block": "block inputs, blocks run twice",
+            "host": "block inputs in host memory",
+        }
+        clip = "the global norm, by a second reverse" if self.max_grad_norm is not None else "none"
+        clip = f"each element at {self.clip_value:g}" if self.clip_value is not None else clip
+        clip = f"each tensor's norm at {self.clip_group_norm:g}" if self.clip_group_norm is not None else clip
+        compiled = "; blocks compiled" if self.reverse.compiled is not None else ""
+        return [
+            f"rounding: {rounded}; activations: {kept[self.reverse.keep]}; clipping: {clip}{compiled}",
+            *([] if self.loss_scale is None else ["loss scale: dynamic; every step looks for overflow first"]),
+        ]
+
+    def state_dict(self) -> State:
+        lost = {f"{name}/lost": tensor for name, tensor in self.lost.items()}
+        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return {"step_count": self.step_count, "seed": self.seed, **scale, **lost}
+
+    def load_state_dict(self, state: State) -> None:
+        if state["seed"] != self.seed:
+            raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
+        self.step_count = int(state["step_count"])
+        self.bad.zero_()
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(state)
+        for name, value in state.items():
+            if name.endswith("/lost"):
+                self.lost[name.removesuffix("/lost")] = value.to(self.model.device)
+
+
+def _check(name: str, model: Any, rounding: str, activations: str, clips: tuple[float | None, ...]) -> None:
+    if not isinstance(model, Model):
+        raise UserError(f"{name}: found a {type(model).__name__}, expected the model that keyhole.load returns")
+    if rounding not in ROUNDINGS:
+        raise UserError(f"{name}.rounding: {rounding!r} is not one of {', '.join(ROUNDINGS)}")
+    if activations not in KEEPS:
+        raise UserError(f"{name}.activations: {activations!r} is not one of {', '.join(KEEPS)}")
+    if rounding == "kahan" and model.engine.streamed:
+        raise UserError(
+            f"{name}.rounding: kahan keeps its compensation on the device; with streamed weights use stochastic, or "
+            "wire=fp32"
+        )
+    if sum(clip is not None for clip in clips) > 1:
+        names = f"max_grad_norm, {name}.clip_value and {name}.clip_group_norm"
+        raise UserError(f"{names} contradict each other: set one and leave the others null")

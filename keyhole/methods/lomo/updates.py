@@ -1,0 +1,119 @@
+"""What LOMO does with one gradient: the sink (model/backward/sink.py) of its reverse sweeps.
+
+The product of a linear layer's gradient is made in one buffer for all layers, and one kernel (ops/sgd.py) decays,
+clips, steps, rounds, adds up squares and looks for what is not finite. Where nothing has to look at the gradient
+(grad_norm=False, no clipping, rounding to nearest or float32) there is not even the buffer: w.addmm_(dy^T, x) is
+gradient and update at once.
+
+Of two reverses (exact clipping, float16) the first has a sink that only adds up squares.
+"""
+
+import re
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Unit
+
+
+class Updates:
+    """The second reverse, or the only one: every gradient updates its tensor. What it goes by is set by the method."""
+
+    model: Model
+    lr: float
+    weight_decay: float
+    groups: list[dict[str, Any]]
+    clip_value: float | None
+    clip_group_norm: float | None
+    rounding: str
+    measures: bool  # the norm is wanted
+    seed: int
+    step_count: int
+    scale: torch.Tensor | None  # what gradients are multiplied by
+    norm: torch.Tensor | None  # of the whole gradient, once it is known
+    sum_squares: torch.Tensor
+    bad: torch.Tensor
+    changed: torch.Tensor
+    buffer: torch.Tensor  # of the largest matrix
+    lost: dict[str, torch.Tensor]  # Kahan's compensation
+    given: set[str]  # names of tensors that have had a gradient in this update
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        """dy^T x straight into the weight, or by way of the one buffer."""
+        if self._adds_directly(w_OI):
+            self.given.add(tensor.name)
+            lr, weight_decay = self._rates(tensor)
+            w_OI.addmm_(dy_MO.t(), x_MI, beta=1 - lr * weight_decay, alpha=-lr)
+            return True
+        grad_OI = self.buffer[: w_OI.numel()].view(w_OI.shape)
+        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
+        self.gradient(tensor, w_OI, grad_OI)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        """Updates one tensor."""
+        self.given.add(tensor.name)
+        scale = self.scale
+        if self.clip_group_norm is not None:
+            scale = self._group_scale(grad)
+        lr, weight_decay = self._rates(tensor)
+        self._rule(tensor, w, grad.contiguous(), lr, weight_decay, scale)
+
+    def finished(self, unit: Unit) -> bool:
+        """The unit's weights have changed."""
+        return True
+
+    def _rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
+    ) -> None:
+        ops.sgd_update_(
+            w, grad, lr=lr, weight_decay=weight_decay, scale=scale, clip_value=self.clip_value, **self._how(tensor, w)
+        )
+
+    def _how(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
+        """Rounding and counters of one update."""
+        rounding = "nearest" if w.dtype == torch.float32 else self.rounding
+        if rounding == "kahan" and tensor.name not in self.lost:
+            self.lost[tensor.name] = torch.zeros_like(w)
+        lost = self.lost[tensor.name] if rounding == "kahan" else None
+        where = {"offset": tensor.start, "seed": self.seed, "step": self.step_count}
+        sums = {"sum_squares": self.sum_squares if self.norm is None and self.measures else None}
+        return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
+
+    def _adds_directly(self, w: torch.Tensor) -> bool:
+        clips = self.clip_value is not None or self.clip_group_norm is not None or self.scale is not None
+        exact = w.dtype == torch.float32 or self.rounding == "nearest"
+        return not (clips or self.measures) and exact and w.dtype == self.model.dtype
+
+    def _group_scale(self, grad: torch.Tensor) -> torch.Tensor:
+        squares = torch.zeros_like(self.sum_squares)
+        ops.sum_squares_(grad.contiguous(), squares, self.scale)
+        clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        return clip if self.scale is None else clip * self.scale
+
+    def _rates(self, tensor: FlatTensor) -> tuple[float, float]:
+        for group in self.groups:
+            if re.search(group["match"], tensor.name):
+                return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", self.weight_decay)
+        return self.lr, self.weight_decay
+
+
+class Squares:
+    """The sink of the first of two reverses: adds up squares and changes nothing."""
+
+    def __init__(self, method: Updates) -> None:
+        self.method = method
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        grad_OI = self.method.buffer[: w_OI.numel()].view(w_OI.shape)
+        torch.mm(dy_MO.t(), x_MI, out=grad_OI)
+        self.gradient(tensor, w_OI, grad_OI)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        ops.sum_squares_(grad.contiguous(), self.method.sum_squares, self.method.scale, offset=tensor.start)
+
+    def finished(self, unit: Unit) -> bool:
+        return False

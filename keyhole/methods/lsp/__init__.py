@@ -1,0 +1,1 @@
+"""LSP-Offload: Adam in a learned sparse subspace of every matrix."""

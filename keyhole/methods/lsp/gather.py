@@ -1,0 +1,93 @@
+"""Where gradients come together on the device before they are used: a few buffers, made once, for all units.
+
+    place(pieces)          every piece gets its place in the buffers of its unit
+    gather.of(unit)        the unit's buffer, the same until it is done
+    gather.done(unit)      its last reader has been queued (on `stream`, else on the stream of the kernels)
+
+The units of a block are gathered side by side, because the reverse gives the gradients of a whole block in any order
+before it calls one of its units finished. A buffer is as long as the longest such group. One of them is enough when
+the kernels that fill it also use it up; when gradients leave for the host, there are two, and the kernels wait on the
+device for the copy of the group before the last. (A block that is used again while others are at work keeps its buffer
+meanwhile, and another one is made.)
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keyhole.methods.lsp.piece import Piece
+
+Pieces = dict[int, list[Piece]]  # by unit
+
+
+def place(pieces: Pieces) -> dict[int, int]:
+    """Gives every piece its place in the buffers of its unit; the lengths of these. Starts are multiples of 64."""
+    lengths = {}
+    for unit, members in pieces.items():
+        end = 0
+        for piece in members:
+            piece.begin, end = end, end + -(-piece.numel // 64) * 64
+        lengths[unit] = end
+    return lengths
+
+
+def seen(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece's part of a buffer of its unit."""
+    return flat[piece.begin : piece.begin + piece.numel].view(piece.shape)
+
+
+@dataclass
+class _Buffer:
+    flat: torch.Tensor
+    read: Any = None  # a CUDA event: what another stream reads has been read
+    units: set[int] = field(default_factory=set)  # gathered here and not done
+
+
+class Gather:
+    """See the top of this file. groups: unit -> what it is gathered with. waits(): a context for waits."""
+
+    def __init__(self, lengths: dict[int, int], groups: dict[int, Hashable], device: torch.device, count: int) -> None:
+        self.lengths, self.groups, self.device = lengths, groups, device
+        self.begins, sizes = {}, {}
+        for unit, numel in lengths.items():
+            self.begins[unit] = sizes.get(groups[unit], 0)
+            sizes[groups[unit]] = self.begins[unit] + numel
+        self.numel = max(sizes.values(), default=0)
+        self.free = deque(_Buffer(torch.empty(self.numel, device=device)) for _ in range(count))
+        self.open: dict[Hashable, _Buffer] = {}
+        self.waits: Any = nullcontext
+
+    def of(self, unit: int) -> torch.Tensor:
+        """Where the unit's gradient is gathered."""
+        group = self.groups[unit]
+        if group not in self.open:
+            self.open[group] = self._take()
+        buffer = self.open[group]
+        buffer.units.add(unit)
+        return buffer.flat[self.begins[unit] : self.begins[unit] + self.lengths[unit]]
+
+    def _take(self) -> _Buffer:
+        if not self.free:
+            return _Buffer(torch.empty(self.numel, device=self.device))
+        buffer = self.free.popleft()
+        if buffer.read is not None:
+            waiting: AbstractContextManager[Any] = self.waits()
+            with waiting:
+                torch.cuda.current_stream(self.device).wait_event(buffer.read)
+            buffer.read = None
+        return buffer
+
+    def done(self, unit: int, stream: Any = None) -> None:
+        """The unit's gradient has been used, or will have been when the stream gets there."""
+        group = self.groups[unit]
+        buffer = self.open[group]
+        buffer.units.discard(unit)
+        if stream is not None:
+            buffer.read = torch.cuda.Event()
+            buffer.read.record(stream)
+        if not buffer.units:
+            self.free.append(self.open.pop(group))

@@ -1,0 +1,154 @@
+"""What LSP's optimizer holds on the device beside the weights, and which units' moments are there.
+
+For every number that the optimizer sees (d_P d_Q of a matrix, all of what is no matrix of a block):
+
+    moments      8 bytes where they are on the device (12 when gradients wait there to be clipped), else none
+    buffers      the gradient of one block, or one chunk of a table, in fp32; twice when some leave for the host, and
+                 then SLOTS steps of one unit on their way back
+    projectors   r numbers a row of both sides of a matrix, in fp32
+    learning     one matrix's fit while its block is at work: [d, W] in fp32 four times (W its longer side), and a part
+                 of dY and X; other kinds than blocks have dense projectors and a graph, about three times that
+
+Llama-7B, d = 2048: 1.19 G numbers (blocks 0.93 G, embedding and head 0.13 G each), 8.89 GiB of moments.
+
+Which units, when not all fit? A unit on the host is not waited for as long as its update ends before the next forward
+asks for its weights. With f and b seconds of a layer's forward and reverse, from its gradient to that moment it is
+
+    embedding 0      layer k: k (f + b)      head: L (f + b)
+
+so the host can hide the last layers most easily and the embedding not at all: the device keeps units in the order of
+the forward. The host needs u seconds a layer; if it has the layers from g on, they are done in time when for all k
+
+    (k - g + 1) u + down + up <= k (f + b)
+
+For 7B on an H200 f + b = 10.6 ms and down = up = 2.2 ms. At u = 14.2 ms (as first measured) the host would bound the
+step: (32 - g) u + head (63 ms) + 15 ms, that is 0.419 s for g = 8 and 0.518 s for g = 1. At u = 8 ms even g = 1 hides
+all but a few ms, and the step is the device's own 0.35 s.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole.model.backward.memory import GradientBytes, gradient_device_bytes
+from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
+from keyhole.model.structure.layout import Layout, Unit
+
+SLOTS, PARTS = 2, 4  # steps on their way up; parts in which projectors see the tokens
+USABLE = 0.95  # of the device's memory, where no budget is given
+
+
+@dataclass(frozen=True)
+class LSPWork:
+    """Settings of lsp that decide about memory."""
+
+    d: int = 1024
+    r: int = 4
+    others: str = "adam"
+    optimizer_on: str = "auto"
+    clips: bool = False
+    kind: str = "blocks"
+    learn: bool = True
+
+
+@dataclass(frozen=True)
+class LSPBytes(GradientBytes):
+    """The parts of the device peak. What is made once is counted as it is; no pieces of it come and go."""
+
+    moments: int = 0
+    buffers: int = 0
+
+    @property
+    def without_state(self) -> int:
+        moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
+        return self.homes + self.slots + int((self.kept + moving + self.workspace) * ALLOCATOR_SLACK)
+
+    @property
+    def total(self) -> int:
+        return self.without_state + self.moments + self.buffers
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """How many numbers the optimizer sees, by unit, what is gathered together, and bytes of projectors."""
+
+    of: dict[int, int]
+    groups: dict[int, Hashable]
+    projector_bytes: int = 0
+
+    def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
+        """Bytes of moments and of buffers on the device."""
+        sizes: dict[Hashable, int] = {}
+        for unit, numel in self.of.items():
+            sizes[self.groups[unit]] = sizes.get(self.groups[unit], 0) + numel
+        away = [numel for unit, numel in self.of.items() if unit not in on_device]
+        moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device)
+        gathered = 4 * max(sizes.values(), default=0) * (2 if away else 1)
+        return moments, gathered + 4 * SLOTS * max(away, default=0) + self.projector_bytes
+
+
+def group_of(unit: Unit) -> Hashable:
+    """Units of a block are gathered together, chunks of tables alone."""
+    return ("unit", unit.index) if unit.block is None else ("block", unit.block)
+
+
+def count_numbers(layout: Layout, work: LSPWork) -> Numbers:
+    """From shapes alone."""
+    numels, projected = {}, 0
+    for unit in layout.units:
+        total = 0
+        for tensor in (t for t in unit.tensors if t.param.requires_grad):
+            if unit.kind == "block" and len(tensor.shape) == 2:
+                total += torch.Size(min(side, work.d) for side in tensor.shape).numel()
+                projected += 4 * work.r * sum(tensor.shape) if max(tensor.shape) > work.d else 0
+            elif work.others == "adam":
+                shape = tensor.shape if unit.rows is None else (unit.rows[1] - unit.rows[0], *tensor.shape[1:])
+                total += torch.Size(shape).numel()
+        if total:
+            numels[unit.index] = total
+    return Numbers(numels, {u.index: group_of(u) for u in layout.units}, projected)
+
+
+def choose_units(numbers: Numbers, work: LSPWork, left_bytes: int | None) -> set[int]:
+    """Units whose moments are on the device, when it has so many bytes left (None: no limit)."""
+    everything = set(numbers.of)
+    if work.optimizer_on != "auto":
+        return everything if work.optimizer_on == "gpu" else set()
+    if left_bytes is None or sum(numbers.state(everything, work.clips)) <= left_bytes:
+        return everything
+    chosen: set[int] = set()
+    for unit in sorted(numbers.of):  # spine, embedding, blocks, head
+        if sum(numbers.state(chosen | {unit}, work.clips)) <= left_bytes:
+            chosen.add(unit)
+    return chosen
+
+
+def limit_bytes(budget: int | None, device: torch.device) -> int | None:
+    """What may be filled: the budget, or most of the device; None where there is no device memory of its own."""
+    if budget is not None or device.type != "cuda":
+        return budget
+    return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
+
+
+def _fit_bytes(layout: Layout, tokens: int, own: LSPWork) -> int:
+    """While projectors of the largest matrix are fitted."""
+    sides = [t.shape for unit in layout.of_kind("block") for t in unit.tensors if len(t.shape) == 2]
+    longest = max((max(shape) for shape in sides), default=0)
+    if not own.learn or longest <= own.d:
+        return 0
+    part = 4 * -(-tokens // PARTS) * max(sum(shape) for shape in sides)
+    return (16 * own.d * longest + part) * (1 if own.kind == "blocks" else 3)
+
+
+def lsp_device_bytes(layout: Layout, streamed: set[int], work: Any, limit: int | None, **how: Any) -> LSPBytes:
+    """The device peak of a step: weights first, then as many moments as the limit leaves room for."""
+    own = work.lsp or LSPWork()
+    parts = vars(gradient_device_bytes(layout, streamed, work, **how))
+    compressed = 2 * how["formats"].dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
+    found = LSPBytes(**(parts | {"gradients": max(compressed, _fit_bytes(layout, work.tokens, own))}))
+    numbers = count_numbers(layout, own)
+    on_device = choose_units(numbers, own, None if limit is None else limit - found.without_state)
+    moments, buffers = numbers.state(on_device, own.clips)
+    return LSPBytes(**(vars(found) | {"moments": moments, "buffers": buffers}))

@@ -1,0 +1,111 @@
+"""What LSP trains, piece by piece: a matrix through its two projectors, or a tensor as it is.
+
+    matrix    S = P^T G Q = sum over products of (dY P)^T (X Q)        [d_P, d_Q], added up in float32
+              W <- round(keep W + alpha scale P delta Q^T)
+    plain     G itself: vectors, embeddings, head, stacks of experts, and matrices no side of which is larger than d
+              w <- round(keep w + alpha delta)
+
+So dY and X are compressed before they meet, and a matrix's gradient never exists. (A product that does not come through
+a linear layer, such as GPT-2's, arrives as a whole gradient and is compressed then.)
+
+`scale` makes a learning rate mean what it means for AdamW: Adam's delta has entries of about 1, and P delta Q^T has
+entries of rms |P| |Q| / sqrt(m n) times that (Frobenius norms; half for orthonormal blocks that keep every second
+direction). scale is its inverse; identities have scale 1, and then this is AdamW.
+
+A side of the matrix that is not longer than d has the identity for its projector: nothing is lost there.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from keyhole import ops
+from keyhole.methods.lsp.fit import compressed
+from keyhole.model.structure.layout import FlatTensor
+from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
+
+SEEDS = 1 << 20  # projectors a piece may have in its life
+
+
+@dataclass
+class Piece:
+    """One trained tensor (or chunk of a table). p is None: plain."""
+
+    tensor: FlatTensor
+    unit: int
+    kind: str = ""
+    p: Projector | None = None
+    q: Projector | None = None
+    scale: float = 1.0
+    generation: int = 0  # how many pairs of projectors it has had; 0: not fitted yet
+    begin: int = 0  # place in the buffers of its unit
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what the optimizer sees."""
+        return tuple(self.tensor.shape) if self.p is None else (self.p.d, self.q.d)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def add(self, s: torch.Tensor, first: bool, dy_TM: torch.Tensor, x_TN: torch.Tensor) -> None:
+        """s += the (compressed) gradient dy^T x; first: s holds nothing yet."""
+        if self.p is not None:
+            dy_TM, x_TN = ops.compress(_rows(dy_TM), self.p), ops.compress(_rows(x_TN), self.q)
+        if dy_TM.dtype == torch.float32 or dy_TM.device.type == "cpu":
+            s.addmm_(dy_TM.float().t(), x_TN.float(), beta=0.0 if first else 1.0)
+        elif first:
+            torch.mm(dy_TM.t(), x_TN, out_dtype=torch.float32, out=s)
+        else:
+            s.add_(torch.mm(dy_TM.t(), x_TN, out_dtype=torch.float32))
+
+    def add_whole(self, s: torch.Tensor, first: bool, grad: torch.Tensor) -> None:
+        """The same from a gradient as a tensor."""
+        grad = grad if self.p is None else compressed(grad.contiguous(), self.p, self.q)
+        s.copy_(grad) if first else s.add_(grad)
+
+    def apply(self, w: torch.Tensor, delta: torch.Tensor, alpha: float, keep: float, how: dict) -> None:
+        """The weight moves by alpha delta, seen through the projectors. how: rounding, seed, step."""
+        how = how | {"offset": self.tensor.start}
+        if self.p is not None:
+            ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, alpha * self.scale, keep=keep, **how)
+        else:  # w - lr (g + wd w), the signs turned round
+            ops.sgd_update_(w, delta.view(w.shape), lr=-alpha, weight_decay=(keep - 1) / alpha if alpha else 0, **how)
+
+    def take(self, p: Projector, q: Projector) -> None:
+        """Other projectors from now on."""
+        self.p, self.q, self.generation = p, q, self.generation + 1
+        self.rescale()
+
+    def rescale(self) -> None:
+        lengths = self.p.values_Rr.double().norm() * self.q.values_Rr.double().norm()
+        self.scale = float((self.p.rows * self.q.rows) ** 0.5 / lengths.clamp(min=1e-30))
+
+    def draw(self, d: int, r: int, seed: int, device: torch.device) -> tuple[Projector, Projector]:
+        """Fresh projectors: a function of the seed, the tensor and its generation."""
+        first = (seed * 1_000_003 + self.tensor.start) * SEEDS + 2 * self.generation
+        sides = self.tensor.shape
+        p, q = (_side(self.kind, rows, d, r, (first + i) % 2**63, device) for i, rows in enumerate(sides))
+        return p, q
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _side(kind: str, rows: int, d: int, r: int, seed: int, device: torch.device) -> Projector:
+    if d < rows:
+        return random_projector(kind, rows, d, r, seed=seed, device=device)
+    if kind != "blocks":
+        return identity_projector(rows, device)
+    return Projector(torch.ones(rows, 1, device=device), rows, group=1)  # blocks of one row
+
+
+def is_plain(shape: torch.Size, d: int) -> bool:
+    """Whether compressing would leave a tensor as it is, or cannot be done."""
+    return len(shape) != 2 or d >= max(shape)

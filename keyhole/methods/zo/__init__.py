@@ -1,0 +1,1 @@
+"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only."""

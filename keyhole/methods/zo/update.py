@@ -1,0 +1,239 @@
+"""The update of a zeroth-order step: known when the step ends, applied when its units are next visited.
+
+    w <- round(w - lr (1/q sum_i g_i z_i + weight_decay w))        coef = [lr, g_1/q .. g_q/q], z of the step it is from
+
+coef needs the losses, and they are known only when every unit has been passed. Applying the update then would be one
+more trip of every unit over the link; so it waits here, and a unit gets it on the first of these occasions:
+
+    the next step       fused with the perturbation, one pass over w: `perturb`
+    the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`
+    a flush             when someone wants to see the weights
+
+An update is elementwise, and its noise is a function of (seed, step, element): it can be made again at any time. So a
+streamed unit need not go home after every step (write_back.py). One that does not is *owed* updates: when it arrives
+it gets all of them, oldest first, and has the same bits as if it had been home in between.
+
+    waiting          the updates that some home lacks, oldest first (4 (1 + q) bytes each)
+    at_home[unit]    how many of these the home of a unit has had; it is owed the others
+
+None is had twice, also after a step that broke off between units. Replaying a run from its journal is the same thing:
+all updates on one unit, then all on the next.
+Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not. A packed unit (8 bit)
+that is one trained span is updated as it is (ops/zo/packed.py); any other is unpacked, updated and packed.
+"""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.methods.zo.write_back import WriteBack
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Unit
+from keyhole.model.weights.format import PACKED
+
+
+@dataclass
+class Pending:
+    """An update that is known but not applied yet: [lr, g_1/q .. g_q/q] on the device, and the step of its noise."""
+
+    coef: torch.Tensor
+    step: int
+
+
+class Update:
+    """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding."""
+
+    def __init__(self, model: Model, noise: dict[str, Any], decay: dict[str, Any], every: int | None = None) -> None:
+        self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds us
+        self.waiting: list[Pending] = []
+        self.at_home = [0] * len(model.layout.units)
+        self.write_back = WriteBack(model, every)
+        self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
+        self.counted: set[int] = set()  # units whose share of it is in there
+        self.trained = [trained_spans(unit) for unit in model.layout.units]
+        packed = [u for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
+        in_spans = [u.numel for u in packed if not self.is_one_span(u)]
+        self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
+        self.trained_numel = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
+        if not self.trained_numel:
+            raise UserError("every parameter is frozen: there is nothing to train")
+
+    @property
+    def pending(self) -> Pending | None:
+        """The last update, while some home lacks it."""
+        return self.waiting[-1] if self.waiting else None
+
+    def defer(self, pending: Pending) -> Pending:
+        """Another update, which no unit has had."""
+        self._forget()
+        self.waiting.append(pending)
+        self.counted = set()
+        return pending
+
+    def begin(self) -> None:
+        """A sweep begins. If the one before broke off, the units that it did not reach get their update first: rows of
+        the table are updated on the fly (method.py), all or none."""
+        self.write_back.begin()
+        strict = [unit for unit in self.model.layout.units if not self.write_back.may_wait(unit)]
+        if any(len(self.owed(unit)) != 1 for unit in strict):
+            self.flush()
+        if self.waiting:
+            self._count_anew()
+
+    def owed(self, unit: Unit) -> list[Pending]:
+        """The updates that the unit's home lacks, oldest first."""
+        return self.waiting[self.at_home[unit.index] :]
+
+    def is_one_span(self, unit: Unit) -> bool:
+        """Whether all of a unit is trained, with no gaps in it."""
+        return self.trained[unit.index] == [(0, unit.numel, True)]
+
+    def fused(self, pending: Pending) -> dict[str, Any]:
+        """The update as arguments of an op that also perturbs."""
+        return {"coef": pending.coef, "update_step": pending.step, **self.decay}
+
+    def perturb(
+        self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, perturbation: dict[str, Any]
+    ) -> None:
+        """Writes both perturbed copies (perturbation: step, eps, direction). The unit has just arrived if this is the
+        first direction: it gets what it is owed, and goes home if it is time. Of a packed unit, what was packed is
+        what is perturbed."""
+        owed, spans = [] if perturbation["direction"] else self.owed(unit), self.trained[unit.index]
+        in_spans = w.dtype == PACKED and not self.is_one_span(unit)
+        for pending in owed if in_spans else owed[:-1]:
+            self.apply(unit, w, pending)
+        fused = self.fused(owed[-1]) | {"changed": self._count(unit, owed[-1])} if owed and not in_spans else {}
+        if in_spans:
+            ops.fp8_decode(w, self.unpacked[: unit.numel])
+            w = self.unpacked[: unit.numel]
+        elif w.dtype == PACKED:
+            at = {"n": unit.numel, "offset": unit.start}
+            ops.zo_packed_(w, plus, minus, **at, **self.noise, **perturbation, **fused)
+            spans = []
+        for begin, end, trained in spans:
+            w_, plus_, minus_ = w[begin:end], plus[begin:end], minus[begin:end]
+            if not trained:
+                plus_.copy_(w_)
+                minus_.copy_(w_)
+                continue
+            how = {"offset": unit.start + begin, **self.noise, **perturbation}
+            if fused:
+                ops.zo_update_perturb_(w_, plus_, minus_, **how, **fused)
+            else:
+                ops.zo_perturb(w_, plus_, minus_, **how)
+        if owed and self.write_back.is_due(unit, owed[-1].step):
+            self._go_home(unit)
+
+    def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
+        """An update alone, on a unit that is here, plain or packed. decay: another than this run's. (What is unpacked
+        and packed again is counted in between: steps that packing loses are counted too.)"""
+        changed, decay = self._count(unit, pending), decay or self.decay
+        if w.dtype != PACKED:
+            self._apply_plain(unit, w, pending, decay, changed)
+        elif self.is_one_span(unit):
+            at = {"n": unit.numel, "offset": unit.start, "changed": changed}
+            ops.zo_packed_(w, **at, **self.noise, coef=pending.coef, update_step=pending.step, **decay)
+        else:
+            unpacked = self.unpacked[: unit.numel]
+            ops.fp8_decode(w, unpacked)
+            self._apply_plain(unit, unpacked, pending, decay, changed)
+            where = {"offset": unit.start, "seed": self.noise["seed"], "step": pending.step}
+            ops.fp8_encode_(unpacked, w, **where, rounding=decay["rounding"])
+
+    def _apply_plain(
+        self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any], changed: torch.Tensor | None
+    ) -> None:
+        for begin, end, trained in self.trained[unit.index]:
+            if trained:
+                at = {"offset": unit.start + begin, "coef": pending.coef, "step": pending.step}
+                ops.zo_update_(w[begin:end], **at, **self.noise, **decay, changed=changed)
+
+    def apply_to_rest(self, everywhere: bool = False) -> None:
+        """At the end of a sweep: what is owed to units that no pass has visited, or to all."""
+        engine = self.model.engine
+        for unit in self.model.layout.units:
+            owed = self.owed(unit)
+            if not owed or not (everywhere or self.write_back.is_due(unit, owed[-1].step)):
+                continue
+            if not self._must_go(unit):
+                self.at_home[unit.index] = len(self.waiting)
+                continue
+            w = engine.acquire(unit.index)
+            for pending in owed:
+                self.apply(unit, w, pending)
+            self._go_home(unit)
+            engine.release(unit.index)
+
+    def _go_home(self, unit: Unit) -> None:
+        """The unit here has had all updates; if that changed nothing (it is frozen), home is as good already."""
+        if self._must_go(unit):
+            self.model.engine.commit(unit.index)
+        self.at_home[unit.index] = len(self.waiting)
+
+    def _must_go(self, unit: Unit) -> bool:
+        return any(on for _, _, on in self.trained[unit.index]) or self.write_back.is_awaited(unit)
+
+    def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:
+        """Where to count the weights that this update moves: of the last update, once a unit."""
+        if pending is not self.pending or unit.index in self.counted:
+            return None
+        self.counted.add(unit.index)
+        return self.changed
+
+    def _count_anew(self) -> None:
+        if not self.counted:
+            self.changed.zero_()
+
+    def _forget(self) -> None:
+        """Updates that every home has had are not needed again."""
+        had = min(self.at_home)
+        self.waiting, self.at_home = self.waiting[had:], [count - had for count in self.at_home]
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Applies what is owed everywhere; nothing is waiting afterwards."""
+        if not self.waiting:
+            return
+        self._count_anew()
+        with self.model.sweep("flush"):
+            self.apply_to_rest(everywhere=True)
+        self._forget()
+
+    @torch.no_grad()
+    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+        """Applies known updates, each with its weight decay, and yields every unit that has had them all. `changed`
+        counts the last."""
+        engine = self.model.engine
+        assert not self.waiting, "flush first"
+        self.defer(updates[-1][0])
+        self._count_anew()
+        try:
+            with self.model.sweep("flush"):
+                for unit in self.model.layout.units:
+                    w = engine.acquire(unit.index)
+                    for pending, weight_decay in updates:
+                        self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})
+                    self._go_home(unit)
+                    engine.release(unit.index)
+                    yield unit
+        finally:
+            self.waiting, self.at_home = [], [0] * len(self.at_home)
+
+
+def trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
+    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree. Gaps between
+    aligned tensors are in none: they stay 0, as after loading, whatever a checkpoint does not hold."""
+    spans: list[tuple[int, int, bool]] = []
+    for tensor in unit.tensors:
+        begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)
+        trained = tensor.param.requires_grad
+        if spans and spans[-1][1:] == (begin, trained):
+            spans[-1] = (spans[-1][0], end, trained)
+        else:
+            spans.append((begin, end, trained))
+    return spans

@@ -1,0 +1,93 @@
+"""The linear layer of recompute.py for compiled blocks: its weight gradient is taken in the middle of a compiled reverse.
+
+torch.compile sees two operations it does not look into:
+
+    linear(x, w, b)              y = x w^T + b
+    linear_reverse(dy, x, w)     dx = dy w; then dy and x go to whoever takes gradients now, and w may change in place
+
+One operation for both, so that w cannot change before it was used for dx, and so that the taker does not wait: whatever
+comes next needs dx. A second result is the "gradient" of an anchor, a zero that every linear layer has as an input: by
+it the operation is never useless, even where nobody wants dx. The weight itself gets no gradient. Which parameter w is,
+is told by its address.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+Take = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w, dy_MO, x_MI)
+_takers: list[Take] = []
+_anchors: dict[torch.device, torch.Tensor] = {}
+
+
+@torch.library.custom_op("keyhole::linear", mutates_args=())
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w, b)
+
+
+@_linear.register_fake
+def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], w.shape[0]))
+
+
+@torch.library.custom_op("keyhole::linear_reverse", mutates_args=())
+def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        dx = dy @ w
+        _takers[-1](w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+    return dx, torch.zeros(1, device=dy.device)
+
+
+@_linear_reverse.register_fake
+def _linear_reverse_shape(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return dy.new_empty((*dy.shape[:-1], w.shape[1])), torch.zeros(1, device=dy.device)
+
+
+def _setup(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    x, w, b, _ = inputs
+    ctx.save_for_backward(x, w)
+    ctx.has_bias = b is not None
+
+
+def _reverse(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    x, w = ctx.saved_tensors
+    db = dy.flatten(0, -2).sum(dim=0) if ctx.has_bias else None
+    dx, anchored = torch.ops.keyhole.linear_reverse(dy, x, w)
+    return dx, None, db, anchored
+
+
+_linear.register_autograd(_reverse, setup_context=_setup)
+
+
+def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if layer.weight.requires_grad and type(layer) is nn.Linear:
+        return torch.ops.keyhole.linear(x, layer.weight, layer.bias, _anchors[x.device])
+    return F.linear(x, layer.weight, layer.bias)
+
+
+@contextmanager
+def linears_offer(device: torch.device) -> Iterator[None]:
+    """Inside, linear layers are the operations above: for both runs of a compiled block."""
+    if device not in _anchors:  # not by the compiled code itself
+        _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
+    before, nn.Linear.forward = nn.Linear.forward, _forward
+    try:
+        yield
+    finally:
+        nn.Linear.forward = before
+
+
+@contextmanager
+def taken_by(take: Take) -> Iterator[None]:
+    """Inside, gradients go to `take`: for the reverse of such a block."""
+    _takers.append(take)
+    try:
+        yield
+    finally:
+        _takers.pop()
+        for one in _anchors.values():
+            one.grad = None

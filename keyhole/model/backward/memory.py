@@ -1,0 +1,91 @@
+"""Bytes on the device for methods that differentiate block by block (model/backward/reverse.py), as functions of shapes.
+
+For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, width H, widest matrix side W:
+
+    homes        the spine and every resident unit                                          b x their elements
+    slots        of the block at work, of the next one, and one more                        2 k + 1 units, k a block
+    gradients    one matrix and its neighbour on the way; with m > 1 of one block           b x ...
+                 (lsp: methods/lsp/memory.py)
+    kept         block inputs: L m M H on the device, or three of them when they wait in host memory
+    activations  of one block that is run again with its graph                              b M (HIDDEN H + WIDE W)
+    logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
+    workspace    what cuBLAS reserves
+    updates      adam-offload: what is on its way through its lane (methods/adam_offload/lane.py), and masters that land
+
+A pre-norm block with a gated MLP saves, in H-wide tensors, two norms in fp32 with their inputs and outputs, queries,
+keys and values before and after rotation, and the attention's output; in W-wide ones gate, up, activation and product,
+with two gradients of them in flight. HIDDEN and WIDE count these, as measured on Llama shapes.
+Activations and logits are never alive together.
+"""
+
+from dataclasses import dataclass
+
+from keyhole.methods.adam_offload.exchange import LANDING
+from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
+from keyhole.model.forward.head import HEAD_TOKENS
+from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION, Workload
+from keyhole.model.structure.layout import CHUNK_ROWS, Layout
+from keyhole.model.weights.format import Wire
+
+METHODS = ("lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
+HIDDEN, WIDE = 18, 6
+
+
+@dataclass(frozen=True)
+class GradientBytes:
+    """The parts of the device peak."""
+
+    homes: int
+    slots: int
+    gradients: int
+    kept: int
+    activations: int
+    logits: int
+    workspace: int
+    updates: int = 0
+
+    @property
+    def total(self) -> int:
+        moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
+        fixed = self.homes + self.slots + self.kept + self.workspace + self.updates
+        return int((fixed + moving) * ALLOCATOR_SLACK)
+
+
+def slot_count(layout: Layout) -> int:
+    """All units of a block are needed at once; those of the next are on their way meanwhile."""
+    of_a_block = -(-len(layout.of_kind("block")) // max(1, layout.block_count))
+    return 2 * of_a_block + 1
+
+
+def update_bytes(layout: Layout, streamed: set[int], work: Workload, element_bytes: int) -> int:
+    """On the device for adam-offload's updates. The lane is counted always: whether the GPU helps is seen later."""
+    if work.method != "adam-offload":
+        return 0
+    lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
+    return lane + (4 * LANDING if len(streamed) < len(layout.units) else 0)
+
+
+def gradient_device_bytes(
+    layout: Layout, streamed: set[int], work: Workload, *, formats: Wire, workspace_bytes: int
+) -> GradientBytes:
+    """The device peak of a step."""
+    b, hidden = formats.dtype.itemsize, layout.table.shape[1]
+    blocks = layout.of_kind("block")
+    matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]
+    wide = max((max(t.shape[-2:]) for t in matrices), default=hidden)
+    largest = max((t.shape.numel() for t in matrices), default=0)
+    block = sum(u.numel for u in blocks) // max(1, layout.block_count)
+    rows = min(CHUNK_ROWS, layout.table.shape[0])
+    tokens = min(work.tokens, HEAD_TOKENS)
+    kept_blocks = 3 if work.kept == "host" else layout.block_count
+    scratch = 0 if formats.plain == formats.dtype else b * block
+    return GradientBytes(
+        homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
+        slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
+        gradients=b * (block if work.passes > 1 else 2 * largest),
+        kept=b * kept_blocks * work.passes * work.tokens * hidden,
+        activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide)),
+        logits=tokens * rows * (2 * b + 4) + b * rows * hidden * 2 + work.passes * work.tokens * hidden * (b + 4),
+        workspace=workspace_bytes * (work.passes + 2),
+        updates=update_bytes(layout, streamed, work, b),
+    )

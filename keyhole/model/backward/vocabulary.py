@@ -1,0 +1,159 @@
+"""What lies before the first block and behind the last: the table that tokens are looked up in, and the head.
+
+    loss       logits chunk after chunk of the vocabulary; of each token the running (max, sum) is kept, no logits
+    head       the same logits again, a chunk at a time, now with a graph: (softmax - onehot) / tokens goes back to the
+               hidden states, and to the rows of this chunk
+    table      a chunk's gradient is that of the tokens looked up in it, added up row by row; and if it is the head
+               too (tied), that of the head: its logits are made a third time, so that the gradient of the whole
+               vocabulary never exists
+
+A vocabulary of one chunk is differentiated by torch's own cross entropy, to its last bit.
+Legend: N trained tokens of a pass, H width, R rows of a chunk of the vocabulary, M all tokens of a pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from keyhole.model.batch import DeviceBatch
+from keyhole.model.forward.binding import rows_view
+from keyhole.model.forward.head import HEAD_TOKENS
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import Unit
+from keyhole.ops.loss import RunningNLL
+
+Give = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]  # (unit, its stored memory, gradient of its rows)
+
+
+@dataclass
+class _Embedded:
+    """Rows of the table that a pass looked up, as a leaf, and whose they are."""
+
+    ids_M: torch.Tensor
+    rows_MH: nn.Parameter
+
+
+class Ends:
+    """Both ends of one step's passes. give(unit, stored, grad) takes the gradient of a chunk and lets the unit go."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.layout = model, model.layout
+        self.padding_idx = model.embedding.padding_idx
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops everything of the last step."""
+        self.hidden: list[torch.Tensor] = []
+        self.running: list[RunningNLL] = []
+        self.embedded: dict[int, _Embedded] = {}
+
+    def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
+        """Rows of the table for a pass, a leaf where they are trained."""
+        rows_MH = self.model.table_rows(ids_M).to(self.model.dtype)
+        if not self.layout.table.param.requires_grad:
+            return rows_MH
+        self.embedded[index] = _Embedded(ids_M, nn.Parameter(rows_MH))
+        return self.embedded[index].rows_MH
+
+    @torch.no_grad()
+    def loss(self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor) -> torch.Tensor:
+        """The mean loss over all trained tokens of all passes."""
+        self.hidden, self.spine = hidden, spine
+        self.token_count = max(1, sum(b.token_count for b in batches))
+        self.running = [RunningNLL(b.target_N) for b in batches]
+        for unit in self.layout.head_units:
+            self.model.binding.bind_head(unit, self.model.clean(unit), self.spine)
+            for state, hidden_NH in zip(self.running, self.hidden, strict=True):
+                self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
+            self.model.engine.release(unit.index)
+        return torch.stack([state.nll_N().sum() for state in self.running]).sum() / self.token_count
+
+    def restart(self, loss_scale: float) -> None:
+        """Before a reverse of loss_scale * loss."""
+        self.scale = torch.ones((), device=self.model.device) * loss_scale / self.token_count
+        for embedded in self.embedded.values():
+            embedded.rows_MH.grad = None
+
+    def reverse_head(self, give: Give) -> list[torch.Tensor]:
+        """Gradients of the hidden states; the rows of an untied head are given on the way."""
+        units, bias = self.layout.head_units, self.model.head.linear.bias
+        total: list[Any] = [None] * len(self.hidden)
+        for unit in units:
+            stored = self.model.engine.acquire(unit.index)
+            weight = rows_view(unit, self.model.as_compute(unit, stored))
+            trained = unit.tensors[0].param.requires_grad and not self.layout.tied
+            dw = db = None
+            for p in range(len(self.hidden)):
+                dx, dw_p, db_p = self._head_grads(unit, p, weight, wants=(True, trained, bias is not None))
+                total[p] = dx if len(units) == 1 else dx.float() if total[p] is None else total[p].add_(dx)
+                dw, db = _add(dw, dw_p), _add(db, db_p)
+            if db is not None and bias.requires_grad:
+                bias.grad = torch.zeros_like(bias) if bias.grad is None else bias.grad
+                bias.grad[unit.rows[0] : unit.rows[1]] += db
+            give(unit, stored, dw)
+        return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
+
+    def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
+        """Gradients of the loss of pass p by way of one chunk of logits: of hidden states, rows and bias."""
+        head, first = self.model.head, unit.rows[0]
+        self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
+        leaf, bias = nn.Parameter(weight_RH, requires_grad=wants[1]), head.linear.bias
+        bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
+        dx, dw, db = [], None, None
+        parts = zip(self.hidden[p].split(HEAD_TOKENS), self.running[p].split(HEAD_TOKENS), strict=True)
+        for hidden_NH, state in parts:
+            x = hidden_NH.detach().requires_grad_(wants[0])
+            with torch.enable_grad(), head.holding(leaf, bias):
+                logits = head.logits(x)
+            if len(self.layout.head_units) == 1:
+                with torch.enable_grad():
+                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction="sum")
+                grad = self.scale
+            else:
+                grad = state.grad_(logits.detach().clone(), first, self.scale)
+            inputs = [t for t, wanted in zip((x, leaf, bias), wants, strict=True) if wanted]
+            found = iter(torch.autograd.grad(logits, inputs, grad))
+            if wants[0]:
+                dx.append(next(found))
+            dw = _add(dw, next(found)) if wants[1] else None
+            db = _add(db, next(found)) if wants[2] else None
+        return torch.cat(dx) if dx else None, dw, db
+
+    @torch.no_grad()
+    def reverse_table(self, give: Give) -> None:
+        """Chunk by chunk, after the first block."""
+        if not self.layout.table.param.requires_grad:
+            return
+        for unit in self.layout.of_kind("table"):
+            stored = self.model.engine.acquire(unit.index)
+            grad = self._embedding_grad(unit)
+            if self.layout.tied:
+                weight_RH, head = rows_view(unit, self.model.as_compute(unit, stored)), None
+                for p in range(len(self.hidden)):
+                    head = _add(head, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
+                grad = _add(head, grad)
+            give(unit, stored, grad)
+
+    def _embedding_grad(self, unit: Unit) -> torch.Tensor | None:
+        """[R, H]: what came back for looked-up rows of this chunk, added up row by row."""
+        first, end = unit.rows
+        found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
+        if not found:
+            return None
+        ids_M = torch.cat([e.ids_M for e in found]) - first
+        rows_MH = torch.cat([e.rows_MH.grad for e in found])
+        if self.padding_idx is not None:  # as torch's own embedding: this row is not trained by being looked up
+            ids_M = torch.where(ids_M == self.padding_idx - first, end - first, ids_M)
+        ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # not ours: one row past the end
+        add_up = torch.ops.aten.embedding_dense_backward
+        return add_up(rows_MH, ids_M, end - first + 1, -1, False)[: end - first]
+
+
+def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:
+    if more is None or total is None:
+        return more if total is None else total
+    return total + more

@@ -1,0 +1,81 @@
+"""What parameters point to while units come and go.
+
+An HF module reads its weights through `nn.Parameter` objects. Re-pointing one (`param.data = view`) takes a
+microsecond and moves nothing, so a unit's weights can be swapped for other copies of themselves, perturbed or in
+another slot, between two calls of a block. The spine is swapped with them: its vectors outside of blocks whenever a
+pass runs on, those inside a block when that block is at work.
+"""
+
+import torch
+from torch import nn
+
+from keyhole.model.forward.head import Head
+from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.weights.homes import Homes, view
+
+
+def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
+    """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory."""
+    first, last = unit.rows
+    width = unit.tensors[0].shape[1]
+    return flat[: (last - first) * width].view(last - first, width)
+
+
+class Binding:
+    """Points the parameters of a module into flat memory. keep_views: memory is reused, so views are made once."""
+
+    def __init__(self, homes: Homes, head: Head, keep_views: bool) -> None:
+        self.homes, self.layout, self.head, self.keep_views = homes, homes.layout, head, keep_views
+        self.spine: torch.Tensor  # what the spine's parameters point into, for the pass that runs
+        blocks = (None, *range(self.layout.block_count))
+        self.spine_of = {b: [t for t in self.layout.spine.tensors if t.block == b] for b in blocks}
+        self._views: dict[tuple, list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def forget(self) -> None:
+        """Lets go of memory that a method brought, which views would keep alive after it: another one is coming."""
+        self._views.clear()
+        for tensor in filter(self.homes.is_packed, self.layout.tensors):
+            tensor.param.data = tensor.param.data.new_empty(0)
+
+    def bind_homes(self) -> None:
+        """Points every parameter to its home; those of packed units have none to point to."""
+        if not self._home_views:
+            plain = [t for t in self.layout.tensors if not self.homes.is_packed(t)]
+            self._home_views = [(tensor.param, self.homes.read(tensor)) for tensor in plain]
+        for param, at in self._home_views:
+            param.data = at
+
+    def bind(self, unit: Unit | None, flat: torch.Tensor | None, spine: torch.Tensor) -> None:
+        """Points the parameters of a block unit into `flat`, and those of the spine outside of blocks and in the
+        unit's block into `spine`. (A pass that enters the next block calls `enter_block` for that one.)"""
+        self.spine = spine
+        self.enter_block(None)
+        if unit is not None:
+            self.enter_block(unit.block)
+            if unit.rows is not None:
+                unit.tensors[0].param.data = rows_view(unit, flat)
+            else:
+                self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
+
+    def enter_block(self, block: int | None) -> None:
+        """Points the spine's parameters inside a block (None: outside of all) to where the running pass has them."""
+        key = ("spine", block, self.spine.data_ptr())
+        self._point(key, self.spine_of[block], self.spine, self.layout.spine.start)
+
+    def bind_head(self, unit: Unit, flat: torch.Tensor, spine: torch.Tensor) -> None:
+        """Lets the head hold the rows of a chunk, and that part of its bias."""
+        bias = self.head.linear.bias
+        if bias is not None:
+            tensor = next(t for t in self.spine_of[None] if t.param is bias)
+            bias = view(spine, tensor, self.layout.spine.start)[slice(*unit.rows)]
+        self.head.bind(rows_view(unit, flat), bias)
+
+    def _point(self, key: tuple, tensors: list[FlatTensor], flat: torch.Tensor, start: int) -> None:
+        views = self._views.get(key)
+        if views is None:
+            views = [(t.param, view(flat, t, start)) for t in tensors]
+            if self.keep_views:
+                self._views[key] = views
+        for param, at in views:
+            param.data = at

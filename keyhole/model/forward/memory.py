@@ -1,0 +1,120 @@
+"""Bytes on the device and on the host, as plain functions of shapes. Nothing here touches a GPU.
+
+A zeroth-order step that streams units through slots holds on the device, for b bytes an element
+(homes and slots in the wire format):
+
+    homes        the spine and every resident unit                               b x their elements
+    slots        slot_count x the largest streamed unit                          b x ...
+    perturbed    w + eps z and w - eps z of one unit, and of the spine for
+                 each of q directions; one fp32 unit where packed ones have gaps b x (2 unit + 2 q spine)
+    activations  one running pass, and what each waiting pass keeps              below
+    logits       [tokens, chunk] of one vocabulary chunk, in b and in fp32       below
+    workspace    what cuBLAS reserves, once a thread
+
+Activations are estimated from two widths: H, the hidden size, and W, the widest side of a matrix in a block. A pass
+in the middle of an MLP holds the residual, its normalised copy and up to three tensors of width W (gate, up, product);
+two where a ReLU is taken within the product (model/forward/fused_relu.py).
+The allocator cannot always hand a freed piece out again at once: a seventh more (FRAGMENTATION). Blocks small enough
+to be launched as CUDA graphs have a second set, which the allocator keeps apart, and are recorded on a stream of their
+own, for which cuBLAS reserves once more.
+Activations and logits are never alive together, so the larger counts. These numbers decide what fits; the measured
+peak is printed beside them after a few steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.model.forward.graphs import SMALL_FLOP
+from keyhole.model.forward.head import HEAD_TOKENS
+from keyhole.model.structure.layout import CHUNK_ROWS, Layout
+from keyhole.model.weights.format import PACKED, Wire
+
+MIB = 2**20
+GIB = 2**30
+FRAGMENTATION = 1.15  # of activations, which differ in size
+ALLOCATOR_SLACK = 1.03  # blocks that the caching allocator keeps but cannot hand out again
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What will run, as far as memory is concerned."""
+
+    method: str = "zo"
+    tokens: int = 2048  # in one forward pass: batch_size x length
+    passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
+    directions: int = 1
+    kept: str = "block"  # where block inputs are between forward and backward: block (device) or host
+    lsp: Any = None  # lsp: its settings that decide about memory (methods/lsp/memory.py)
+    whole_blocks: bool = False  # zo, compiled: blocks are not cut
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """The parts of the device peak."""
+
+    homes: int
+    slots: int
+    perturbed: int
+    activations: int
+    logits: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        moving = max(self.activations, self.logits)
+        return int((self.homes + self.slots + self.perturbed + moving + self.workspace) * ALLOCATOR_SLACK)
+
+
+def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
+    """One running pass in the widest part of a block, the hidden states of all passes, and waiting widths."""
+    hidden = layout.table.shape[1]
+    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
+    wide = max((max(shape) for shape in matrices), default=hidden)
+    cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
+    running = work.tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
+    waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
+    recorded = work.tokens * (2 * hidden + 3 * wide) + work.tokens * work.passes * 2 * hidden  # 3: as measured, always
+    graphs = recorded if launched_as_graphs(layout, work) else 0
+    return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
+
+
+def launched_as_graphs(layout: Layout, work: Workload) -> bool:
+    """Whether blocks are whole and small enough (model/forward/graphs.py)."""
+    blocks = layout.of_kind("block")
+    small = 2 * max((u.numel for u in blocks), default=0) * work.tokens <= SMALL_FLOP
+    return small and len(blocks) == layout.block_count > 0
+
+
+def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
+    """Logits of one chunk in the model's dtype and two fp32 copies, and the hidden states of all passes."""
+    tokens = min(work.tokens, HEAD_TOKENS)
+    rows = min(CHUNK_ROWS, layout.table.shape[0])
+    return tokens * rows * (element_bytes + 8) + work.tokens * work.passes * layout.table.shape[1] * element_bytes
+
+
+def zo_device_bytes(
+    layout: Layout,
+    streamed: set[int],
+    slot_count: int,
+    work: Workload,
+    *,
+    formats: Wire,
+    workspace_bytes: int,
+) -> DeviceBytes:
+    """The device peak of a zeroth-order step."""
+    element_bytes = formats.dtype.itemsize
+    gaps = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED and u.has_gaps]
+    perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * work.directions * layout.spine.numel)
+    return DeviceBytes(
+        homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
+        slots=slot_count * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0),
+        perturbed=perturbed + 4 * max(gaps, default=0),
+        activations=activation_bytes(layout, work, element_bytes),
+        logits=logits_bytes(layout, work, element_bytes),
+        workspace=workspace_bytes * (work.passes * (2 if launched_as_graphs(layout, work) else 1) + 1),
+    )
+
+
+def host_bytes(layout: Layout, streamed: set[int], formats: Wire) -> int:
+    """Host memory of the streamed units."""
+    return sum(formats.home_bytes(layout.units[i]) for i in streamed)

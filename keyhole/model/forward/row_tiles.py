@@ -1,0 +1,70 @@
+"""Linear layers whose matrix is too large to be on the device at once, computed in tiles of output rows.
+
+    y = x W^T + b        y[:, r0:r1] = x W[r0:r1]^T + b[r0:r1]        for each tile [r0, r1)
+
+A tile is a unit of its own: the pass meets tile after tile, and slots and perturbed copies need room for one tile only
+(OPT-175B: 288 MiB instead of 1152, in 16 bit). The bias is on the spine, where it is at hand for all tiles.
+
+A product of some rows may differ in its last bits from those rows of the whole product: a library may choose another
+kernel for another shape. So that streamed and resident stay equal to the bit, the tiles depend on the layer's shape
+alone (blocks.row_tiles), and a layer that has tiles is always computed in them, wherever it lives. Within rounding that
+is what the ordinary layer gives. Only with gradients the product is whole: those methods hold whole matrices.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from keyhole.errors import UserError
+from keyhole.model.structure.find import find_blocks, row_tiles
+from keyhole.model.structure.layout import Unit
+
+
+def compute_in_tiles(model: Any) -> None:
+    """Gives every linear layer of the blocks that has tiles a forward that goes tile by tile."""
+    units: dict[int, list[Unit]] = {}
+    for unit in model.layout.of_kind("block"):
+        if unit.rows is not None:
+            units.setdefault(id(unit.tensors[0].param), []).append(unit)
+    for block in find_blocks(model.module):
+        for layer in block.modules():
+            if tiles := row_tiles(layer):
+                layer.forward = _forward(weakref.ref(model), layer, tiles, units.get(id(layer.weight)))
+
+
+def _forward(
+    model: Callable[[], Any], layer: nn.Linear, tiles: list[tuple[int, int]], units: list[Unit] | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """units: one a tile, where the layer is cut; None where its weight is bound whole."""
+
+    def weight_of(tile: int) -> torch.Tensor:
+        conductor = model().conductor
+        if units is None or conductor is None:
+            return layer.weight[slice(*tiles[tile])]
+        current = conductor.current
+        if current.wants is not units[tile]:
+            current.meet(units[tile])
+        return layer.weight  # what is bound now is these rows
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            if units is not None and model().conductor is not None:
+                raise UserError(
+                    "this model was loaded for forward passes only, with large matrices cut by rows: gradients need "
+                    "whole ones. Pass keyhole.load(..., workload=Workload(method=...)) with the method that will run"
+                )
+            return F.linear(x, layer.weight, layer.bias)
+        y = None
+        for i, (first, last) in enumerate(tiles):
+            weight_RI = weight_of(i)
+            part = F.linear(x, weight_RI, None if layer.bias is None else layer.bias[first:last])
+            if y is None:
+                y = part.new_empty(*part.shape[:-1], tiles[-1][1])
+            y[..., first:last] = part
+        return y
+
+    return forward

@@ -1,0 +1,59 @@
+"""What there is to find in a decoder: its blocks, the modules in them that own matrices, and layers of special kinds.
+
+Nothing goes by the model's name but PAIRS: blocks are the list of modules that holds the most parameters. All of it
+works on the meta device, and depends on the architecture alone.
+"""
+
+from torch import nn
+
+TILE_NUMEL = 160 * 2**20
+TILE_ROWS = 256  # tiles are a multiple of this
+PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
+"""Class of a block -> its linear layer and the activation after it (model/forward/fused_relu.py). To add one, read the block's
+forward: nothing but the activation may use what the layer gives."""
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: the outermost list of modules that holds the most parameters; [] if there is none."""
+    best, best_numel = [], 0
+    for child in module.modules():  # outermost first, so that a tie goes to the outer list
+        if isinstance(child, nn.ModuleList) and len(child) > 1:
+            numel = sum(p.numel() for p in child.parameters())
+            if numel > best_numel:
+                best, best_numel = list(child), numel
+    return best
+
+
+def _is_matrix(p: nn.Parameter) -> bool:
+    """Not a vector, and not the kernel of a depthwise convolution [C, 1, K]: that is small, and the code of state-space
+    layers uses it without entering the module that owns it."""
+    return p.ndim > 1 and p.shape[-2] > 1
+
+
+def leaves_of(block: nn.Module) -> list[nn.Module]:
+    """Modules that own a matrix, each with all that is inside of it (its own code may use its children's weights);
+    modules with vectors only (norms) belong to the spine."""
+    if any(p is not None and _is_matrix(p) for p in block._parameters.values()):
+        return [block]
+    return [leaf for child in block.children() for leaf in leaves_of(child)]
+
+
+def row_tiles(leaf: nn.Module) -> list[tuple[int, int]]:
+    """Row ranges of a linear layer with a large matrix, as even as TILE_ROWS allows; [] for any other module. They
+    depend on the shape alone, so that streamed and resident models compute the same products."""
+    if type(leaf) is not nn.Linear or leaf.weight.numel() <= TILE_NUMEL:
+        return []
+    row_count = leaf.weight.shape[0]
+    even = -(-row_count // -(-leaf.weight.numel() // TILE_NUMEL))
+    step = -(-even // TILE_ROWS) * TILE_ROWS
+    tiles = [(first, min(first + step, row_count)) for first in range(0, row_count, step)]
+    return tiles if len(tiles) > 1 else []
+
+
+def relu_pair(block: nn.Module) -> tuple[nn.Linear, nn.ReLU] | None:
+    """The linear layer of a block and the ReLU that alone uses its output, where one product can do both."""
+    if (names := PAIRS.get(type(block).__name__)) is None:
+        return None
+    layer, activation = (getattr(block, name) for name in names)
+    fits = type(layer) is nn.Linear and layer.bias is not None and not row_tiles(layer)
+    return (layer, activation) if fits and type(activation) is nn.ReLU else None

@@ -1,0 +1,204 @@
+"""What travels together: a model's parameters laid out as one flat array, cut into units.
+
+Every parameter element gets an index in one flat, virtual array of the whole model. That index is at once
+
+  - its place in host memory (a unit is a contiguous range of the array, so moving it is one copy), and
+  - its name for the noise: z is a function of (seed, step, direction, index) and of nothing else.
+
+So the layout may not depend on the device, the budget or the placement, only on the architecture. In order:
+
+    spine    everything small or odd: norms, position tables, biases of the head. On the device all the time.
+    table    the input embedding (vocabulary x width), cut into row chunks of CHUNK_ROWS rows
+    blocks   the matrices of the transformer blocks, block after block
+    head     the output matrix, cut like the table; absent when it is tied to the table
+
+Blocks are found by looking at the model (find.py). A block may be cut further into runs of consecutive leaf modules
+when a whole block is too large a transfer for the budget; that changes where units begin and end, never an element's
+index. A very large matrix of a linear layer may be cut by rows (model/forward/row_tiles.py says how it is then used); such a layer's
+bias, which all of its rows need, belongs to the spine.
+
+Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding a tensor.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from keyhole.model.structure.find import find_blocks, leaves_of, relu_pair, row_tiles
+
+ALIGN = 64
+CHUNK_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class FlatTensor:
+    """One parameter: its place in the flat array and its shape. A tied one appears once."""
+
+    name: str
+    start: int
+    shape: torch.Size
+    param: nn.Parameter = field(repr=False, compare=False)
+    block: int | None = None  # the block it belongs to; None outside of the blocks
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.shape.numel()
+
+
+@dataclass
+class Unit:
+    """A contiguous range [start, stop) of the flat array that crosses the link in one copy."""
+
+    index: int
+    name: str
+    kind: str  # "spine" | "block" | "table" | "head"
+    start: int
+    stop: int
+    tensors: list[FlatTensor]
+    modules: list[nn.Module] = field(default_factory=list, repr=False)  # entering one of these needs the unit
+    rows: tuple[int, int] | None = None  # row range, for chunks of a table and tiles of a matrix
+    block: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether tensors are padded in it."""
+        return self.rows is None and sum(tensor.shape.numel() for tensor in self.tensors) < self.numel
+
+
+@dataclass
+class Layout:
+    """The flat array: its tensors, its units in order, and the two tables that are read by rows."""
+
+    tensors: list[FlatTensor]
+    units: list[Unit]
+    numel: int
+    block_count: int
+    block_class: str
+    tied: bool  # the head is the table
+    tiled_layers: int = 0  # linear layers that are computed in row tiles
+    fused_relu: bool = False  # blocks take a ReLU within the product before it
+
+    def of_kind(self, kind: str) -> list[Unit]:
+        return [unit for unit in self.units if unit.kind == kind]
+
+    @property
+    def spine(self) -> Unit:
+        return self.units[0]
+
+    @property
+    def table(self) -> FlatTensor:
+        return self.of_kind("table")[0].tensors[0]
+
+    @property
+    def head_units(self) -> list[Unit]:
+        """The row chunks that the logits are computed from, tied or not."""
+        return self.of_kind("table" if self.tied else "head")
+
+    @property
+    def largest_unit_numel(self) -> int:
+        return max(unit.numel for unit in self.units[1:])
+
+
+def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> list[list[nn.Module]]:
+    """Consecutive leaves gathered into runs of at most max_numel elements; one run when max_numel is None."""
+    runs, size = [], 0
+    for leaf in leaves:
+        numel = sum(p.numel() for p in leaf.parameters() if id(p) in owned)
+        if numel == 0:
+            continue
+        if not runs or (max_numel is not None and size + numel > max_numel):
+            runs.append([])
+            size = 0
+        runs[-1].append(leaf)
+        size += numel
+    return runs
+
+
+def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
+    """id(parameter) -> the one block that uses it, where that block has units of its own."""
+    users = Counter(id(p) for block in blocks for p in block.parameters())
+    return {
+        id(p): i
+        for i, block in enumerate(blocks)
+        if any(id(p) in in_blocks for p in block.parameters())
+        for p in block.parameters()
+        if users[id(p)] == 1
+    }
+
+
+def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
+    """Lays the parameters of an HF decoder out flat. Works on the meta device: no weights are needed. cut_rows: where
+    blocks are cut, large matrices may be cut too, into units of some rows."""
+    names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
+    head_p = head.weight if isinstance(head, nn.Linear) else None
+    blocks = find_blocks(module)
+    tables = {id(p) for p in (table_p, head_p)}
+    uses = Counter(id(p) for block in blocks for leaf in leaves_of(block) for p in leaf.parameters())
+    large = [leaf for block in blocks for leaf in leaves_of(block) if row_tiles(leaf)]
+    outside = tables | {id(leaf.bias) for leaf in large}
+    in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine
+    builder = _Builder(names, _block_of(blocks, in_blocks))
+    spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
+    builder.unit("spine", "spine", spine, [])
+    if table_p is not None:
+        builder.table("table", table_p)
+    for i, block in enumerate(blocks):
+        runs = _runs(leaves_of(block), in_blocks, max_unit_numel)
+        for j, run in enumerate(runs):
+            params = [p for leaf in run for p in leaf.parameters() if id(p) in in_blocks]
+            name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
+            if cut_rows and len(runs) > 1 and len(run) == 1 and (tiles := row_tiles(run[0])):
+                builder.rows("block", name, params[0], tiles)
+            else:
+                builder.unit("block", name, params, [block] if len(runs) == 1 else run)
+    tied = head_p is table_p
+    if head_p is not None and not tied:
+        builder.table("head", head_p)
+    kind = type(blocks[0]).__name__ if blocks else "none"
+    fused = any(relu_pair(block) for block in blocks)
+    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large), fused)
+
+
+class _Builder:
+    """Places tensors one after the other and closes units."""
+
+    def __init__(self, names: dict[int, str], block_of: dict[int, int]) -> None:
+        self.names, self.block_of = names, block_of
+        self.tensors: list[FlatTensor] = []
+        self.units: list[Unit] = []
+        self.end = 0
+
+    def _place(self, param: nn.Parameter) -> FlatTensor:
+        tensor = FlatTensor(self.names[id(param)], self.end, param.shape, param, self.block_of.get(id(param)))
+        self.tensors.append(tensor)
+        self.end = -(-tensor.stop // ALIGN) * ALIGN
+        return tensor
+
+    def unit(self, kind: str, name: str, params: list[nn.Parameter], modules: list[nn.Module]) -> None:
+        start = self.end
+        tensors = [self._place(p) for p in {id(p): p for p in params}.values()]
+        block = tensors[0].block if kind == "block" else None
+        self.units.append(Unit(len(self.units), name, kind, start, self.end, tensors, modules, block=block))
+
+    def table(self, kind: str, param: nn.Parameter) -> None:
+        chunks = range(0, param.shape[0], CHUNK_ROWS)
+        self.rows(kind, kind, param, [(first, min(first + CHUNK_ROWS, param.shape[0])) for first in chunks])
+
+    def rows(self, kind: str, name: str, param: nn.Parameter, ranges: list[tuple[int, int]]) -> None:
+        """A matrix cut by rows, a unit each; every unit but the last ends where the next begins."""
+        tensor = self._place(param)
+        row_count, width = param.shape
+        for first, last in ranges:
+            start = tensor.start + first * width
+            stop = tensor.start + last * width if last < row_count else self.end
+            unit = Unit(len(self.units), f"{name} rows {first}-{last}", kind, start, stop, [tensor])
+            unit.rows, unit.block = (first, last), tensor.block
+            self.units.append(unit)

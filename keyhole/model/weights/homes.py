@@ -1,0 +1,64 @@
+"""Weights at home: where a parameter lies in flat memory, and how it gets there.
+
+A plain home holds the unit's elements in a dtype; a parameter is then a view of it (the chunks of a table lie side
+by side, so a table is one view). A packed home (wire: fp8) holds codes and scales; a parameter of it is read as an
+unpacked copy, and written by gathering the whole unit in fp32 and packing it when its last tensor has come, both on the
+device that computes: a CPU packs 0.2 G elements a second.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from keyhole import ops
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.weights.format import PACKED
+
+
+def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
+    """The tensor's view of `flat`, whose first element has index `start`."""
+    begin = tensor.start - start
+    return flat[begin : begin + tensor.shape.numel()].view(tensor.shape)
+
+
+class Homes:
+    """The homes of all units, seen as parameters. `dtype` is what packed ones are unpacked to; `device` packs them."""
+
+    def __init__(self, layout: Layout, flats: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+        self.layout, self.flats, self.dtype, self.device = layout, flats, dtype, device
+        self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
+
+    def unit_of(self, tensor: FlatTensor) -> Unit:
+        """The unit that the tensor starts in (a table goes on into the next ones)."""
+        return next(u for u in self.layout.units if u.start <= tensor.start < u.stop)
+
+    def is_packed(self, tensor: FlatTensor) -> bool:
+        return self.flats[self.unit_of(tensor).index].dtype == PACKED
+
+    def read(self, tensor: FlatTensor) -> torch.Tensor:
+        """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
+        unit = self.unit_of(tensor)
+        flat = self.flats[unit.index]
+        if flat.dtype == PACKED:
+            unpacked = torch.empty(unit.numel, dtype=self.dtype, device=flat.device)
+            ops.fp8_decode(flat, unpacked)
+            return view(unpacked, tensor, unit.start)
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        return flat.as_strided(tensor.shape, strides, flat.storage_offset() + tensor.start - unit.start)
+
+    def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
+        """Has `write` fill the parameter."""
+        if not self.is_packed(tensor):
+            write(self.read(tensor))
+            return
+        unit = self.unit_of(tensor)
+        if unit.index not in self._gathered:
+            self._gathered[unit.index] = torch.zeros(unit.numel, device=self.device), set()
+        whole, written = self._gathered[unit.index]
+        write(view(whole, tensor, unit.start))
+        written.add(tensor.name)
+        if len(written) == len(unit.tensors):
+            packed = torch.empty_like(self.flats[unit.index], device=self.device)
+            ops.fp8_encode_(whole, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
+            self.flats[unit.index].copy_(packed)
+            del self._gathered[unit.index]

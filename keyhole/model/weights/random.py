@@ -1,0 +1,41 @@
+"""Seeded random weights, fast: what benchmarks and tests need when only a config exists.
+
+Vectors (norms, biases) keep what the HF model's own initialisation gave them; they are tiny. Matrices are drawn from
+N(0, initializer_range^2). On a GPU a chunk is drawn there and copied home, at the speed of the link. On a CPU drawing
+costs about 10 ns an element, so in a model of more than POOLED_NUMEL elements tensors are filled from one pool of
+normals, read from a place that depends on the tensor: fine for timing.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.model.structure.layout import FlatTensor
+
+CHUNK = 1 << 26
+POOLED_NUMEL = 1 << 28
+
+
+def fill_random(model: Any, std: float, seed: int) -> None:
+    """Fills a Model (or fills it again: vectors then stay). The values depend on the seed and the device type alone."""
+    device, tensors = model.device, model.layout.tensors
+    generator = torch.Generator(device).manual_seed(seed)
+    total = sum(t.shape.numel() for t in tensors)
+    pool = None
+    if device.type == "cpu" and total > POOLED_NUMEL:
+        pool = torch.empty(CHUNK).normal_(0.0, std, generator=generator)
+    for tensor in tensors:
+        if len(tensor.shape) < 2:
+            model.homes.fill(tensor, lambda target, tensor=tensor: target.copy_(tensor.param.data))
+            continue
+
+        def draw(target: torch.Tensor, tensor: FlatTensor = tensor) -> None:
+            for i, part in enumerate(target.view(-1).split(CHUNK)):
+                if pool is None:
+                    drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
+                else:
+                    place = (tensor.start + i * CHUNK) * 0x9E3779B97F4A7C15 % 2**64  # its high bits are scattered
+                    drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
+                part.copy_(drawn.to(part.dtype))  # on the device: a copy that also converts does so on the host, slowly
+
+        model.homes.fill(tensor, draw)

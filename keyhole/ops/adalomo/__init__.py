@@ -1,0 +1,1 @@
+"""AdaLOMO's update of a matrix and of a vector, and the step that both share."""

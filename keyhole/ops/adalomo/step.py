@@ -1,0 +1,76 @@
+"""The end of AdaLOMO's update, the same for matrices and vectors: from the normalised gradient u to the stored weight.
+
+    u   /= max(1, rms(u) / clip_threshold)        a = lr max(eps2, rms(w))        w = round(w (1 - a wd) - a u)
+
+rms is over the whole tensor. With the rounding "kahan" (ops/rounding/store.py) the step is y = (c - a u) - (a wd) w. A tensor whose
+gradient holds an inf or nan (or has a sum of squares beyond float32) is left alone, and `bad` is set: one such element
+would spread through the rms over everything. How u is made is in matrix.py (matrices) and vector.py.
+"""
+
+import torch
+
+from keyhole.ops.backend import jit, tl
+from keyhole.ops.rounding.round import FLOAT32_MAX
+from keyhole.ops.rounding.store import bits_reference, settle_reference
+
+_FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
+
+State = dict[str, torch.Tensor]
+
+
+def step_reference_(w: torch.Tensor, u: torch.Tensor, c: torch.Tensor | None, total: torch.Tensor, *, lr: float,
+                    weight_decay: float, eps2: float, clip_threshold: float, stochastic: bool, offset: int, seed: int,
+                    step: int, sum_squares: torch.Tensor | None, bad: torch.Tensor | None,
+                    changed: torch.Tensor | None) -> None:
+    """The formulas above, in order. total: the sum of squares of the gradient."""
+    w_fp32, fine = w.to(torch.float32), total <= FLOAT32_MAX
+    u = u / (u.square().mean().sqrt() / clip_threshold).clamp(min=1.0)
+    a = lr * w_fp32.square().mean().sqrt().clamp(min=eps2)
+    x = w_fp32 * (1 - a * weight_decay) - a * u if c is None else (c - a * u) - (a * weight_decay) * w_fp32
+    bits = bits_reference(w, offset, seed, step) if stochastic else None
+    new, c_new = settle_reference(w, x, c, bits)
+    new = torch.where(fine, new, w)
+    if c is not None:
+        c.copy_(torch.where(fine, c_new, c))
+    for counter, value in ((sum_squares, total), (changed, (new != w).sum())):
+        if counter is not None:
+            counter += value
+    if bad is not None:
+        bad |= ~fine
+    w.copy_(new)
+
+
+def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: float, total: torch.Tensor) -> torch.Tensor:
+    """beta old + (1 - beta) mean, in place, unless the gradient is bad."""
+    return old.copy_(torch.where(total <= FLOAT32_MAX, old * beta + mean * (1 - beta), old))
+
+
+@jit()
+def scale_or_one(scale_ptr):
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    return scale
+
+
+@jit()
+def if_finite(total, n):
+    """n, or 0 if the gradient is bad: where to stop storing."""
+    return tl.where(total <= _FLOAT32_MAX, n, 0)
+
+
+@jit()
+def step_size(w_squares, u_squares, n, lr, eps2, clip_threshold):
+    """a = lr max(eps2, rms(w)) and the divisor max(1, rms(u) / clip_threshold) of u."""
+    a = lr * tl.maximum(tl.sqrt(w_squares / n), eps2)
+    return a, tl.maximum(tl.sqrt(u_squares / n) / clip_threshold, 1.0)
+
+
+@jit()
+def moved(w_fp32, c_ptr, mask, u, a, wd):
+    """x of settle(): the new weight, or Kahan's step."""
+    if c_ptr is not None:
+        x = tl.load(c_ptr, mask, 0.0).to(tl.float32) - a * u - (a * wd) * w_fp32
+    else:
+        x = w_fp32 * (1 - a * wd) - a * u
+    return x

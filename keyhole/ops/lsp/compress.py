@@ -1,0 +1,125 @@
+"""Compressing: X P for a sparse projector P, without its zeros.
+
+    out[t, j] = sum over the rows i that have a number in column j of  x[t, i] P[i, j]            in float32
+
+Applied to both sides of a weight gradient before they meet, it makes S = (dY P)^T (X Q) a product of d columns by d
+columns; the gradient never exists, and X Q is all that has to be kept of X.
+
+    free, runs   a gather: every column (run of columns) has the list of its sources. x is read r times, mostly from
+                 cache: the programs of one tile of tokens run side by side.
+    blocks       a batch of products [tokens, g] [g, r]: x is read once. Neighbouring blocks are one product with a
+                 block-diagonal matrix, made in registers: blocks of a few rows would read memory in crumbs. For 16-bit
+                 x on tensor cores, where the projector's numbers count 11 bits (TF32); x itself is exact there.
+
+Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels add up in a fixed order.
+Reference and kernel differ by rounding.
+Legend: T tokens, R rows, d columns, r numbers a row.
+"""
+
+from math import gcd
+
+import torch
+
+from keyhole.ops.arguments import DTYPES
+from keyhole.ops.backend import jit, on_device, tl, use_kernel
+from keyhole.ops.lsp.projector import UNROLL, Projector
+from keyhole.ops.rounding.round import round_nearest
+
+TOKENS, COLUMNS = 64, 64  # of a tile of the gather
+DEPTH, WIDTH = 64, 32  # rows a step of the block product, and columns of its result
+NOWHERE = 1 << 30  # a row that no projector has
+
+_NOWHERE = tl.constexpr(NOWHERE)
+
+
+def compress_reference(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
+    x_TR = x_TR.to(torch.float32)
+    if p.group:
+        blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
+        x_TBg = torch.nn.functional.pad(x_TR, (0, lost)).view(-1, blocks, p.group)
+        values_Bgr = torch.nn.functional.pad(p.values_Rr, (0, 0, 0, lost)).view(blocks, p.group, p.r)
+        out_Td.copy_(torch.einsum("tbg,bgr->tbr", x_TBg, values_Bgr).reshape(-1, p.d))
+        return
+    columns_Rr, sum_Td = p.columns_Rr(), torch.zeros(out_Td.shape, device=x_TR.device)
+    for k in range(p.r):
+        sum_Td.index_add_(1, columns_Rr[:, k], x_TR * p.values_Rr[:, k])
+    out_Td.copy_(sum_Td)
+
+
+@jit()
+def _gather_kernel(x_ptr, values_ptr, sources_ptr, out_ptr, T, R, D, stride, r, L, RUN: tl.constexpr,
+                   TOKENS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr):
+    """One program: a tile of the result. Where it lies in one run, its sources are named by one number. UNROLL sources
+    are on their way at a time."""
+    first = tl.program_id(0) * COLUMNS
+    column, token = first + tl.arange(0, COLUMNS), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for start in range(0, L, UNROLL):
+        for i in tl.static_range(UNROLL):
+            source = start + i
+            if RUN % COLUMNS == 0:
+                entry = tl.load(sources_ptr + first // RUN * L + source)
+                row = tl.where(entry >= 0, entry // r * RUN, _NOWHERE) + first % RUN + tl.arange(0, COLUMNS)
+            else:
+                entry = tl.load(sources_ptr + column // RUN * L + source, column < D, -1)
+                row = tl.where(entry >= 0, entry // r * RUN + column % RUN, _NOWHERE)
+            value = tl.load(values_ptr + row * r + entry % r, row < R, 0.0)
+            x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < R)[None, :], 0.0)
+            total += x.to(tl.float32) * value[None, :]
+    at = token[:, None] * D + column[None, :]
+    tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & (column < D)[None, :])
+
+
+@jit()
+def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, group, r: tl.constexpr, PER: tl.constexpr,
+                   ALIGNED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
+                   WIDTH: tl.constexpr):
+    """One program: TOKENS tokens through PER neighbouring blocks, as one product with their block-diagonal matrix.
+    ALIGNED: a power of two that divides where their rows begin and end."""
+    first, k = tl.program_id(0) * PER, tl.arange(0, WIDTH)
+    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    total = tl.zeros([TOKENS, WIDTH], tl.float32)
+    begin, stop = tl.multiple_of(first * group, ALIGNED), tl.multiple_of(tl.minimum((first + PER) * group, R), ALIGNED)
+    inside = (k < PER * r) & (first * r + k < D)
+    for start in range(begin, stop, DEPTH):
+        row = tl.multiple_of(start, ALIGNED) + tl.arange(0, DEPTH)
+        x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < stop)[None, :], 0.0)
+        same = (row // group - first)[:, None] == (k // r)[None, :]
+        value = tl.load(values_ptr + row[:, None] * r + (k % r)[None, :],
+                        same & (row < stop)[:, None] & inside[None, :], 0.0)
+        total = tl.dot(x.to(tl.float32), value, total, input_precision=PRECISION)
+    at = token[:, None] * D + first * r + k[None, :]
+    tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & inside[None, :])
+
+
+def power_of_two(n: int) -> int:
+    """The first one from n on, at least 16: the side of a tile that tl.dot takes."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
+    """The same by kernel."""
+    (T, R), stride, values = x_TR.shape, x_TR.stride(0), p.values_Rr
+    with on_device(x_TR):
+        if p.group:
+            per = max(1, WIDTH // p.r)
+            _blocks_kernel[(-(-p.d // (per * p.r)), -(-T // TOKENS))](
+                x_TR, values, out_Td, T, R, p.d, stride, p.group, r=p.r, PER=per, ALIGNED=gcd(per * p.group, R, 16),
+                PRECISION="ieee" if x_TR.dtype == torch.float32 else "tf32", TOKENS=TOKENS,
+                DEPTH=min(DEPTH, power_of_two(per * p.group)), WIDTH=power_of_two(per * p.r), num_warps=4)
+        else:
+            columns = p.run if 16 <= p.run < COLUMNS else COLUMNS
+            _gather_kernel[(-(-p.d // columns), -(-T // TOKENS))](
+                x_TR, values, p.sources, out_Td, T, R, p.d, stride, p.r, p.sources.shape[1], RUN=p.run, TOKENS=TOKENS,
+                COLUMNS=columns, UNROLL=UNROLL, num_warps=4)
+
+
+def compress(x_TR: torch.Tensor, projector: Projector, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x P as [T, d], in x's dtype unless told otherwise. x: float32 | bfloat16 | float16, its rows contiguous."""
+    assert x_TR.dim() == 2 and x_TR.shape[1] == projector.rows and x_TR.dtype in DTYPES, (x_TR.shape, x_TR.dtype)
+    assert x_TR.stride(1) == 1 or x_TR.shape[1] == 1, x_TR.stride()
+    out_Td = torch.empty(x_TR.shape[0], projector.d, dtype=out_dtype or x_TR.dtype, device=x_TR.device)
+    if x_TR.shape[0]:
+        run = compress_triton if use_kernel(x_TR.device) else compress_reference
+        run(x_TR, projector, out_Td)
+    return out_Td

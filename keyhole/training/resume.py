@@ -1,0 +1,78 @@
+"""Which settings may change when a run goes on.
+
+Safe ones say how long to train, how fast from here on, what to report, and where things are; they are applied
+from the next step on, and printed. The others say what the run *is* (model, data, batches, seed, method):
+with another value the steps so far and the steps to come would not be one run, so they are refused, all at
+once, by name. Sections of methods that are not in use do not count.
+"""
+
+import json
+from typing import Any
+
+from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.state import State
+from keyhole.config import TrainConfig, to_dict
+from keyhole.config.fields import section_of, sections, settings
+from keyhole.errors import UserError
+from keyhole.machine.probe import versions
+
+SAFE = {
+    "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
+    "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
+    "report_to", "output_dir", "device", "placement", "gpu_memory", "background_save", "journal_sync",
+    "adam_offload.schedule", "adam_offload.threads", "adam_offload.gpu_updates", "lsp.optimizer_on", "lsp.threads",
+    "zo.clip", "zo.deferred_update", "zo.write_back_every",
+}  # fmt: skip
+
+
+def flat_config(config: TrainConfig) -> dict[str, Any]:
+    """Dotted key -> plain value, the top level and the section of the method."""
+    values = to_dict(config)
+    own = section_of(config.method)
+    flat = {key: value for key, value in values.items() if key not in sections()}
+    flat |= {f"{own}.{key}": value for key, value in values[own].items()}
+    return json.loads(json.dumps(flat))
+
+
+def apply_changes(state: State, config: TrainConfig, done: int | None = None) -> list[str]:
+    """A line for every safe setting that changed since the checkpoint; UserError names those that may not.
+
+    done: steps done, where a journal leads further than the checkpoint."""
+    next_step = (state.step if done is None else done) + 1
+    lines, refused = [], []
+    now = flat_config(config)
+    for key in sorted(now.keys() | state.config.keys()):
+        default = settings()[key].default if key in settings() else None
+        before, after = state.config.get(key, default), now.get(key, default)
+        if before == after:
+            continue
+        if key in SAFE:
+            lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
+        else:
+            refused.append(f"  {key}: the run has {_shown(before)}, the config now says {_shown(after)}")
+    if refused:
+        fix = "set them back, or start a new run in another output_dir"
+        raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
+    return lines
+
+
+def _shown(value: Any) -> str:
+    """As a config has it: null, true."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> list[str]:
+    """What going on means here: from where, what is damaged, what changed."""
+    if resume is None:
+        return []
+    choice, state = origin.choice, origin.state
+    damaged = [f"resume: {path} is damaged and passed over: {fault}" for path, fault in choice.damaged.items()]
+    if state is None:
+        return [f"resume: no checkpoint in {config.output_dir} yet, so this is a new run", *damaged, *origin.notes]
+    lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *damaged, *origin.notes]
+    if origin.tail:
+        lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
+    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step)]
+    then, now = state.versions, versions()
+    other = [f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
+    return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

@@ -1,0 +1,89 @@
+"""The block printed at the start: what was decided, and why.
+
+Everything that shapes the run is said once, before the first step: the model and which of its parameters are
+trained, dtype and device with the reason, placement, kernels, how the data was read, how many steps, and the
+schedule.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole import ops
+from keyhole.config import TrainConfig
+from keyhole.model.structure.layout import Layout
+from keyhole.training.schedule import warmup_steps
+
+GIB = 2**30
+
+
+def title(config: TrainConfig) -> str:
+    return f"keyhole {keyhole.__version__}: {config.method} on {config.model}"
+
+
+def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> list[str]:
+    """The model, and a table of its parameters, those of the repeated blocks gathered."""
+    count = sum(t.shape.numel() for t in layout.tensors)
+    frozen = sum(t.shape.numel() for t in layout.tensors if not t.param.requires_grad)
+    size_gib = count * torch.empty(0, dtype=dtype).element_size() / GIB
+    tied = ", head tied to the embedding" if layout.tied else ""
+    return [
+        f"model: {type(module).__name__}, {count:,} parameters, {size_gib:.2f} GiB{tied}",
+        f"parameters: {count - frozen:,} trained, {frozen:,} frozen",
+        *(f"  {row}" for row in parameter_rows(layout)),
+    ]
+
+
+def parameter_rows(layout: Layout) -> list[str]:
+    """`trained  32 x model.layers.*.mlp.up_proj.weight  [11008, 4096]`, a row for each kind of tensor."""
+    kinds: dict[tuple[str, tuple[int, ...], bool], int] = {}
+    for tensor in layout.tensors:
+        kind = (
+            re.sub(r"(?<=\.)\d+(?=\.)", "*", tensor.name),
+            tuple(tensor.shape),
+            tensor.param.requires_grad,
+        )
+        kinds[kind] = kinds.get(kind, 0) + 1
+    width = max(len(name) for name, _, _ in kinds)
+    return [
+        f"{'trained' if trained else 'frozen '}  {times:>3} x {name:<{width}}  {list(shape)}"
+        for (name, shape, trained), times in kinds.items()
+    ]
+
+
+def machine_lines(config: TrainConfig, dtype: torch.dtype, device: torch.device, placed: Iterable[str]) -> list[str]:
+    """Dtype, device, placement and kernels, each with its reason."""
+    why_dtype = "as asked" if config.dtype else "as stored in the model's files"
+    why_device = "as asked" if config.device else "the first GPU" if device.type == "cuda" else "no GPU here"
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    lines = [
+        f"dtype: {str(dtype).removeprefix('torch.')}, {why_dtype}",
+        f"device: {device}{name}, {why_device}",
+    ]
+    return [*lines, *placed, ops.describe()]
+
+
+def plan_lines(config: TrainConfig, first: int, total: int, steps_per_epoch: int) -> list[str]:
+    """Steps, samples, schedule, and where things go."""
+    micro, accumulation = config.batch_size, config.gradient_accumulation_steps
+    rows = "rows of packed samples" if config.packing else "samples"
+    split = f" ({accumulation} micro-batches of {micro})" if accumulation > 1 else ""
+    why = "max_steps" if config.max_steps is not None else f"num_train_epochs={config.num_train_epochs:g}"
+    begun = f", {first} done" if first else ""
+    warm = warmup_steps(total, config.warmup_ratio)
+    kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
+    every = f"every {config.save_steps} steps and at the end" if config.save_steps else "at the end"
+    epoch = f"an epoch is {steps_per_epoch} steps of {micro * accumulation} {rows}{split}"
+    return [
+        f"steps: {total} ({why}){begun}; {epoch}",
+        f"learning rate: {config.lr_scheduler_type}, peak {config.learning_rate:g}, {warm} steps of warm-up",
+        f"output: {config.output_dir}; a checkpoint {every}, {kept}",
+    ]
+
+
+def block(config: TrainConfig, groups: Iterable[Iterable[Any]]) -> list[str]:
+    """All lines, indented under the title."""
+    return [title(config), *(f"  {line}" for group in groups for line in group)]

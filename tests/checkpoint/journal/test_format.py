@@ -1,0 +1,133 @@
+"""The journal: what is appended comes back, what is torn or changed does not."""
+
+import errno
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.format import BadJournal, Header, Record, create, read
+from keyhole.checkpoint.journal.writer import Writer
+
+HEADER = Header(
+    base="ab" * 32, first=0, source="tiny", seed=7, directions=2, distribution="gaussian", rounding="stochastic",
+    eps=1e-3, dtype="bfloat16", wire=None, frozen=[], end_token_ids=[3], loader={"rows": 5}, config={"seed": 7},
+    versions={},
+)  # fmt: skip
+
+
+def record(step: int) -> Record:
+    lr, g = (struct.unpack("<f", struct.pack("<f", value))[0] for value in (1e-6 * step, 0.3 * step))
+    return Record(step, 7, step // 4, step % 4, 0.1, "cpu", (lr, g, -g))
+
+
+def write(path: Path, count: int, header: Header = HEADER, sync_every: int = 1) -> None:
+    writer = Writer(path, create(path, header), header.first, sync_every)
+    for step in range(header.first + 1, header.first + count + 1):
+        writer.append(record(step))
+    writer.close()
+
+
+@pytest.mark.parametrize("sync_every", [1, 3])
+def test_records_come_back_to_the_bit(tmp_path: Path, sync_every: int) -> None:
+    """Every number of every record, and the header; 60 bytes a step for two directions."""
+    write(tmp_path / "journal", 5, sync_every=sync_every)
+    found = read(tmp_path / "journal")
+    assert found.header == HEADER and found.fault is None and found.last == 5
+    assert found.records == [record(step) for step in range(1, 6)]
+    assert found.after(3) == [record(4), record(5)]
+    assert (tmp_path / "journal").stat().st_size == len(journal.pack_header(HEADER)) + 5 * 60
+
+
+def test_a_torn_tail_is_detected_at_every_length_and_cut(tmp_path: Path) -> None:
+    """Whatever part of the last record reached the disk, the records before it are read, and appending goes on."""
+    path = tmp_path / "journal"
+    write(path, 3)
+    content = path.read_bytes()
+    for missing in range(1, 60):
+        path.write_bytes(content[:-missing])
+        found = read(path)
+        assert found.last == 2 and found.torn and "step 3 is cut off" in found.fault
+    writer = Writer(path, read(path), 2)
+    writer.append(record(3))
+    writer.close()
+    assert path.read_bytes() == content
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_no_flipped_bit_is_read(tmp_path: Path, place: int, bit: int) -> None:
+    """A bit flipped anywhere: the header is refused, or reading stops before the record that holds it."""
+    path = tmp_path / "journal"
+    write(path, 4)
+    content = bytearray(path.read_bytes())
+    place %= len(content)
+    content[place] ^= 1 << bit
+    path.write_bytes(content)
+    try:
+        found = read(path)
+    except BadJournal:
+        assert place < len(content) - 4 * 60
+    else:
+        intact = (place - (len(content) - 4 * 60)) // 60
+        assert found.records == [record(step) for step in range(1, intact + 1)] and found.fault
+        assert found.torn == (intact == 3)
+
+
+def test_records_of_another_journal_are_strangers(tmp_path: Path) -> None:
+    """A record is checked against the header it was written under, and against the step before it."""
+    write(tmp_path / "a", 2)
+    write(tmp_path / "b", 3, replace(HEADER, base="cd" * 32))
+    a, b = (tmp_path / name for name in "ab")
+    a.write_bytes(a.read_bytes() + b.read_bytes()[-60:])
+    assert read(a).last == 2 and "was changed" in read(a).fault
+    write(a, 3)
+    content = a.read_bytes()
+    a.write_bytes(content[:-120] + content[-60:])  # step 2 is gone
+    assert read(a).last == 1 and "step 2 holds step 3" in read(a).fault
+
+
+def test_going_back_cuts(tmp_path: Path) -> None:
+    """A writer opened at an earlier step drops what came after it."""
+    path = tmp_path / "journal"
+    write(path, 4)
+    writer = Writer(path, read(path), 2)
+    writer.append(record(3))
+    assert writer.wait_for(3, 1.0) and not writer.wait_for(4, 0.01)
+    writer.sync()
+    assert writer.synced == 3
+    writer.close()
+    assert read(path).last == 3
+
+
+def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be written is kept, and comes before the next record when there is room again."""
+    path = tmp_path / "journal"
+    writer = Writer(path, create(path, HEADER), 0)
+    writer.append(record(1))
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda file, data: real(file, data[:10]))
+        with pytest.raises(OSError) as error:
+            writer.append(record(2))
+        assert error.value.errno == errno.ENOSPC and read(path).last == 1 and read(path).fault is None
+    writer.append(record(3))
+    writer.close()
+    assert read(path).records == [record(1), record(2), record(3)]
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """Not a journal, a later version, and a name for the one that is set aside."""
+    path = tmp_path / "journal"
+    path.write_bytes(b"hello")
+    with pytest.raises(BadJournal, match="not a journal"):
+        read(path)
+    path.write_bytes(journal.FRONT.pack(journal.MAGIC, 9, 0) + b"....")
+    with pytest.raises(BadJournal, match="version 9"):
+        read(path)
+    assert journal.set_aside(path).name == "journal.1" and not path.exists()

@@ -1,0 +1,197 @@
+"""From a journal back to the weights of a run."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace as changed
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal import replay as replays
+from keyhole.checkpoint.journal.replay import replay
+from keyhole.config import TrainConfig, ZOConfig, resolve
+from keyhole.errors import UserError
+from keyhole.training.loop import train
+
+VARIANTS = {
+    "fp32": {},
+    "streamed bf16, decay, two directions": {
+        "placement": "stream", "dtype": "bfloat16", "weight_decay": 0.1, "zo": ZOConfig(directions=2),
+    },
+    "fp8 on the link": {"placement": "stream", "dtype": "bfloat16", "wire": "fp8"},
+    "nearest, rademacher": {"dtype": "float16", "zo": ZOConfig(rounding="nearest", distribution="rademacher")},
+    "not deferred": {"zo": ZOConfig(deferred_update=False, clip=0.5)},
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tiny_model: Path, tiny_data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    def go(**changes: Any) -> TrainConfig:
+        base = {"model": str(tiny_model), "train_data": str(tiny_data), "output_dir": str(tmp_path / "out")}
+        base |= {"method": "zo", "learning_rate": 1e-2, "max_steps": 5, "batch_size": 4, "device": "cpu"}
+        config = resolve(TrainConfig(**base | changes))[0]
+        assert train(config) == 0
+        return config
+
+    return go
+
+
+def weights(path: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(path) / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path, variant: str) -> None:
+    """Base and journal give the weights of the run, bit for bit, as a directory like the run's own."""
+    config = run(**VARIANTS[variant])
+    said: list[str] = []
+    done = replay(str(tiny_model), Path(config.output_dir), tmp_path / "again", device="cpu", say=said.append)
+    assert done.steps == 5 and same(weights(config.output_dir), weights(tmp_path / "again"))
+    assert not same(weights(tiny_model), weights(tmp_path / "again"))
+    ours, theirs = ({f.name for f in Path(p).iterdir() if f.is_file()} for p in (tmp_path / "again", config.output_dir))
+    assert ours == theirs and any("content" in line for line in said)
+    for name in ("generation_config.json", "config.json"):
+        assert (tmp_path / "again" / name).read_text() == (Path(config.output_dir) / name).read_text()
+
+
+def test_any_step_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """--steps 2 gives the weights of checkpoint-2, and a journal streams as well as it is resident."""
+    config = run(save_steps=2, save_total_limit=None, dtype="bfloat16")
+    path = Path(config.output_dir) / "run" / "journal"
+    for placement in ("resident", "stream"):
+        out = tmp_path / placement
+        replay(str(tiny_model), path, out, steps=2, placement=placement, device="cpu", say=lambda line: None)
+        assert same(weights(out), weights(Path(config.output_dir) / "checkpoint-2"))
+    for steps in (6, 99):
+        with pytest.raises(UserError, match=f"--steps: {steps} is not in the journal, which holds 1 to 5"):
+            replay(str(tiny_model), path, tmp_path / "x", steps=steps, device="cpu")
+
+
+def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """The wrong base, a damaged journal, a place that is taken: each says what is wrong, and writes nothing."""
+    config = run()
+    root, out = Path(config.output_dir), tmp_path / "again"
+    with pytest.raises(UserError, match="BASE: .* holds other weights .* than the run started from"):
+        replay(str(root), root, out, device="cpu")
+    with pytest.raises(UserError, match="exists and is not empty"):
+        replay(str(tiny_model), root, root, device="cpu")
+    with pytest.raises(UserError, match="is not there"):
+        replay(str(tiny_model), tmp_path / "nowhere", out, device="cpu")
+    with pytest.raises(UserError, match="OUT: .*journal is a file; choose a new directory"):
+        replay(str(tiny_model), root, root / "run" / "journal", device="cpu")
+    with pytest.raises(UserError, match="model: nowhere is not a directory here"):
+        replay("nowhere", root, out, device="cpu")
+    content = bytearray((root / "run" / "journal").read_bytes())
+    content[-100] ^= 1
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(UserError, match="damaged: the record of step 4 .*--steps 3"):
+        replay(str(tiny_model), tmp_path / "bad", out, device="cpu")
+    assert not out.exists()
+    (tmp_path / "torn").write_bytes((root / "run" / "journal").read_bytes()[:-1])
+    assert replay(str(tiny_model), tmp_path / "torn", out, device="cpu").steps == 4
+
+
+def test_the_embedded_model_by_its_name(run: Callable, tmp_path: Path) -> None:
+    """`keyhole replay demo` knows the base that `model: demo` trains."""
+    config = run(model="demo", train_data="demo", max_steps=2)
+    replay("demo", Path(config.output_dir), tmp_path / "again", device="cpu", say=lambda line: None)
+    assert same(weights(config.output_dir), weights(tmp_path / "again"))
+
+
+# -- going on from a journal ------------------------------------------------------------------------------------------
+
+
+def forget(config: TrainConfig, *names: str) -> None:
+    """What a killed process would not have written yet."""
+    root = Path(config.output_dir)
+    for name in (*names, "model.safetensors"):
+        target = root / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("gone", [("checkpoint-5",), ("checkpoint-5", "checkpoint-2")])
+def test_resume_replays_what_no_checkpoint_holds(
+    run: Callable, variant: str, gone: tuple[str, ...], capsys: Any
+) -> None:
+    """From a checkpoint, or from the model itself, the journal leads to the same weights without a step done again."""
+    config = run(save_steps=2, save_total_limit=None, **VARIANTS[variant])
+    before = weights(config.output_dir)
+    forget(config, *gone, "checkpoint-4")
+    assert train(config, resume="") == 0
+    done = 5 if len(gone) > 1 else 3
+    assert f"{done} steps of the journal replayed" in capsys.readouterr().out
+    assert same(before, weights(config.output_dir))
+
+
+def test_resume_goes_on_behind_the_journal(run: Callable, tmp_path: Path, capsys: Any) -> None:
+    """A torn journal of a longer run: the whole records are replayed, the rest is trained, all bits are equal."""
+    config = run(save_steps=2, save_total_limit=None, lr_scheduler_type="constant")
+    before, path = weights(config.output_dir), Path(config.output_dir) / "run" / "journal"
+    forget(config, "checkpoint-5", "checkpoint-4")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-70])  # step 5 is gone, step 4 torn
+    assert train(config, resume="") == 0
+    out = capsys.readouterr().out
+    assert "ends in a torn record" in out and "1 steps of the journal replayed" in out
+    assert same(before, weights(config.output_dir)) and path.read_bytes() == whole
+    longer = changed(config, max_steps=7)
+    assert train(longer, resume="") == 0
+    assert journal.read(path).last == 7
+
+
+def test_a_journal_that_cannot_go_on_is_set_aside(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """Where records are missing before the checkpoint, a new journal starts from it, and replays from it."""
+    config = run(save_steps=2, save_total_limit=None, max_steps=6)
+    root, path = Path(config.output_dir), Path(config.output_dir) / "run" / "journal"
+    before = weights(root)
+    forget(config, "checkpoint-6")
+    path.write_bytes(path.read_bytes()[: -5 * 52])  # records 2 to 6
+    assert train(config, resume="") == 0
+    assert same(before, weights(root)) and path.with_name("journal.1").exists()
+    assert journal.read(path).header.first == 4
+    replay(str(root / "checkpoint-4"), root, tmp_path / "again", device="cpu", say=lambda line: None)
+    assert same(before, weights(tmp_path / "again"))
+
+
+def test_another_base_is_refused_on_resume(run: Callable, tiny_model: Path, tmp_path: Path) -> None:
+    """A journal without a checkpoint needs the very weights it started from."""
+    config = run()
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    forget(config, "checkpoint-5")
+    with pytest.raises(UserError, match="starts from the weights of .* holds others"):
+        train(changed(config, model=str(other)), resume="")
+
+
+def test_the_time_it_will_take_does_not_count_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first large unit is slow because kernels are made; what is said comes from the second."""
+    clock, said = [100.0], []
+    seconds = [(4, 0.5), (1000, 50.0), (4, 0.5), (1000, 2.0), (1000, 2.0), (1000, 2.0), (1000, 2.0), (1000, 2.0)]
+
+    def units(updates: list) -> Iterator[Any]:
+        for numel, took_s in seconds:
+            clock[0] += took_s
+            yield SimpleNamespace(numel=numel)
+
+    engine = SimpleNamespace(wait_for_homes=lambda: None)
+    layout = SimpleNamespace(numel=sum(numel for numel, _ in seconds))
+    model = SimpleNamespace(device=torch.device("cpu"), layout=layout, engine=engine)
+    monkeypatch.setattr(replays, "TIMED_NUMEL", 100)
+    monkeypatch.setattr(replays, "QUIET_S", 1.0)
+    monkeypatch.setattr(replays, "_now", lambda device: clock[0])
+    monkeypatch.setattr(replays.time, "perf_counter", lambda: 100.0)
+    records = [journal.Record(1, 0, 0, 0, 0.0, "cpu", (1e-3, 0.5))]
+    took_s = replays.apply_records(SimpleNamespace(model=model, replay=units, step_count=0), records, said.append)
+    assert said == ["replaying 1 steps: about 8 s"] and took_s == sum(took_s for _, took_s in seconds)

@@ -1,0 +1,370 @@
+"""Snapshots taken while training goes on are the checkpoints that training would have waited for."""
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.weak import TensorWeakRef
+
+import keyhole
+from keyhole.checkpoint.snapshot import page_writer as hand
+from keyhole.checkpoint.snapshot import snapshot as snapshots
+from keyhole.checkpoint.snapshot.background import Background
+from keyhole.checkpoint.snapshot.copy_threads import Copiers
+from keyhole.checkpoint.snapshot.snapshot import Snapshot
+from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source
+from keyhole.checkpoint.state import About, save_checkpoint, verify
+from keyhole.methods import METHODS
+from keyhole.training.guard import NonFinite
+
+ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
+STREAMING = {"zo", "lomo", "adalomo"}
+ADAPTERS = {"lora", "lomo-lora"}  # adapters beside the model: saved by waiting
+CASES = [(method, "resident", "float32") for method in METHODS if method not in ADAPTERS]
+CASES += [(method, "stream", "bfloat16") for method in METHODS if method in STREAMING]
+CASES += [("zo", "resident", "bfloat16"), ("zo", "stream", "fp8")]
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 200, (2, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": ids, "labels": ids}
+
+
+def make(tiny_model: Path, method: str, placement: str, dtype: str, device: str = "cpu") -> tuple[keyhole.Model, Any]:
+    how = {"dtype": "bfloat16", "wire": "fp8"} if dtype == "fp8" else {"dtype": dtype}
+    how |= {"chaos": random.Random(7)} if placement == "stream" else {}
+    model = keyhole.load(tiny_model, device=device, placement=placement, **how)
+    return model, METHODS[method](model, 1e-3)
+
+
+def begun(tiny_model: Path, tmp_path: Path, pool_bytes: int | None = None) -> tuple[Background, Any]:
+    """A run after one step, and a checkpoint of it that has begun."""
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt, pool_bytes)
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    return background, opt
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = hand.write_at
+
+    def write(*args: Any) -> None:
+        time.sleep(0.003)
+        real(*args)
+
+    monkeypatch.setattr(hand, "write_at", write)
+
+
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize(("method", "placement", "dtype"), CASES)
+@pytest.mark.parametrize("pool", ["half", "none"])
+def test_a_snapshot_is_the_save_bit_for_bit(
+    tiny_model: Path, tmp_path: Path, method: str, placement: str, dtype: str, pool: str
+) -> None:
+    """Three steps, a snapshot, three more steps meanwhile: the files of a run that stopped and saved after three."""
+    compare(tiny_model, tmp_path, (method, placement, dtype, "cpu"), None if pool == "half" else 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("slow_disk")
+@pytest.mark.parametrize(("method", "placement", "dtype"), CASES)
+@pytest.mark.parametrize("pool", ["half", "none"])
+def test_the_same_on_a_gpu(
+    tiny_model: Path, tmp_path: Path, method: str, placement: str, dtype: str, pool: str
+) -> None:
+    """With streams that are delayed at random, and pages that come back late."""
+    compare(tiny_model, tmp_path, (method, placement, dtype, "cuda"), None if pool == "half" else 0)
+
+
+def compare(tiny_model: Path, tmp_path: Path, how: tuple[str, ...], pool_bytes: int | None) -> None:
+    model, opt = make(tiny_model, *how)
+    background = Background(model, opt, pool_bytes)
+    for step in range(3):
+        opt.step(batch(step))
+    background.begin(tmp_path / "background", ABOUT, lambda step: True)
+    for step in range(3, 6):
+        opt.step(batch(step))
+    done = background.wait()
+    assert done.error is None and model.engine.watch is None
+    assert done.snapshot.peak_bytes <= background.pool_bytes and done.snapshot.copied_bytes == 0
+    reference, waits = make(tiny_model, *how)
+    for step in range(3):
+        waits.step(batch(step))
+    waits.flush()
+    state = waits.state_dict()
+    if waits.name == "zo":
+        del state["changed"]
+    save_checkpoint(tmp_path / "waited", reference, state, ABOUT)
+    ours, theirs = contents(tmp_path / "background"), contents(tmp_path / "waited")
+    assert ours.keys() == theirs.keys() and [n for n in ours if ours[n] != theirs[n]] == []
+    verify(tmp_path / "background")
+    for step in range(3, 6):  # and the run itself went on undisturbed
+        waits.step(batch(step))
+    opt.flush()
+    waits.flush()
+    mine = dict(model.named_tensors())
+    assert all(torch.equal(tensor, mine[name]) for name, tensor in reference.named_tensors())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), -float("nan")])
+def test_numbers_that_are_not_finite_are_seen(dtype: torch.dtype, bad: float) -> None:
+    """In every format, of both signs; the largest finite ones, zeros and denormals pass."""
+    top = torch.finfo(dtype).max
+    fine = torch.tensor([0.0, -0.0, 1.0, -top, top, torch.finfo(dtype).tiny / 2], dtype=dtype)
+    hand.check_finite(fine, "w")
+    with pytest.raises(NonFinite, match="w holds"):
+        hand.check_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]), "w")
+
+
+def test_memory_is_at_most_half_of_the_weights(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool is half of the weights, and with a disk that stands still training uses it up and then waits."""
+    model, opt = make(tiny_model, "zo", "stream", "bfloat16")
+    background = Background(model, opt)
+    weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
+    assert background.pool_bytes == weights // 2
+    go, take = threading.Event(), Snapshot._take
+    monkeypatch.setattr(Snapshot, "_take", lambda snapshot: go.wait(60) and take(snapshot))
+    opt.step(batch(0))
+    background.begin(tmp_path / "c", ABOUT, lambda step: True)
+    snapshot = background.writing.snapshot
+    stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2)])
+    stepping.start()
+    stepping.join(1.0)
+    held_up = stepping.is_alive()
+    assert 0 < snapshot.peak_bytes <= weights // 2
+    go.set()
+    stepping.join()
+    done = background.wait()
+    assert held_up and done.error is None and done.snapshot.waited_s > 0.3
+    verify(tmp_path / "c")
+
+
+def one_page(state: int = READY, pool_bytes: int = 100) -> tuple[Snapshot, Source]:
+    source = Source(torch.arange(4.0), [Segment("w", 0, 4, "f", 0)], state=state)
+    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu"), Copiers(2)), source
+
+
+def read(path: Path) -> list[float]:
+    return torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.float32).tolist()
+
+
+def test_copy_on_write(tmp_path: Path) -> None:
+    """A page that is changed before a worker had it is saved as it was; a waiting one, as it is after its update."""
+    snapshot, source = one_page()
+    (tmp_path / "f").write_bytes(bytes(16))
+    snapshot.before_change(0)
+    source.flat.fill_(9.0)
+    snapshot.changed(0, None)
+    snapshot.write(tmp_path)
+    assert read(tmp_path / "f") == [0, 1, 2, 3]
+    snapshot, source = one_page(WAITING)
+    assert not snapshot.is_whole
+    snapshot.before_change(0)
+    source.flat.fill_(9.0)
+    snapshot.changed(0, None)
+    assert snapshot.is_whole
+    snapshot.before_change(0)
+    source.flat.fill_(7.0)
+    snapshot.write(tmp_path)
+    assert read(tmp_path / "f") == [9, 9, 9, 9] and snapshot.copied_bytes == 0
+
+
+def test_memory_of_written_copies_counts_in_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is kept for the next copy of its size; for one of another size it goes. Never more than the pool."""
+    alive: list[TensorWeakRef] = []
+    most_bytes = 0
+
+    def host_memory(size_bytes: int) -> torch.Tensor:
+        nonlocal most_bytes
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        alive.append(TensorWeakRef(memory))
+        most_bytes = max(most_bytes, sum(m.numel() for ref in alive if (m := ref()) is not None))
+        return memory
+
+    monkeypatch.setattr(snapshots.arena, "host_memory", host_memory)
+    sizes = [4, 4, 8, 8, 4, 16, 4, 16, 8]  # elements
+    starts = [4 * sum(sizes[:i]) for i in range(len(sizes))]
+    pages = {
+        i: Source(torch.full((n,), float(i)), [Segment(f"w{i}", 0, n, "f", at)])
+        for i, (n, at) in enumerate(zip(sizes, starts, strict=True))
+    }
+    snapshot = Snapshot(pages, [], 80, torch.device("cpu"), Copiers(2))
+    for page in pages.values():  # copied and written, one after the other
+        snapshot.release(page)
+        with snapshot.turn:
+            assert page.copy is not None
+            snapshot._free(page)
+    assert len(alive) < len(sizes) and 0 < most_bytes <= 80
+
+
+def test_a_page_is_copied_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training does not wait for the rest of a page: the worker goes on from a copy, and saves what was there."""
+    snapshot, source = one_page()
+    (tmp_path / "f").write_bytes(bytes(16))
+    real, at_work, go = hand.write_at, threading.Event(), threading.Event()
+
+    def slow(file: int, data: memoryview, offset: int) -> None:
+        at_work.set()
+        assert offset == 0 or go.wait(20)  # the first piece is quick
+        real(file, data, offset)
+
+    monkeypatch.setattr(hand, "write_at", slow)
+    monkeypatch.setattr(hand, "PIECE_BYTES", 4)
+    writing = threading.Thread(target=snapshot.write, args=(tmp_path,))
+    writing.start()
+    assert at_work.wait(20)
+    changing = threading.Thread(target=lambda: (snapshot.before_change(0), source.flat.fill_(9.0)))
+    changing.start()
+    time.sleep(0.2)
+    assert changing.is_alive() and source.flat.tolist() == [0, 1, 2, 3]  # a worker reads the second piece at home
+    go.set()
+    for thread in (changing, writing):
+        thread.join()
+    assert read(tmp_path / "f") == [0, 1, 2, 3] and source.flat.tolist() == [9, 9, 9, 9]
+    assert snapshot.copied_bytes == 0
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("a bug")])
+def test_a_failing_disk_lets_training_go_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever breaks in a worker, nobody waits for it, nothing is left on disk, and the error is handed over."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(hand, "write_at", fail)
+    background, opt = begun(tiny_model, tmp_path, 0)
+    for step in (1, 2, 3):
+        opt.step(batch(step))
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_to_flush_lets_training_go_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel took and could not put on the disk is known before the checkpoint gets its name."""
+    error = OSError(5, "Input/output error")
+
+    def fail(file: int) -> None:
+        raise error
+
+    monkeypatch.setattr(snapshots, "flush_data", fail)
+    background, opt = begun(tiny_model, tmp_path)
+    for step in (1, 2, 3):
+        opt.step(batch(step))
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_cannot_begin_is_a_failure(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No page-locked memory for its buffer: no checkpoint of zeros, and training does not wait for the worker."""
+    error = RuntimeError("no page-locked memory")
+
+    def fail(device: torch.device) -> None:
+        raise error
+
+    monkeypatch.setattr(snapshots, "Hand", fail)
+    background, opt = begun(tiny_model, tmp_path, 0)
+    stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2, 3)], daemon=True)
+    stepping.start()
+    stepping.join(20)
+    assert not stepping.is_alive()
+    assert background.wait().error is error and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), RuntimeError("a bug")])
+def test_a_copy_that_cannot_be_made(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Without memory for it training goes on and the checkpoint does not; nobody waits for the copy."""
+
+    def fail(size_bytes: int) -> None:
+        raise error
+
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background, go = Background(model, opt), threading.Event()
+    opt.step(batch(0))
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    snapshot = background.writing.snapshot
+    real, snapshot._take = snapshot._take, lambda: go.wait() and real()
+    opt.step(batch(1))
+    monkeypatch.setattr(snapshots.arena, "host_memory", fail)
+    if isinstance(error, OSError):
+        opt.step(batch(2))
+    else:
+        with pytest.raises(RuntimeError, match="a bug"):
+            opt.step(batch(2))
+    go.set()
+    ending = threading.Thread(target=background.abandon, daemon=True)
+    ending.start()
+    ending.join(20)
+    assert not ending.is_alive() and snapshot.error is error and list(tmp_path.iterdir()) == []
+
+
+def test_spare_memory_is_let_go_under_the_lock(tmp_path: Path) -> None:
+    """When the last page is written from its home, training may be looking for memory to copy it to."""
+
+    class Spare(list):
+        def clear(self) -> None:
+            assert snapshot.turn._is_owned()
+            super().clear()
+
+    snapshot, _ = one_page()
+    snapshot.spare = Spare()
+    (tmp_path / "f").write_bytes(bytes(16))
+    snapshot.write(tmp_path)
+
+
+def test_broken_weights_are_not_saved(tiny_model: Path, tmp_path: Path) -> None:
+    """A NaN in a page is found on its way to the disk."""
+    model, opt = make(tiny_model, "sgd", "resident", "float32")
+    background = Background(model, opt)
+    model.home(model.layout.table)[3, 3] = float("nan")
+    background.begin(tmp_path / "checkpoint-1", ABOUT, lambda step: True)
+    error = background.wait().error
+    assert isinstance(error, NonFinite) and "embed_tokens.weight holds NaN" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_that_ends_early_cancels(tiny_model: Path, tmp_path: Path) -> None:
+    """Weights that still wait for their update are not waited for when no step will come."""
+    model, opt = make(tiny_model, "zo", "stream", "float32")
+    background = Background(model, opt)
+    opt.step(batch(0))
+    background.begin(tmp_path / "a", ABOUT, lambda step: True)
+    background.abandon()
+    assert list(tmp_path.iterdir()) == []
+    background.begin(tmp_path / "b", ABOUT, lambda step: True)
+    assert background.wait().error is None and verify(tmp_path / "b")  # waiting flushes
+
+
+def test_without_the_journal_there_is_no_checkpoint(tiny_model: Path, tmp_path: Path) -> None:
+    """A checkpoint of a step that the journal does not hold never gets its name."""
+    model, opt = make(tiny_model, "zo", "resident", "float32")
+    background = Background(model, opt)
+    opt.step(batch(0))
+    background.begin(tmp_path / "a", ABOUT, lambda step: False)
+    assert "no record of step 3" in str(background.wait().error) and list(tmp_path.iterdir()) == []
+
+
+def test_added_weights_are_waited_for(tiny_model: Path) -> None:
+    """LoRA's merged weights exist nowhere in memory: such a model is saved by waiting."""
+    pytest.importorskip("peft")
+    model = keyhole.load(tiny_model, device="cpu")
+    assert Background(model, METHODS["lora"](model, 1e-3)).possible is False

@@ -1,0 +1,34 @@
+"""The hash of a directory's weights."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from keyhole.checkpoint.weights_hash import content_hash, read_header
+from keyhole.errors import UserError
+
+
+def test_files_do_not_matter_and_bits_do(tiny_model: Path, tmp_path: Path) -> None:
+    """The same weights in other shards hash the same; one flipped bit in one tensor does not."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.save_pretrained(tmp_path / "cut", max_shard_size="30KB")
+    assert len(list((tmp_path / "cut").glob("*.safetensors"))) > 1
+    whole = content_hash(tiny_model)
+    assert content_hash(tmp_path / "cut") == whole and len(whole) == 64
+    file = sorted((tmp_path / "cut").glob("*.safetensors"))[-1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert content_hash(tmp_path / "cut") != whole
+
+
+def test_a_short_file_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    """A truncated file is the user's mistake, not a hash of what is left."""
+    content = (tiny_model / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=r"model\.safetensors ends before the data of"):
+        content_hash(tmp_path)
+    with pytest.raises(UserError, match="cannot be read"):
+        content_hash(tmp_path / "nowhere")
+    assert "model.norm.weight" in read_header(tiny_model / "model.safetensors")[0]

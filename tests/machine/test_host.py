@@ -1,0 +1,83 @@
+"""Host memory: the tightest control group counts, in both versions of the file system."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.machine.host import cpu_count, host_memory
+
+GIB = 2**30
+
+
+def machine(tmp_path: Path, groups: dict[str, dict[str, str]], own: str) -> tuple[Path, Path]:
+    """A fake /proc with 64 GiB (48 available) and a fake control group tree."""
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(
+        f"MemTotal: {64 * 2**20} kB\nMemAvailable: {48 * 2**20} kB\nHugePages_Total: 0\n"
+    )
+    (proc / "self" / "cgroup").write_text(own)
+    for directory, files in groups.items():
+        (root / directory).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (root / directory / name).write_text(text)
+    return proc, root
+
+
+def v2(limit: object, used: int, cache: int = 0) -> dict[str, str]:
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.current": f"{used}\n",
+        "memory.stat": f"anon 5\ninactive_file {cache}\n",
+    }
+
+
+def test_without_a_limit_the_machine_counts(tmp_path: Path) -> None:
+    """`max` is no limit."""
+    memory = host_memory(*machine(tmp_path, {".": v2("max", 9)}, "0::/\n"))
+    assert (memory.total_bytes, memory.available_bytes) == (64 * GIB, 48 * GIB)
+    assert memory.cgroup_limit_bytes is None
+
+
+def test_the_limit_of_a_container_counts_and_its_cache_is_free(tmp_path: Path) -> None:
+    """Available is limit - used + inactive cache."""
+    memory = host_memory(*machine(tmp_path, {".": v2(16 * GIB, 10 * GIB, 3 * GIB)}, "0::/\n"))
+    assert (memory.available_bytes, memory.cgroup_limit_bytes) == (9 * GIB, 16 * GIB)
+
+
+def test_a_group_above_counts_too(tmp_path: Path) -> None:
+    """A slice with less room than the process's own group decides."""
+    groups = {"a": v2(20 * GIB, 19 * GIB), "a/b": v2(8 * GIB, 2 * GIB)}
+    memory = host_memory(*machine(tmp_path, groups, "0::/a/b\n"))
+    assert (memory.available_bytes, memory.cgroup_limit_bytes) == (1 * GIB, 8 * GIB)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    """The older layout is read, and its huge number means no limit."""
+    files = {
+        "memory.limit_in_bytes": str(4 * GIB),
+        "memory.usage_in_bytes": str(GIB),
+        "memory.stat": f"cache 7\ntotal_inactive_file {GIB // 2}\n",
+    }
+    no_limit = {"memory.limit_in_bytes": "9223372036854771712", "memory.usage_in_bytes": "5"}
+    groups = {"memory": no_limit, "memory/docker/x": files}
+    memory = host_memory(*machine(tmp_path, groups, "5:cpu,cpuacct:/\n4:memory:/docker/x\n0::/\n"))
+    assert (memory.available_bytes, memory.cgroup_limit_bytes) == (3 * GIB + GIB // 2, 4 * GIB)
+
+
+@pytest.mark.parametrize("used", [17 * GIB, 16 * GIB])
+def test_an_overfull_group_has_nothing_left(tmp_path: Path, used: int) -> None:
+    """Never negative."""
+    assert host_memory(*machine(tmp_path, {".": v2(16 * GIB, used)}, "0::/\n")).available_bytes == 0
+
+
+def test_this_machine() -> None:
+    """Real numbers are in order."""
+    memory = host_memory()
+    assert 0 < memory.available_bytes <= memory.total_bytes and cpu_count() >= 1
+
+
+def test_without_proc_the_system_is_asked(tmp_path: Path) -> None:
+    """Where there is no /proc, the total counts as available."""
+    memory = host_memory(tmp_path, tmp_path)
+    assert memory.total_bytes == memory.available_bytes > 0

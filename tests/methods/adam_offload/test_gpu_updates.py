@@ -1,0 +1,180 @@
+"""adam-offload: what the GPU updates instead of the CPU: the same bits, counted, planned; a failure is said."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.adam_offload.exchange import LANDING
+from keyhole.methods.adam_offload.gpu_updates import open_lane
+from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.model.backward.memory import update_bytes
+from keyhole.model.forward.memory import Workload
+from keyhole.offload import arena
+from keyhole.offload.workers import WorkerFailed
+from tests.methods.adam_offload.test_failures import spoilt
+from tests.methods.adam_offload.test_method import HOW, load, micro, same, trained, weights
+from tests.model.decoders import batch, config
+from tests.model.streaming import streamed
+
+
+def by_lane_alone(method: AdamOffload) -> None:
+    """The worker uses the lane as well, in turn with its helper: every part goes through it."""
+    lock, begin = threading.Lock(), method.updates.by_gpu
+
+    def by_gpu(*job: Any) -> Any:
+        with lock:
+            begin(*job)()
+        return lambda: None
+
+    method.updates.by_cpu = method.updates.by_gpu = by_gpu
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the worker alone, by both, and by the lane alone, in parts and chunks that cut tensors anywhere."""
+
+    def model() -> keyhole.Model:
+        found = load(dtype="bfloat16")
+        return found if place == "resident" else streamed(found)
+
+    expected = trained(model(), max_grad_norm=clip)
+    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
+    monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 192)
+    monkeypatch.setattr("keyhole.methods.adam_offload.lane.CHUNK", 128)
+    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
+    alone = model()
+    method = AdamOffload(alone, max_grad_norm=clip, gpu_updates=True, **HOW)
+    by_lane_alone(method)
+    for t in range(3):
+        method.step(micro(t))
+    method.flush()
+    assert same(expected, weights(alone)) and method.metrics()["gpu_updates"] == 1.0
+    method.close()
+
+
+def test_what_goes_through_the_lane_is_counted() -> None:
+    """Resident, 16 bit: 14 bytes a parameter up and 12 + 2 down, instead of 4 and 2."""
+    model, moved = load(dtype="bfloat16"), []
+    for alone in (False, True):
+        method = AdamOffload(model, gpu_updates=alone, **HOW)
+        if alone:
+            by_lane_alone(method)
+        up, down = model.engine.bytes_up, model.engine.bytes_down
+        method.step(batch())
+        method.flush()
+        moved.append((model.engine.bytes_up - up, model.engine.bytes_down - down))
+        method.close()
+    numel = sum(unit.numel for unit in method.state.units)
+    assert moved[1][0] - moved[0][0] == 10 * numel and moved[1][1] - moved[0][1] == 12 * numel
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables in chunks of rows, some tensors frozen, others without a gradient in some steps: parts begin anywhere, and
+    counts of updates differ within a unit."""
+    monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 64 * 47)
+    monkeypatch.setattr("keyhole.methods.adam_offload.lane.CHUNK", 64 * 11)
+    found = []
+    for alone in (False, True):
+        model = keyhole.load(config("llama", vocab_size=8192 + 100), init="random", device="cpu", dtype="float16")
+        for tensor in model.layout.tensors:
+            tensor.param.requires_grad_("k_proj" not in tensor.name)
+        model = streamed(model) if place == "streamed" else model
+        method = AdamOffload(model, gpu_updates=alone, **HOW | {"weight_decay": 0.0, "beta1": 0.4})
+        if alone:
+            by_lane_alone(method)
+        gradient = method.gradient
+        for t in range(3):
+            left_out = ("none", "layers.0.mlp.up", "layers.1.self_attn.q")[t]
+            method.gradient = lambda tensor, *more, left_out=left_out, gradient=gradient: (
+                None if left_out in tensor.name else gradient(tensor, *more)
+            )
+            method.step(batch(seed=t))
+        state = method.state_dict()
+        found.append({k: v.clone() for k, v in state.items() if isinstance(v, torch.Tensor)} | weights(model))
+        assert {v for k, v in state.items() if k.endswith("/step")} == {2, 3}
+        method.close()
+    assert same(*found)
+
+
+def test_the_share_of_the_gpu_is_of_the_last_step_also_after_a_flush() -> None:
+    """A checkpoint flushes twice, and the next step finds nothing more to count: it stays what it was."""
+    model = load()
+    for tensor in model.layout.tensors:
+        tensor.param.requires_grad_("k_proj" not in tensor.name)  # what is not trained is no part of the share
+    method = AdamOffload(model, gpu_updates=True, **HOW)
+    by_lane_alone(method)
+    method.step(batch())
+    for _ in range(2):
+        method.flush()
+        assert method.metrics()["gpu_updates"] == 1.0
+    method.step(batch())
+    assert method.metrics()["gpu_updates"] == 1.0
+    method.close()
+
+
+def test_the_plan_counts_what_the_lane_takes() -> None:
+    """Also where the spine is the largest unit."""
+    for shape in ({}, {"vocab_size": 8, "hidden_size": 64, "intermediate_size": 8, "max_position_embeddings": 4096}):
+        name = "gpt2" if shape else "llama"
+        model = keyhole.load(config(name, **shape), init="random", device="cpu", dtype="bfloat16")
+        method = AdamOffload(model, gpu_updates=True, **HOW)
+        buffers = [b for slot in method.lane.lane.slots for b in slot.buffers]
+        lane_bytes = sum(b.numel() * b.element_size() for b in buffers)
+        work = Workload(method="adam-offload", tokens=1, passes=1)
+        assert update_bytes(model.layout, set(), work, 2) - 4 * LANDING == lane_bytes
+        method.close()
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_a_bad_gradient_is_met_in_every_part(place: str, clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units in many parts, some by the lane: a step that is not finite leaves weights, moments and counts alone."""
+    monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 192)
+    model = load(dtype="bfloat16") if place == "resident" else streamed(load(dtype="bfloat16"))
+    method = AdamOffload(model, max_grad_norm=clip, gpu_updates=True, **HOW)
+    method.step(micro(0))
+    before = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
+    held = weights(model)
+    method.reverse.forward = spoilt(method)
+    method.step(micro(1))
+    after = method.state_dict()
+    assert same(held, weights(model))
+    assert all(torch.equal(v, after[k]) if isinstance(v, torch.Tensor) else v == after[k] for k, v in before.items())
+    method.close()
+
+
+def test_a_lane_that_fails_stops_the_run_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the device comes to the caller as one of the worker does."""
+    method = AdamOffload(load(), gpu_updates=True, **HOW)
+    threads, hold = list(method.pool._threads), threading.Event()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.host_adamw_", fail)
+    method.updates.by_cpu = lambda *job: hold.wait(20)
+    with pytest.raises(WorkerFailed, match="the device is gone"):
+        method.step(batch())
+        method.flush()
+    hold.set()
+    method.close()
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU works alone then; what was page-locked for the lane is given back (the master is locked once more)."""
+    method, pinned = AdamOffload(load(), **HOW), set()
+    monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.use_kernel", lambda device: True)
+    monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.squares_of_host", lambda *args, **more: "apart")
+    monkeypatch.setattr(arena, "pin", lambda flat, device: len(pinned) < 2 and not pinned.add(flat.data_ptr()))
+    monkeypatch.setattr(arena, "unpin", lambda flat: pinned.discard(flat.data_ptr()))
+    engine = SimpleNamespace(cuda=True, device=torch.device("cpu"))
+    lane, why = open_lane(method.state, engine, torch.float32)
+    assert lane is None and "page-locked" in why and not pinned
+    method.close()

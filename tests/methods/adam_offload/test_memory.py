@@ -1,0 +1,43 @@
+"""Host memory of optimizer states: the bytes, and the refusal before a weight is read."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.machine.host import HostMemory
+from keyhole.methods.adam_offload.memory import host_state_bytes
+from keyhole.model.forward.memory import Workload
+from keyhole.model.structure.layout import find_layout
+from keyhole.model.structure.skeleton import build
+from tests.model.decoders import config
+
+
+def test_14_bytes_a_parameter_wherever_it_lives() -> None:
+    """State and staging of resident units, or state and homes of streamed ones: 12 + 2 in 16 bit."""
+    layout = find_layout(build(config("llama"), torch.bfloat16))
+    away = {unit.index for unit in layout.units[1:]}
+    homes = 2 * sum(layout.units[i].numel for i in away)
+    assert host_state_bytes(layout, set(), 2) == 14 * layout.numel == host_state_bytes(layout, away, 2) + homes
+
+
+def test_frozen_units_need_none() -> None:
+    """Only what is trained has a state."""
+    module = build(config("llama"), torch.bfloat16)
+    module.requires_grad_(False)
+    module.lm_head.weight.requires_grad_(True)
+    layout = find_layout(module)
+    assert host_state_bytes(layout, set(), 2) == 14 * sum(unit.numel for unit in layout.of_kind("head"))
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_too_little_memory_is_refused_before_loading(
+    placement: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what is missing, and no weight was read."""
+    monkeypatch.setattr("keyhole.methods.adam_offload.memory.host_memory", lambda: HostMemory(2**33, 2**30, None))
+    monkeypatch.setattr("keyhole.loading.fill_from", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(UserError, match="adam-offload keeps 16 bytes a parameter.*missing"):
+        keyhole.load(tiny_model, placement=placement, device="cpu", workload=Workload("adam-offload"))

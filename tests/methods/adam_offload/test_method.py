@@ -1,0 +1,263 @@
+"""adam-offload: torch's AdamW exactly, the same bits in every order and placement, and failures that stop the run."""
+
+import math
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.training.schedule import learning_rate
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.model.decoders import batch, config
+from tests.model.streaming import streamed
+
+HOW = {"lr": 1e-2, "weight_decay": 0.1, "beta2": 0.99}
+
+
+def load(name: str = "llama", **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", **options)
+
+
+def micro(t: int, count: int = 2) -> list:
+    """The micro-batches of step t, of different lengths."""
+    return [batch(seed=count * t + i, length=10 - i) for i in range(count)]
+
+
+def weights(model: keyhole.Model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.named_tensors()}
+
+
+def trained(model: keyhole.Model, steps: int = 3, **options: Any) -> dict[str, torch.Tensor]:
+    """Weights after some steps."""
+    method = AdamOffload(model, **HOW | options)
+    for t in range(steps):
+        method.step(micro(t))
+    method.flush()
+    found = weights(model)
+    method.close()
+    return found
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
+
+
+@pytest.mark.parametrize(
+    "name, clip",
+    [(n, 0.5) for n in ("llama", "mistral", "qwen3", "olmo2", "cohere", "gemma2")] + [("llama", None), ("llama", 1e3)],
+)
+def test_equals_torch_adamw_in_a_plain_loop(name: str, clip: float | None) -> None:
+    """10 steps of fp32 with clipping, 2 micro-batches, a schedule and weight decay: within 1e-6 of torch's weights."""
+    ours, theirs = load(name), load(name).module
+    method = AdamOffload(ours, max_grad_norm=clip, **HOW)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    for t in range(10):
+        rate = learning_rate("cosine", t, 20, 1e-3, 0.1)
+        method.lr = optimizer.param_groups[0]["lr"] = rate
+        loss = plain_loss(theirs, micro(t))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if clip is None else clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert method.step(micro(t)).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert float(method.metrics()["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+    expected = dict(theirs.named_parameters())
+    for key, tensor in ours.named_tensors():
+        error = (tensor - expected[key].data).norm() / expected[key].data.norm()
+        assert error < 1e-6, (key, float(error))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "opt", "mixtral", "gpt_neox"])
+def test_equals_torch_adamw_given_the_same_gradients(name: str) -> None:
+    """Biases of keys have no gradient but rounding errors, which Adam blows up in any loop; so here torch gets ours."""
+    model, grads = load(name), {}
+    method = AdamOffload(model, max_grad_norm=0.5, **HOW)
+    params = {t.name: torch.nn.Parameter(model.home(t).clone()) for t in model.layout.tensors}
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    gradient = method.gradient
+    method.gradient = lambda tensor, w, grad: (grads.update({tensor.name: grad.clone()}), gradient(tensor, w, grad))
+    for t in range(10):
+        method.step(micro(t))
+        for key, param in params.items():
+            param.grad = grads.pop(key)
+        torch.nn.utils.clip_grad_norm_(params.values(), 0.5)
+        optimizer.step()
+    for key, tensor in model.named_tensors():
+        assert (tensor - params[key].data).norm() <= 1e-6 * params[key].data.norm(), key
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype: str) -> None:
+    """Layerwise is monolithic is streamed, in whole blocks or single matrices, with poisoned slots."""
+    base = load(dtype=dtype)
+    twins = [streamed(base), streamed(base, max_unit_numel=1, chaos=random.Random(0), slot_count=8)]
+    partly = streamed(base, keep=("table", "head"), slot_count=2)
+    expected = trained(load(dtype=dtype), max_grad_norm=clip)
+    assert not same(expected, weights(base))
+    assert same(expected, trained(load(dtype=dtype), max_grad_norm=clip, schedule="monolithic"))
+    assert same(expected, trained(load(dtype=dtype), max_grad_norm=clip, threads=2))
+    for twin in (*twins, partly):
+        assert same(expected, trained(twin, max_grad_norm=clip))
+    assert same(expected, trained(streamed(base), max_grad_norm=clip, schedule="monolithic"))
+
+
+def test_the_demo_sized_vocabulary_is_chunked_alike() -> None:
+    """A table of several row chunks, tied and not, streamed and resident."""
+    for tie in (False, True):
+        shape = {"vocab_size": 8192 + 100, "tie_word_embeddings": tie}
+        base, resident = (keyhole.load(config("llama", **shape), init="random", device="cpu") for _ in range(2))
+        expected = trained(resident, 2, max_grad_norm=1.0)
+        assert same(expected, trained(streamed(base), 2, max_grad_norm=1.0, gpu_updates=True))
+
+
+def test_bfloat16_weights_are_the_rounded_master() -> None:
+    """At home lies the master rounded once; the master moves where the weight cannot."""
+    model = load(dtype="bfloat16")
+    method = AdamOffload(model, lr=1e-5)
+    method.step(batch())
+    state = method.state_dict()
+    for name, tensor in model.named_tensors():
+        assert torch.equal(tensor, state[f"{name}/master"].bfloat16())
+    moved = [(state[f"{t.name}/exp_avg"] != 0).float().mean() for t in model.layout.of_kind("block")[0].tensors]
+    assert min(moved) > 0.9
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_resume_is_exact(clip: float | None) -> None:
+    """3 + 3 steps are 3 steps, a stop, and 3 more, also from resident to streamed."""
+    whole = trained(load(dtype="bfloat16"), 6, max_grad_norm=clip)
+    first = load(dtype="bfloat16")
+    before = AdamOffload(first, max_grad_norm=clip, **HOW)
+    for t in range(3):
+        before.step(micro(t))
+    before.flush()
+    for second in (load(dtype="bfloat16"), streamed(load(dtype="bfloat16"))):
+        after = AdamOffload(second, max_grad_norm=clip, **HOW)
+        after.load_state_dict(
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.state_dict().items()}
+        )
+        for t in range(3, 6):
+            after.step(micro(t))
+        assert same(whole, weights(second))
+
+
+def test_state_is_views_of_12_bytes_a_parameter() -> None:
+    """Saving copies nothing."""
+    model = load()
+    method = AdamOffload(model)
+    state = method.state_dict()
+    flats = {flat.untyped_storage().data_ptr() for flat in method.state.flats}
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    assert {t.untyped_storage().data_ptr() for t in tensors} == flats
+    assert sum(t.numel() * t.element_size() for t in tensors) == 12 * sum(t.shape.numel() for t in model.layout.tensors)
+
+
+def test_frozen_units_have_no_state() -> None:
+    """Page-locking takes all of the arrays at once: they hold what is trained, and state is found in its place."""
+    found = []
+    for frozen in ("layers.0.", "embed_tokens"):
+        models = [load(dtype="bfloat16") for _ in range(2)]
+        for model in models:
+            for tensor in model.layout.tensors:
+                tensor.param.requires_grad_(frozen not in tensor.name)
+        first, second = (AdamOffload(model, **HOW) for model in models)
+        layout, units = models[0].layout, [u for u in models[0].layout.units if u.tensors[-1].param.requires_grad]
+        assert {flat.numel() for flat in first.state.flats} == {sum(u.numel for u in units)} != {layout.numel}
+        first.step(batch())
+        state = first.state_dict()
+        assert not any(frozen in key for key in state)
+        for name, tensor in models[0].named_tensors():
+            assert f"{name}/master" not in state or torch.equal(tensor, state[f"{name}/master"].bfloat16())
+        second.load_state_dict(state)
+        found.append(same(weights(models[0]), weights(models[1])))
+    assert all(found)
+
+
+def test_frozen_tensors_stay_and_unused_ones_get_no_decay() -> None:
+    """As in torch: no gradient, no update, not even weight decay."""
+    for place in (lambda m: m, streamed):
+        model = place(load())
+        frozen = [t for t in model.layout.tensors if "k_proj" in t.name]
+        for tensor in frozen:
+            tensor.param.requires_grad_(False)
+        before, after = weights(model), trained(model)
+        for tensor in model.layout.tensors:
+            assert torch.equal(before[tensor.name], after[tensor.name]) == (tensor in frozen), tensor.name
+
+
+def test_updates_run_beside_the_next_forward() -> None:
+    """With clipping, step returns before its updates are done, and the forward waits unit by unit, in its order."""
+    model = load()
+    method = AdamOffload(model, max_grad_norm=0.5, **HOW)
+    release, order, update = threading.Event(), [], method.updates.by_cpu
+
+    def slow(step: Any, unit: Any, given: list, part: Any) -> None:
+        assert release.wait(20)
+        order.append(unit.index)
+        update(step, unit, given, part)
+
+    method.updates.by_cpu = slow
+    method.step(batch())
+    assert not method.exchange.ready(model.layout.of_kind("block")[-1].index)
+    release.set()
+    method.flush()
+    assert order[1:] == sorted(order[1:]) and len(order) == len(model.layout.units)
+
+
+def test_generation_waits_for_updates() -> None:
+    """The module of a resident model works as it stands, but not with weights of two steps."""
+    model = load()
+    method = AdamOffload(model, max_grad_norm=0.5, **HOW)
+    update = method.updates.by_cpu
+    method.updates.by_cpu = lambda *job: (time.sleep(0.02), update(*job))
+    method.step(batch())
+    model.generate(batch()["input_ids"], max_new_tokens=1)
+    assert all(method.exchange.ready(unit.index) for unit in model.layout.units)
+    method.close()
+
+
+def test_host_memory_is_checked_before_anything_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says how much is missing."""
+    from keyhole.machine.host import HostMemory
+
+    monkeypatch.setattr("keyhole.methods.adam_offload.memory.host_memory", lambda: HostMemory(2**30, 1000, None))
+    with pytest.raises(UserError, match="16 bytes a parameter.*missing"):
+        AdamOffload(load())
+
+
+def test_bad_settings_are_refused() -> None:
+    """An unknown schedule, weights in a format of their own, nothing to train."""
+    with pytest.raises(UserError, match="layerwise, monolithic"):
+        AdamOffload(load(), schedule="eager")
+    with pytest.raises(UserError, match="wire=null"):
+        AdamOffload(load(dtype="bfloat16", wire="fp32"))
+    model = load()
+    model.module.requires_grad_(False)
+    with pytest.raises(UserError, match="nothing to train"):
+        AdamOffload(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_every_order_and_placement_gives_the_same_bits_on_a_gpu(clip: float | None) -> None:
+    """The same on streams of their own, with random delays and poisoned slots."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 9000, "num_hidden_layers": 6}
+
+    def gpu(**options: Any) -> keyhole.Model:
+        return keyhole.load(config("llama", **shape), init="random", device="cuda", dtype="bfloat16", **options)
+
+    expected = trained(gpu(), 6, max_grad_norm=clip, gpu_updates=False)
+    assert same(expected, trained(gpu(), 6, max_grad_norm=clip, schedule="monolithic"))
+    assert same(expected, trained(gpu(), 6, max_grad_norm=clip))
+    for seed in range(3):
+        model = gpu(placement="stream", chaos=random.Random(seed))
+        assert same(expected, trained(model, 6, max_grad_norm=clip))
+        model.close()

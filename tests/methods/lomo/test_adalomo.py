@@ -1,0 +1,37 @@
+"""AdaLOMO against its own formulas, written out."""
+
+import torch
+
+from keyhole.methods.lomo.adalomo import AdaLOMO
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.methods.lomo.loops import close, load, micro_batches, rate, weights
+
+
+def test_adalomo_equals_its_reference() -> None:
+    """Each tensor by the textbook formulas from torch's gradients."""
+    model, module = load(), load().module
+    opt, states = AdaLOMO(model, weight_decay=0.1), {}
+    for t in range(5):
+        plain_loss(module, micro_batches(t, 2)).backward()
+        for name, p in module.named_parameters():
+            _adalomo_by_the_book(p, states.setdefault(name, {}), t + 1, lr=rate(t) / 10, weight_decay=0.1)
+            p.grad = None
+        opt.lr = rate(t) / 10
+        opt.step(micro_batches(t, 2))
+    expected = dict(module.named_parameters())
+    assert all(close(tensor, expected[name].data, 1e-5) for name, tensor in weights(model).items())
+
+
+def _adalomo_by_the_book(p: torch.nn.Parameter, state: dict, t: int, lr: float, weight_decay: float) -> None:
+    g, w, beta = p.grad, p.data, 1 - t**-0.8
+    square = g.square() + 1e-30
+    if w.dim() == 1:
+        state["v"] = beta * state.get("v", 0) + (1 - beta) * square
+        u = g / state["v"].sqrt()
+    else:
+        state["row"] = beta * state.get("row", 0) + (1 - beta) * square.mean(-1, keepdim=True)
+        state["col"] = beta * state.get("col", 0) + (1 - beta) * square.mean(-2, keepdim=True)
+        u = g / (state["row"] / state["row"].mean() * state["col"]).sqrt()
+    u = u / max(1.0, float(u.square().mean().sqrt()))
+    step = lr * max(1e-3, float(w.square().mean().sqrt()))
+    w.mul_(1 - step * weight_decay).sub_(step * u)

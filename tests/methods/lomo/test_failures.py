@@ -1,0 +1,118 @@
+"""LOMO when something is wrong: numbers that are not finite, a reverse that breaks off, settings, hidden gradients."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.lomo.method import LOMO
+from tests.methods.lomo.loops import load, micro_batches, weights
+
+
+def test_a_loss_that_is_not_finite_changes_nothing() -> None:
+    """No update; the loss is returned for the run to stop on."""
+    model = load()
+    dict(model.named_tensors())["model.norm.weight"].fill_(float("nan"))
+    before = weights(model)
+    assert not torch.isfinite(LOMO(model).step(micro_batches(0, 1)))
+    after = weights(model)
+    assert all(torch.equal(before[key].nan_to_num(), after[key].nan_to_num()) for key in before)
+
+
+def test_a_gradient_that_is_not_finite_breaks_the_run() -> None:
+    """Met in the middle of a reverse: no later step, and no save, uses those weights."""
+    model = load()
+    opt = LOMO(model)
+    opt.step(micro_batches(0, 1))
+    opt.bad.fill_(1)
+    with pytest.raises(UserError, match="max_grad_norm"):
+        opt.flush()
+    with pytest.raises(UserError, match="last checkpoint"):
+        opt.step(micro_batches(1, 1))
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_error_in_the_reverse_is_not_silent(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything was updated it costs a step; afterwards the weights are of two steps, and nobody may use them."""
+    model = load()
+    opt, update, updated = LOMO(model), LOMO.gradient, []
+    before = weights(model)
+
+    def unchanged() -> bool:
+        return all(torch.equal(before[name], tensor) for name, tensor in weights(model).items())
+
+    def gradient(self: LOMO, *args: Any) -> None:
+        if len(updated) == at:
+            raise torch.OutOfMemoryError("no room")
+        updated.append(args[0].name)
+        update(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LOMO, "gradient", gradient)
+        with pytest.raises(torch.OutOfMemoryError):
+            opt.step(micro_batches(0, 1))
+    if at == 0:
+        assert unchanged()
+        opt.step(micro_batches(0, 1))
+        return
+    assert not unchanged()
+    with pytest.raises(UserError, match="an error came in between.*last checkpoint"):
+        opt.step(micro_batches(1, 1))
+    with pytest.raises(UserError, match="not usable"):
+        opt.flush()
+    opt.load_state_dict(opt.state_dict())
+    opt.flush()
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"max_grad_norm": 1.0, "clip_value": 1.0}, "contradict"),
+        ({"rounding": "up"}, "stochastic, nearest, kahan"),
+        ({"activations": "some"}, "none, block, host"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], says: str) -> None:
+    """With what to set instead."""
+    with pytest.raises(UserError, match=says):
+        LOMO(load(), **options)
+
+
+def test_what_cannot_be_done_is_refused() -> None:
+    """A bare module, fp8 homes, graphs or Kahan with streamed weights, one's own loop with them, a detached loss."""
+    away = load(placement="stream")
+    for make, says in [
+        (lambda: LOMO(load().module), "keyhole.loading"),
+        (lambda: LOMO(load(placement="stream", wire="fp8")), "fp8"),
+        (lambda: LOMO(away, activations="none"), "block or host"),
+        (lambda: LOMO(away, rounding="kahan"), "stochastic"),
+        (lambda: LOMO(away).backward(torch.ones(())), "step"),
+        (lambda: LOMO(load()).backward(torch.ones(())), "no graph"),
+    ]:
+        with pytest.raises(UserError, match=says):
+            make()
+
+
+def test_gradients_that_are_hidden_are_noticed() -> None:
+    """A wrapper that detaches everything leaves nothing to update, and the first step says so."""
+    model = load()
+    decoder = model.head.decoder
+    inner = decoder.forward
+    decoder.forward = lambda **inputs: (inner(**inputs)[0].detach().requires_grad_(),)
+    with pytest.raises(UserError, match="hides"):
+        LOMO(model).step(micro_batches(0, 1))
+
+
+def test_a_dropped_method_leaves_nothing() -> None:
+    """Neither hooks nor tapes keep the model alive."""
+    for options in ({}, {"compile": "aot_eager"}):
+        model = load()
+        opt = LOMO(model, **options)
+        opt.step(micro_batches(0, 1))
+        gone = weakref.ref(model.module.get_input_embeddings())
+        del model, opt
+        gc.collect()
+        assert gone() is None, options

@@ -1,0 +1,125 @@
+"""LOMO is torch's SGD by another road: fused, accumulated, clipped, in a loop of one's own, on either device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.lomo.method import LOMO
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.methods.lomo.loops import SIX, close, load, micro_batches, rate, torch_sgd, train, weights
+from tests.model.decoders import batch, config
+
+
+@pytest.mark.parametrize("name", SIX)
+def test_without_fusing_it_is_torch_sgd_to_the_bit(name: str) -> None:
+    """Twenty steps with weight decay and a schedule."""
+    model = load(name)
+    train(LOMO(model, weight_decay=0.1, fused=False), 20)
+    expected = torch_sgd(name, 20, 1, None, 0.1)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize(
+    "name, micro, clip, direct",
+    [(name, *how) for how in [(1, None, True), (4, 0.5, False)] for name in SIX]
+    + [("llama", 1, None, False), ("mixtral", 1, None, False), ("llama", 4, None, False), ("llama", 4, 1e3, False)],
+)
+def test_fused_accumulated_and_clipped_it_is_torch_sgd(name: str, micro: int, clip: float | None, direct: bool) -> None:
+    """Within 1e-6 after twenty micro-batches: straight into the weight, by way of the buffer, accumulated, clipped."""
+    model, steps = load(name), 20 // micro
+    train(LOMO(model, weight_decay=0.1, max_grad_norm=clip, grad_norm=not direct), steps, micro)
+    expected = torch_sgd(name, steps, micro, clip, 0.1)
+    assert all(close(tensor, expected[key], 1e-6) for key, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_loop_of_ones_own(clip: float | None) -> None:
+    """backward(loss) on the module's own loss: torch's SGD, tied weights once, no gradient left behind."""
+    model = load("qwen2")
+    opt = LOMO(model, max_grad_norm=clip)
+    for t in range(5):
+        opt.lr = rate(t)
+        opt.backward(plain_loss(model.module, micro_batches(t, 2)))
+    assert all(p.grad is None for p in model.module.parameters())
+    expected = torch_sgd("qwen2", 5, 2, clip, 0.0)
+    assert all(close(tensor, expected[key], 1e-6) for key, tensor in weights(model).items())
+
+
+def test_the_norm_is_that_of_the_whole_gradient() -> None:
+    """In the log with and without clipping, unclipped."""
+    module = load().module
+    plain_loss(module, micro_batches(0, 2)).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf")))
+    for clip in (None, 0.01):
+        opt = LOMO(load(), max_grad_norm=clip)
+        opt.step(micro_batches(0, 2))
+        assert float(opt.metrics()["grad_norm"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_micro_batch_without_labels_changes_nothing() -> None:
+    """A sample whose answer was cut off: the step is that of the others."""
+    found, nothing = [], batch(seed=9) | {"labels": torch.full_like(batch(seed=9)["labels"], -100)}
+    for batches in ([batch(seed=1)], [batch(seed=1), nothing]):
+        model = load()
+        LOMO(model, fused=False).step(batches)
+        found.append(weights(model))
+    assert all(close(found[1][key], found[0][key], 1e-6) for key in found[0])
+    model = load()
+    before = weights(model)
+    loss = LOMO(model).step([nothing])
+    assert torch.isfinite(loss) and all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
+
+
+def test_groups_frozen_parameters_and_clipping_by_value() -> None:
+    """Each does what it says, and no more."""
+    model = load()
+    model.module.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    before = weights(model)
+    opt = LOMO(model, lr=0.1, clip_value=1e-3, groups=[{"match": "norm", "lr_scale": 0.0}])
+    opt.step(micro_batches(0, 1))
+    for name, tensor in weights(model).items():
+        moved = (tensor - before[name]).abs().max()
+        still = "norm" in name or name == "model.layers.1.mlp.up_proj.weight"
+        assert moved == 0 if still else 0 < moved <= 1.01e-4, name
+
+
+def test_each_tensor_can_be_clipped_by_its_own_norm() -> None:
+    """clip_group_norm: no step is longer than lr times the limit."""
+    model = load()
+    before = weights(model)
+    LOMO(model, lr=1.0, clip_group_norm=1e-2).step(micro_batches(0, 1))
+    lengths = [float((tensor - before[name]).norm()) for name, tensor in weights(model).items()]
+    assert max(lengths) == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    """What LOMO trained is an ordinary Hugging Face directory."""
+    from transformers import AutoModelForCausalLM
+
+    model = load("qwen2")
+    train(LOMO(model), 2)
+    model.save_pretrained(tmp_path / "out")
+    theirs = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "out").named_parameters())
+    assert all(torch.equal(theirs[key].data, value) for key, value in weights(model).items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_follows_cpu() -> None:
+    """fp32: the same weights within rounding."""
+    found = []
+    for device in ("cpu", "cuda"):
+        model = keyhole.load(config("llama"), init="random", device="cpu")
+        model = model if device == "cpu" else _on_gpu(model)
+        train(LOMO(model), 5, 2)
+        found.append(weights(model))
+    assert all(close(found[1][key].cpu(), found[0][key], 1e-4) for key in found[0])
+
+
+def _on_gpu(model: keyhole.Model) -> keyhole.Model:
+    other = keyhole.load(model.config, init="random", device="cuda", dtype=model.dtype)
+    for (_, mine), (_, theirs) in zip(other.named_tensors(), model.named_tensors(), strict=True):
+        mine.copy_(theirs)
+    return other

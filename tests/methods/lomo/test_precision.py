@@ -1,0 +1,63 @@
+"""LOMO in sixteen bits: where small steps go, how float16 scales its loss, and that a stopped run loses none of it."""
+
+import pytest
+import torch
+
+from keyhole.methods.lomo.adalomo import AdaLOMO
+from keyhole.methods.lomo.loss_scale import FIRST, INTERVAL, LossScale
+from keyhole.methods.lomo.method import LOMO
+from tests.methods.lomo.loops import load, micro_batches, train, weights
+
+
+@pytest.mark.parametrize("method", [LOMO, AdaLOMO])
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "rounding": "kahan"}])
+def test_stopped_and_resumed_is_uninterrupted(method: type, options: dict[str, str]) -> None:
+    """State through a dict, weights as they are: the same bits."""
+    rounding = {"rounding": options["rounding"]} if "rounding" in options else {}
+    where = {"dtype": options.get("dtype", "float32")}
+    straight, stopped = load(**where), load(**where)
+    train(method(straight, **rounding), 6)
+    first = method(stopped, **rounding)
+    train(first, 3)
+    second = method(stopped, **rounding)
+    second.load_state_dict({key: value for key, value in first.state_dict().items()})
+    train(second, 3, first=3)
+    assert all(torch.equal(value, weights(stopped)[key]) for key, value in weights(straight).items())
+
+
+def test_a_float32_home_beats_sixteen_bits() -> None:
+    """wire=fp32: small steps add up in fp32 where nearest rounding loses all of them."""
+    moved = {}
+    for key, options in {"home": {"wire": "fp32"}, "nearest": {}}.items():
+        model = load(dtype="bfloat16", **options)
+        before = {n: t.clone() for n, t in model.named_tensors()}
+        opt = LOMO(model, lr=1e-6, rounding="nearest")
+        for t in range(4):
+            opt.step(micro_batches(t, 1))
+        matrix = "model.layers.0.mlp.up_proj.weight"
+        moved[key] = float((dict(model.named_tensors())[matrix].float() != before[matrix].float()).float().mean())
+    assert moved["home"] > 0.7 and moved["nearest"] < 0.1
+
+
+def test_float16_scales_its_loss() -> None:
+    """Overflow changes nothing but the scale; after that it trains."""
+    model = load(dtype="float16")
+    opt = LOMO(model, lr=1e-2)
+    opt.loss_scale.scale = 2.0**40
+    before = weights(model)
+    opt.step(micro_batches(0, 1))
+    assert opt.loss_scale.scale == 2.0**39 and not torch.isfinite(opt.metrics()["grad_norm"])
+    assert all(torch.equal(value, before[key]) for key, value in weights(model).items())
+    opt.loss_scale.scale = FIRST
+    opt.step(micro_batches(0, 1))
+    assert torch.isfinite(opt.metrics()["grad_norm"]) and opt.step_count == 1
+
+
+def test_the_loss_scale_grows_again() -> None:
+    """Doubled after INTERVAL good steps in a row; its count survives a checkpoint."""
+    scale, other = LossScale(), LossScale()
+    for _ in range(INTERVAL - 1):
+        scale.update(True)
+    other.load_state_dict(scale.state_dict())
+    other.update(True)
+    assert other.scale == 2 * FIRST and scale.scale == FIRST

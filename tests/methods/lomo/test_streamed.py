@@ -1,0 +1,108 @@
+"""LOMO and AdaLOMO give the same bits wherever weights and activations are: streamed, cut, kept, redone, compiled."""
+
+import random
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.lomo.adalomo import AdaLOMO
+from keyhole.methods.lomo.method import LOMO
+from keyhole.model.forward.memory import Workload
+from keyhole.plan import placement
+from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
+from tests.model.decoders import NAMES, config
+from tests.model.streaming import streamed
+
+
+@pytest.mark.parametrize(("name", "method"), [(n, LOMO) for n in NAMES] + [(n, AdaLOMO) for n in SIX])
+def test_streamed_equals_resident(name: str, method: type) -> None:
+    """Losses and weights, to the bit, with two micro-batches and the exact norm."""
+    resident = load(name)
+    other = streamed(resident, slot_count=2)
+    runs = []
+    for model in (resident, other):
+        opt = method(model, max_grad_norm=0.7)
+        runs.append((train(opt, 2, 2), weights(model), float(opt.norm)))
+    assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
+    assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16", "wire": "fp32"}])
+def test_blocks_cut_into_several_units(options: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units smaller than a block, also with homes in another dtype: the same bits."""
+    monkeypatch.setattr(placement, "UNIT_BYTES", 16384)
+    found = []
+    for where in ({}, {"placement": "stream"}):
+        model = load("llama", workload=Workload(method="lomo", tokens=20, passes=1), **options, **where)
+        train(LOMO(model), 3)
+        found.append(weights(model))
+    assert len(model.layout.of_kind("block")) > model.layout.block_count and model.engine.slot_count > 3
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("activations", ["none", "host"])
+def test_what_is_kept_changes_nothing(activations: str) -> None:
+    """Graphs, inputs on the device, inputs in host memory: the same weights."""
+    found = []
+    for keep in ("block", activations):
+        model = load()
+        train(LOMO(model, activations=keep, fused=False), 3, 2)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("clip, micro", [(None, 1), (0.5, 2)])
+def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
+    """Traced by torch.compile (without a compiler here): streamed, in whole blocks or cut, == resident, and torch's SGD
+    within rounding. Nothing breaks the graph of a block."""
+    found, counters = [], torch._dynamo.utils.counters
+    counters.clear()
+    for how in (None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 9}):
+        model = streamed(load(), **how) if how else load()
+        train(LOMO(model, compile="aot_eager", max_grad_norm=clip), 3, micro)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], other[key]) for other in found[1:] for key in found[0])
+    assert not counters["graph_break"]
+    expected = torch_sgd("llama", 3, micro, clip, 0.0)
+    assert all(close(tensor, expected[key], 1e-6) for key, tensor in found[0].items())
+
+
+def test_dropout_is_replayed() -> None:
+    """The second run of a block, and the second reverse, see the masks of the first."""
+    found = []
+    for keep in ("none", "block"):
+        model = keyhole.load(config("opt", dropout=0.2), init="random", device="cpu")
+        model.module.train()
+        torch.manual_seed(3)
+        train(LOMO(model, activations=keep, fused=False, max_grad_norm=0.5), 3)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_the_product_that_nobody_needs_is_left_out() -> None:
+    """After the first reverse the last product of a Llama block is not made again; a Gemma 2 block needs it."""
+    llama, gemma = LOMO(load()), LOMO(load("gemma2"))
+    for opt in (llama, gemma):
+        opt.step(micro_batches(0, 1))
+    assert [again.useless[False] for again in llama.reverse.again] == [6, 6, 6]
+    assert [again.useless[False] for again in gemma.reverse.again] == [None] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", [LOMO, AdaLOMO])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "opt", "qwen2", "mixtral", "gemma3"])
+def test_streamed_equals_resident_on_a_gpu(name: str, dtype: str, method: type) -> None:
+    """With streams delayed at random and freed slots poisoned; inputs in host memory or not."""
+    runs = []
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = keyhole.load(config(name), init="random", device="cuda", dtype=dtype, **engine)
+        opt = method(model, max_grad_norm=0.7, activations="host" if seed == 2 else "block")
+        runs.append((train(opt, 4, 2), {k: v.cpu() for k, v in weights(model).items()}))
+        model.close()
+    for losses, found in runs[1:]:
+        assert losses == runs[0][0]
+        assert all(torch.equal(found[key], runs[0][1][key]) for key in found)

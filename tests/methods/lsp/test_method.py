@@ -1,0 +1,190 @@
+"""LSP: AdamW in the whole space, the same steps on GPU and CPU, streamed == resident, and what a subspace changes."""
+
+import random
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.lsp.gather import seen
+from keyhole.methods.lsp.method import LSP
+from keyhole.methods.lsp.update import Updates
+from keyhole.ops.lsp.projector import identity_projector
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.methods.lomo.loops import SIX, close, micro_batches, weights
+from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
+from tests.model.decoders import NAMES, batch, config
+from tests.model.streaming import streamed
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])
+@pytest.mark.parametrize("where, micro, clip", [("gpu", 1, None), ("gpu", 3, 0.5), ("cpu", 3, None), ("cpu", 1, 0.5)])
+def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
+    """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
+    model = load(name)
+    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, optimizer_on=where, eps=EPS), 5, micro)
+    expected = torch_adamw(name, 5, micro, clip)
+    assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_a_norm_below_the_limit_is_left(where: str) -> None:
+    """Clipping never lengthens: the run is that without a limit."""
+    found = []
+    for limit in (None, 1e3):
+        model = load()
+        train(LSP(model, max_grad_norm=limit, optimizer_on=where, **SMALL), 3)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_through_identity_projectors_it_is_adamw() -> None:
+    """The same by way of compressing, decompressing and adding up micro-batches in S."""
+    model = load()
+    opt = LSP(model, d=16, r=1, kind="free", learn=False, weight_decay=0.1, optimizer_on="gpu", eps=EPS)
+    for piece in opt.pieces.values():
+        if piece.p is not None:
+            piece.take(*(identity_projector(rows) for rows in piece.tensor.shape))
+    rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
+    how = {"max_grad_norm": None, "weight_decay": 0.1, "how": {"rounding": "stochastic", "seed": 0}, "threads": None}
+    opt.optimizer = Updates(model, opt.units, set(opt.units), rule, **how)
+    train(opt, 8, 2)
+    expected = torch_adamw("llama", 8, 2, None)
+    assert sum(piece.p is not None for piece in opt.pieces.values()) == 21
+    assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
+
+
+CASES = [(name, "gpu", None) for name in NAMES if name not in SIX]
+CASES += [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None), ("qwen2", "gpu", 0.7)]
+
+
+@pytest.mark.parametrize("name, where, clip", CASES)
+def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> None:
+    """Losses and weights, to the bit, with two micro-batches and projectors that change in the last step."""
+    resident = load(name)
+    runs, other, steps = [], streamed(resident, slot_count=2), 3 if name in SIX else 2
+    for model in (resident, other):
+        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, **SMALL | {"check_freq": steps - 1})
+        runs.append((train(opt, steps, 2), weights(model), float(opt.norm)))
+        opt.close()
+    assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
+    assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
+
+
+@pytest.mark.parametrize("kind, clip", [("blocks", None), ("runs", 0.7), ("free", None)])
+def test_host_and_device_take_the_same_steps(kind: str, clip: float | None) -> None:
+    """Where the moments are changes no more than rounding; the norm is that of what the optimizer sees."""
+    found, norms = [], []
+    for where in ("gpu", "cpu"):
+        model = load()
+        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
+        train(opt, 5, 2)
+        found.append(weights(model))
+        norms.append(float(opt.norm))
+    assert all(close(found[1][key], found[0][key], 1e-5) for key in found[0])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+def test_accumulation_is_exact() -> None:
+    """Two micro-batches move a matrix as their gradient, computed by torch and compressed, does: S is P^T G Q."""
+    model, module = load(), load().module
+    opt = LSP(model, learn=False, **{**SMALL, "check_freq": 100})
+    plain_loss(module, micro_batches(0, 2)).backward()
+    kept = {}
+    opt.optimizer.device.deltas_ = lambda unit, given, grad, clip, skip: (
+        kept.update({piece.name: seen(grad, piece).clone() for piece in given}) or grad.zero_()
+    )
+    opt.step(micro_batches(0, 2))
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    for piece in opt.pieces.values():
+        grad = grads[piece.name]
+        if piece.p is not None:
+            grad = piece.p.dense_Rd().T @ grad @ piece.q.dense_Rd()
+        torch.testing.assert_close(kept[piece.name], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("where, dtype, clip", [("gpu", "bfloat16", None), ("cpu", "float32", 0.7)])
+def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: float | None) -> None:
+    """State through a dict, in the middle of a subspace's life and after it was replaced: the same bits."""
+    straight, stopped = load(dtype=dtype), load(dtype=dtype)
+    options = {"optimizer_on": where, "max_grad_norm": clip, **SOON}
+    whole = LSP(straight, **options)
+    train(whole, 5)
+    first = LSP(stopped, **options)
+    train(first, 3)
+    second = LSP(stopped, **options)
+    second.load_state_dict(dict(first.state_dict().items()))
+    first.close()
+    train(second, 2, first=3)
+    assert max(piece.generation for piece in second.pieces.values()) > 1
+    assert all(torch.equal(value, weights(stopped)[key]) for key, value in weights(straight).items())
+
+
+def test_good_projectors_stay_and_bad_ones_go() -> None:
+    """At a check only matrices above alpha get new projectors, and a sample of all is looked at."""
+    for alpha, replaced in ((1.0, False), (1e-6, True)):
+        opt = LSP(load(), **{**SOON, "alpha": alpha, "check_share": 0.5})
+        train(opt, 3)
+        generations = [piece.generation for piece in opt.pieces.values() if piece.p is not None]
+        assert len(opt.biases) == 11 and set(generations) == ({1, 2} if replaced else {1})
+        assert 0 < float(opt.metrics()["bias"]) < 1
+
+
+def test_it_learns_in_a_subspace() -> None:
+    """On a batch it sees again and again the loss falls, though a quarter of the numbers is trained."""
+    model = load()
+    opt = LSP(model, 1e-2, **SMALL)
+    losses = [float(opt.step(batch())) for _ in range(30)]
+    assert losses[-1] < 0.6 * losses[0]
+    assert sum(piece.numel for piece in opt.pieces.values() if piece.p is not None) < 30_720 / 4
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_the_others_can_be_frozen(where: str) -> None:
+    """Matrices of blocks move, nothing else does, and that is said."""
+    model = load(dtype="bfloat16")
+    before = weights(model)
+    opt = LSP(model, 1e-2, others="frozen", optimizer_on=where, **SMALL)
+    train(opt, 2)
+    for name, tensor in weights(model).items():
+        assert torch.equal(tensor, before[name]) != (".layers." in name and "norm" not in name), name
+    assert any("not trained: " in line for line in opt.describe())
+
+
+def test_what_was_decided_is_said() -> None:
+    """A d that is more than a side has, stacks of experts, and what is trained as it is."""
+    lines = LSP(load(), d=48, r=4).describe()
+    assert any("21 matrices has" in line for line in lines) and any("plain Adam" in line for line in lines)
+    assert any("experts" in line for line in LSP(load("mixtral"), **SMALL).describe())
+
+
+def test_compiled_blocks() -> None:
+    """Traced by torch.compile (no compiler here): the steps of plain blocks within rounding, also accumulated."""
+    for micro in (1, 2):
+        found = []
+        for compiled in (False, "aot_eager"):
+            model = load()
+            train(LSP(model, compile=compiled, learn=False, **SMALL), 3, micro)
+            found.append(weights(model))
+        assert all(close(found[1][key], found[0][key], 1e-4) for key in found[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+@pytest.mark.parametrize("kind", ["blocks", "runs"])
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2"])
+def test_streamed_equals_resident_on_a_gpu(name: str, clip: float | None, kind: str, where: str) -> None:
+    """bfloat16, with streams delayed at random and freed slots poisoned."""
+    runs = []
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = keyhole.load(config(name), init="random", device="cuda", dtype="bfloat16", **engine)
+        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
+        runs.append((train(opt, 5, 2), {k: v.cpu() for k, v in weights(model).items()}))
+        opt.close()
+        model.close()
+    for losses, found in runs[1:]:
+        assert losses == runs[0][0]
+        assert all(torch.equal(found[key], runs[0][1][key]) for key in found)

@@ -1,0 +1,191 @@
+"""LSP with the moments of some units on the device and of others on the host: the same training, wherever they are."""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods.lsp import method as lsp
+from keyhole.methods.lsp.memory import LSPWork, count_numbers
+from keyhole.methods.lsp.method import LSP
+from keyhole.model.forward.memory import Workload
+from tests.methods.lomo.loops import weights
+from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
+from tests.model.decoders import batch, config
+from tests.model.streaming import streamed
+
+
+@pytest.fixture
+def placed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], None]:
+    """Decides for every unit whether its moments are on the device."""
+
+    def decide(on_device: Callable[[int], bool]) -> None:
+        monkeypatch.setattr(lsp, "place_moments", lambda model, pieces, *_: {u for u in pieces if on_device(u)})
+
+    return decide
+
+
+def state_of(opt: LSP) -> dict[str, Any]:
+    return {key: value.clone() if torch.is_tensor(value) else value for key, value in opt.state_dict().items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key]) if torch.is_tensor(value) else value == other[key] for key, value in one.items()
+    )
+
+
+def trained(**options: Any) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+    """Losses, weights and state after three steps, with projectors that change on the way."""
+    model = load()
+    opt = LSP(model, **SOON, **options)
+    losses = train(opt, 3, 2)
+    found = losses, weights(model), state_of(opt)
+    opt.close()
+    return found
+
+
+@functools.cache
+def all_on_the_device() -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
+    return trained(optimizer_on="gpu")
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sets(st.integers(0, 6)))
+def test_where_moments_are_changes_nothing(placed_by: Any, here: set[int]) -> None:
+    """Any split: weights, moments and counts of the run that has them all on the device, to the bit on a CPU."""
+    expected = all_on_the_device()
+    placed_by(here.__contains__)
+    losses, found, state = trained()
+    assert losses == expected[0] and same(found, expected[1]) and same(state, expected[2])
+
+
+@pytest.mark.parametrize("micro, clip", [(3, None), (1, 0.5)])
+def test_in_the_whole_space_it_is_adamw(placed_by: Any, micro: int, clip: float | None) -> None:
+    """d as large as the matrices, every other unit on the host: torch's AdamW, accumulated and clipped."""
+    placed_by(lambda unit: unit % 2 == 0)
+    model = load()
+    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, eps=EPS), 8, micro)
+    expected = torch_adamw("llama", 8, micro, clip)
+    assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
+
+
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("how", [{"slot_count": 2}, {"slot_count": 9, "max_unit_numel": 4000}])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_streamed_equals_resident(placed_by: Any, name: str, how: dict[str, int], clip: float | None) -> None:
+    """Losses and weights, to the bit, with whole blocks and with blocks cut into several units."""
+    resident = load(name)
+    runs, other = [], streamed(resident, **how)
+    for model in (resident, other):
+        blocks = {unit.index: unit.block for unit in model.layout.units}
+        placed_by(lambda unit, of=blocks: of[unit] in (None, 0))
+        opt = LSP(model, max_grad_norm=clip, **SOON)
+        runs.append((train(opt, 3, 2), weights(model)))
+        assert opt.optimizer.host.lengths and opt.optimizer.device.lengths
+        opt.close()
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("where", ["gpu", "cpu"])
+def test_blocks_cut_into_several_units(where: str) -> None:
+    """Gradients of the units of a block come in any order, and none is gathered over another."""
+    whole, cut = load(), streamed(load(), slot_count=9, max_unit_numel=4000)
+    assert len(cut.layout.of_kind("block")) > cut.layout.block_count
+    found = []
+    for model in (whole, cut):
+        train(LSP(model, optimizer_on=where, **SMALL), 3, 2)
+        found.append(weights(model))
+    assert same(*found)
+
+
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_stopped_and_resumed_with_moments_elsewhere(placed_by: Any, clip: float | None) -> None:
+    """N + M steps are N + M steps, though the second part has its moments in other places."""
+    placed_by(lambda unit: unit < 3)
+    straight, stopped = load(dtype="bfloat16"), load(dtype="bfloat16")
+    train(LSP(straight, max_grad_norm=clip, **SOON), 5)
+    first = LSP(stopped, max_grad_norm=clip, **SOON)
+    train(first, 3)
+    state = state_of(first)
+    first.close()
+    placed_by((lambda unit: unit > 2) if clip is None else (lambda unit: unit < 3))
+    second = LSP(stopped, max_grad_norm=clip, **SOON)
+    second.load_state_dict(state)
+    train(second, 2, first=3)
+    assert same(weights(straight), weights(stopped))
+
+
+def test_auto_fills_the_budget() -> None:
+    """A budget for part of the moments: the planned peak is within it, the embedding first, the head not."""
+    found, work = [], Workload("lsp", 20, 1, lsp=LSPWork(d=16))
+    least = load(workload=Workload("lsp", 20, 1, lsp=LSPWork(d=16, optimizer_on="cpu")))
+    need = least.placed.device_bytes.total  # with no moment on the device
+    numbers = count_numbers(least.layout, work.lsp).of
+    for units in (0, 3, len(numbers)):
+        more = 8 * sum(list(numbers.values())[:units])
+        model = load(workload=work, gpu_memory=f"{need + more}B")
+        opt = LSP(model, **SMALL)
+        train(opt, 2)
+        assert model.placed.device_bytes.total <= need + more
+        found.append({model.layout.units[unit].kind for unit in opt.optimizer.device.lengths})
+        opt.close()
+    assert found == [set(), {"spine", "table", "block"}, {"spine", "table", "block", "head"}]
+
+
+def test_a_gradient_that_is_not_finite_on_one_side_only(placed_by: Any) -> None:
+    """All units on the host skip the step and all on the device take it: that is no step, and the run stops."""
+    placed_by(lambda unit: unit != 2)
+    opt = LSP(load(), **SMALL)
+    add = opt.optimizer.gradient
+    bad = lambda tensor, w, grad: add(tensor, w, grad * (float("inf") if tensor.block == 0 else 1.0))  # noqa: E731
+    opt.optimizer.gradient = bad
+    opt.step(batch())
+    with pytest.raises(UserError, match="last checkpoint"):
+        opt.flush()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("clip", [None, 0.7])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_streamed_equals_resident_on_a_gpu(placed_by: Any, name: str, clip: float | None) -> None:
+    """Moments of the first units on the GPU, of the rest on the CPU; streams delayed at random, slots poisoned."""
+    placed_by(lambda unit: unit < 3)
+    runs = []
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = keyhole.load(config(name), init="random", device="cuda", dtype="bfloat16", **engine)
+        opt = LSP(model, max_grad_norm=clip, **SMALL)
+        runs.append((train(opt, 5, 2), {k: v.cpu() for k, v in weights(model).items()}))
+        opt.close()
+        model.close()
+    for losses, found in runs[1:]:
+        assert losses == runs[0][0] and same(found, runs[0][1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("clip", [None, 0.7])
+def test_two_places_take_the_same_steps_on_a_gpu(placed_by: Any, clip: float | None) -> None:
+    """In float32 weights of all on the GPU, all on the CPU and a mixture agree up to the rounding of two kernels."""
+    found = []
+    for on_device in (lambda unit: True, lambda unit: False, lambda unit: unit < 3):
+        placed_by(on_device)
+        model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32")
+        opt = LSP(model, max_grad_norm=clip, eps=EPS, **SMALL)
+        train(opt, 5, 2)
+        found.append(weights(model))
+        spans = opt.optimizer.spans.read()
+        assert spans["reverse"] > 0 and (spans.get("down", 0) > 0) == (opt.optimizer.host is not None)
+        opt.close()
+        model.close()
+    for other in found[1:]:
+        assert all(near(other[key], found[0][key]) for key in other)

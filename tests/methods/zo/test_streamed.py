@@ -1,0 +1,92 @@
+"""Zeroth-order steps through the engine: the bits of the resident run, one crossing a step, on the GPU under delays."""
+
+import random
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.plan import placement
+from tests.methods.zo.loops import EPS, equal, load, train, weights
+from tests.model.decoders import NAMES, TWELVE, batch
+from tests.model.streaming import streamed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_streamed_equals_resident(name: str) -> None:
+    """Losses and weights after 20 steps (5 beyond the twelve) are the same bits, slots poisoned when freed."""
+    steps = 20 if name in TWELVE else 5
+    resident = load(name)
+    whole = streamed(resident, chaos=random.Random(0))
+    expected = train(resident, steps)
+    assert train(whole, steps) == expected
+    assert equal(weights(resident), weights(whole))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_units_equal_whole_blocks(name: str) -> None:
+    """Every matrix a unit of its own, two slots: still the same bits."""
+    resident = load(name)
+    cut = streamed(resident, max_unit_numel=1, slot_count=2, chaos=random.Random(1))
+    assert train(cut, 2) == train(resident, 2)
+    assert equal(weights(resident), weights(cut))
+
+
+@pytest.mark.parametrize("switch", ["overlap", "reuse_slots", "deferred_update"])
+def test_ablations_change_no_number(switch: str) -> None:
+    """Each optimisation can be switched off without moving a bit."""
+    first = load("opt")
+    options = {} if switch == "deferred_update" else {switch: False}
+    second = streamed(first, **options)
+    ours = {"deferred_update": False} if switch == "deferred_update" else {}
+    assert train(first, 5) == train(second, 5, **ours)
+    assert equal(weights(first), weights(second))
+
+
+def test_a_unit_crosses_once_a_step() -> None:
+    """However many directions and micro-batches there are, the bytes over the link are those of one visit."""
+    resident = load()
+    model = streamed(resident)
+    opt = keyhole.ZO(model, directions=3, eps=EPS)
+    batches = [batch(seed=k) for k in range(4)]
+    opt.step(batches)
+    opt.step(batches)
+    up, down = model.engine.bytes_up, model.engine.bytes_down
+    opt.step(batches)
+    size = sum(model.layout.units[i].numel for i in model.engine.streamed) * 4
+    assert (model.engine.bytes_up - up, model.engine.bytes_down - down) == (size, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["opt", "llama", "mixtral"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_the_gpu_streamed_equals_resident_under_random_delays(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """50 random schedules with delayed streams and poisoned slots give the resident run's bits."""
+    monkeypatch.setattr(placement, "TABLES_BYTES", 0)  # the tables are streamed too
+    small = {"device": "cuda", "dtype": dtype}
+    resident = load(name, **small)
+    expected = train(resident, 4)
+    for schedule in range(50):
+        model = load(name, **small, placement="stream", chaos=random.Random(schedule))
+        assert train(model, 4) == expected, schedule
+        assert equal(weights(resident), weights(model)), schedule
+        model.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2", "gemma2", "mixtral", "falcon_alibi"])
+def test_graphs_change_no_number(name: str) -> None:
+    """Blocks launched as CUDA graphs give the bits of blocks launched kernel by kernel, resident and streamed."""
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    expected = train(plain := load(name, device="cuda", graphs=False), 8, batches, directions=2)
+    for where in ("resident", "stream"):
+        model = load(name, device="cuda", placement=where)
+        assert train(model, 8, batches, directions=2) == expected
+        assert equal(weights(plain), weights(model))
+        if name in ("opt", "llama"):
+            assert any(model.graphs.checked.values()) and all(model.graphs.recorded.values())
+        model.close()

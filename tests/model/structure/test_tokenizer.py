@@ -1,0 +1,116 @@
+"""Tokenizers: found under all the names of their files, in training and in loading alike; the hub is not asked."""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keyhole
+from keyhole.data import load_tokenizer
+from keyhole.errors import UserError
+from keyhole.model.structure.tokenizer import read_tokenizer
+from tests.model.decoders import config
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 without a tokenizer. Do not change it."""
+    path = tmp_path_factory.mktemp("bare") / "model"
+    keyhole.load(config("gpt2"), init="random", device="cpu").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def directory(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to put files in, on a machine without a network."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("a request was made")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return Path(shutil.copytree(bare, tmp_path / "model"))
+
+
+def write(path: Path, *names: str) -> None:
+    letters = {chr(i): i - ord("a") for i in range(ord("a"), ord("z") + 1)}
+    known = {
+        "vocab.json": json.dumps(letters | {"ab": 26}),
+        "merges.txt": "#version: 0.2\na b\n",
+        "special_tokens_map.json": json.dumps({"eos_token": "a"}),
+        "added_tokens.json": json.dumps({"<x>": 27}),
+        "tokenizer_config.json": json.dumps({"model_max_length": 10}),
+        "chat_template.jinja": "{{ messages }}",
+    }
+    for name in names:
+        (path / name).write_text(known[name])
+
+
+def test_a_vocabulary_and_merges_are_a_tokenizer(directory: Path) -> None:
+    """As older checkpoints come: both roads find it, and a saved model keeps it."""
+    write(directory, "vocab.json", "merges.txt")
+    model = keyhole.load(directory, device="cpu")
+    assert model.tokenizer("abc").input_ids == load_tokenizer(str(directory))("abc").input_ids == [26, 2]
+    model.save_pretrained(directory.parent / "out")
+    assert read_tokenizer(directory.parent / "out")("abc").input_ids == [26, 2]
+
+
+@pytest.mark.parametrize("names", [(), ("special_tokens_map.json", "added_tokens.json"), ("tokenizer_config.json",)])
+def test_without_a_vocabulary_there_is_none(directory: Path, names: tuple[str, ...]) -> None:
+    """Also where Transformers would make one that has no token for any text."""
+    write(directory, "chat_template.jinja", *names)
+    assert keyhole.load(directory, device="cpu").tokenizer is None
+    with pytest.raises(UserError, match="has no tokenizer; copy its tokenizer files in$"):
+        load_tokenizer(str(directory))
+
+
+def test_bytes_need_no_vocabulary(directory: Path) -> None:
+    """ByT5's tokenizer is its config."""
+    from transformers import ByT5Tokenizer
+
+    ByT5Tokenizer().save_pretrained(directory)
+    assert len(keyhole.load(directory, device="cpu").tokenizer("abc", add_special_tokens=False).input_ids) == 3
+
+
+def test_a_file_that_cannot_be_read_is_named(directory: Path) -> None:
+    """On both roads, in one line."""
+    (directory / "tokenizer.json").write_text("{")
+    for read in (lambda: keyhole.load(directory, device="cpu"), lambda: load_tokenizer(str(directory))):
+        with pytest.raises(UserError, match=f"model: the tokenizer of {directory} cannot be read: .") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+CODE = """
+from transformers import PreTrainedTokenizer
+
+class Letters(PreTrainedTokenizer):
+    vocab_files_names = {}
+    vocab_size = 26
+
+    def get_vocab(self):
+        return {chr(97 + i): i for i in range(26)}
+
+    def _tokenize(self, text):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token) - 97
+
+    def _convert_id_to_token(self, index):
+        return chr(97 + index)
+"""
+
+
+def test_code_beside_a_model_runs_only_if_asked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer of the model's own: refused, with the reason; with trust_remote_code it is used."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(directory.parent / "modules"))
+    (directory / "letters.py").write_text(CODE)
+    about = {"tokenizer_class": "Letters", "auto_map": {"AutoTokenizer": ["letters.Letters", None]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="tokenizer .* cannot be read"):
+        keyhole.load(directory, device="cpu")
+    assert keyhole.load(directory, device="cpu", trust_remote_code=True).tokenizer("abc").input_ids == [0, 1, 2]

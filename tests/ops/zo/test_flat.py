@@ -1,0 +1,212 @@
+"""Update and perturbation: the definition, the fusion, the kernel, the counts."""
+
+import math
+
+import pytest
+import torch
+
+from keyhole import ops
+from keyhole.ops.backend import force
+from keyhole.ops.rounding.round import chunk_bits_reference, stochastic_round_reference
+
+SEED, UPDATE_STEP, STEP, EPS = 0xDEADBEEFCAFEBABE, 4_000_000_000, 4_000_000_001, 1e-3
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+# dtype, dtype of plus and minus, directions, distribution, rounding, weight decay, offset, size.
+# Together: every dtype, flag and kind of edge (aligned, ragged tail, odd, inside a tile, over two and three).
+CASES = [
+    (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.0, 8192 * 3, 8192),
+    (torch.bfloat16, torch.bfloat16, 4, "rademacher", "stochastic", 0.1, (1 << 33) + 12_347, 4100),
+    (torch.bfloat16, torch.float32, 1, "rademacher", "nearest", 0.1, 8189, 5),
+    (torch.float16, torch.float16, 1, "gaussian", "stochastic", 0.1, 8 * 1001, 9003),
+    (torch.float16, torch.float16, 4, "rademacher", "nearest", 0.0, 4096, 4096),
+    (torch.float32, torch.bfloat16, 4, "gaussian", "stochastic", 0.0, 1, 8191),
+    (torch.float32, torch.float32, 1, "gaussian", "nearest", 0.1, (1 << 43) + 5, 300),
+    (torch.bfloat16, torch.bfloat16, 1, "gaussian", "stochastic", 0.1, 8192 * 5 - 192, 8192 + 1000),
+    (torch.float16, torch.bfloat16, 1, "rademacher", "stochastic", 0.0, 8192 - 64, 8192 + 128),
+]
+
+
+def weights(n: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).to(dtype)
+
+
+def coefficients(q: int) -> torch.Tensor:
+    return torch.cat([torch.tensor([1e-2]), torch.randn(q, generator=torch.Generator().manual_seed(q))])
+
+
+def step(w: torch.Tensor, out_dtype: torch.dtype, q: int, distribution: str, rounding: str, decay: float,
+         offset: int, fused: bool) -> list[torch.Tensor]:
+    """[updated w, plus, minus, changed] on the CPU, by the fused op or by two."""
+    w = w.clone()
+    plus, minus = (torch.empty_like(w, dtype=out_dtype) for _ in range(2))
+    changed = torch.zeros((), dtype=torch.int64, device=w.device)
+    same = dict(offset=offset, seed=SEED, distribution=distribution)
+    update = dict(coef=coefficients(q).to(w.device), weight_decay=decay, rounding=rounding, changed=changed)
+    if fused:
+        ops.zo_update_perturb_(w, plus, minus, eps=EPS, update_step=UPDATE_STEP, step=STEP, **same, **update)
+    else:
+        ops.zo_update_(w, step=UPDATE_STEP, **same, **update)
+        ops.zo_perturb(w, plus, minus, eps=EPS, step=STEP, **same)
+    return [tensor.cpu() for tensor in (w, plus, minus, changed)]
+
+
+def by_the_book(w: torch.Tensor, out_dtype: torch.dtype, q: int, distribution: str, rounding: str,
+                decay: float, offset: int) -> list[torch.Tensor]:
+    """The same from the definition, with whole tensors and the noise op."""
+    n, coef = w.numel(), coefficients(q)
+    same = dict(offset=offset, seed=SEED, distribution=distribution)
+    u = coef[1] * ops.noise(n, step=UPDATE_STEP, direction=0, **same)
+    for i in range(1, q):
+        u = u + coef[1 + i] * ops.noise(n, step=UPDATE_STEP, direction=i, **same)
+    w_fp32 = w.float()
+    moved = w_fp32 - coef[0] * (u + decay * w_fp32 if decay else u)
+    bits = chunk_bits_reference(offset, n, seed=SEED, step=UPDATE_STEP, device=w.device)
+    new = stochastic_round_reference(moved, bits, w.dtype) if rounding == "stochastic" else moved.to(w.dtype)
+    move = EPS * ops.noise(n, step=STEP, **same)
+    plus, minus = (new.float() + move).to(out_dtype), (new.float() - move).to(out_dtype)
+    return [new, plus, minus, (new != w).sum()]
+
+
+def assert_same_bits(made: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for name, a, b in zip(("w", "plus", "minus", "changed"), made, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference_is_the_definition(case: tuple) -> None:
+    """Chunked and in place, the reference makes exactly the bits of the formulas in the docstring."""
+    dtype, *settings, offset, n = case
+    w = weights(n, dtype)
+    assert_same_bits(step(w, *settings, offset, fused=True), by_the_book(w, *settings, offset))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_equals_reference(kernel_device: torch.device, case: tuple) -> None:
+    """The fused kernel makes the reference's bits: weights, both perturbations and the count."""
+    dtype, *settings, offset, n = case
+    w = weights(n, dtype)
+    with force("kernel"):
+        made = step(w.to(kernel_device), *settings, offset, fused=True)
+    assert_same_bits(made, step(w, *settings, offset, fused=True))
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[3], CASES[5]])
+def test_fused_kernel_equals_the_two_in_sequence(kernel_device: torch.device, case: tuple) -> None:
+    """One pass or two: the same bits."""
+    dtype, *settings, offset, n = case
+    w = weights(n, dtype).to(kernel_device)
+    with force("kernel"):
+        assert_same_bits(step(w, *settings, offset, fused=True), step(w, *settings, offset, fused=False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lr", [0.0, 1e-2])
+def test_odd_values_are_kept_and_counted(kernel_device: torch.device, dtype: torch.dtype, lr: float) -> None:
+    """Kernel and reference agree on nan (always counted as changed), inf, both zeros and small values."""
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-7, -1e-30, 1.0])
+    w, coef = odd.to(dtype).repeat(1100), torch.tensor([lr, 0.5])
+    changed = [torch.zeros((), dtype=torch.int64, device=device) for device in ("cpu", kernel_device)]
+    same = dict(offset=8192 - 304, seed=SEED, step=STEP)
+    mine, theirs = w.clone(), w.to(kernel_device, copy=True)
+    ops.zo_update_(mine, coef=coef, changed=changed[0], **same)
+    with force("kernel"):
+        ops.zo_update_(theirs, coef=coef.to(kernel_device), changed=changed[1], **same)
+    theirs = theirs.cpu()
+    assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    assert int(changed[0]) == int(changed[1]) >= 1100 and (lr > 0 or int(changed[0]) == 1100)
+
+
+def test_pieces_equal_the_whole() -> None:
+    """A tensor updated and perturbed in pieces at their own offsets ends up as if done at once."""
+    w, settings = weights(300_000, torch.bfloat16), (torch.bfloat16, 2, "gaussian", "stochastic", 0.1)
+    whole = step(w, *settings, 77, fused=True)
+    cuts = [0, 1, 4097, 100_000, 262_067, 300_000]
+    spans = list(zip(cuts, cuts[1:], strict=False))
+    pieces = [step(w[a:b], *settings, 77 + a, fused=True) for a, b in spans]
+    joined = [torch.cat([piece[i] for piece in pieces]) for i in range(3)]
+    assert_same_bits([*joined, sum(piece[3] for piece in pieces)], whole)
+
+
+def test_direction_selects_the_noise() -> None:
+    """The perturbation uses the direction asked for, and plus and minus lie on either side of w."""
+    w = weights(1000, torch.float32)
+    plus, minus = torch.empty_like(w), torch.empty_like(w)
+    ops.zo_perturb(w, plus, minus, offset=50, eps=0.5, seed=1, step=2, direction=3)
+    move = 0.5 * ops.noise(1000, offset=50, seed=1, step=2, direction=3)
+    assert torch.equal(plus, w + move) and torch.equal(minus, w - move)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_steps_are_lost_to_nearest_and_kept_by_stochastic(dtype: torch.dtype) -> None:
+    """Steps of a hundredth of the spacing: nearest moves nothing, stochastic moves the mean as asked."""
+    n, spacing = 1 << 16, 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
+    coef = torch.tensor([spacing / 100, 1.0])
+    z = ops.noise(n, offset=0, seed=1, step=1, distribution="rademacher")
+    for rounding in ("nearest", "stochastic"):
+        w = torch.full((n,), 1.5).to(dtype)
+        changed = torch.zeros((), dtype=torch.int64)
+        ops.zo_update_(w, offset=0, coef=coef, seed=1, step=1, distribution="rademacher", rounding=rounding,
+                       changed=changed)
+        assert changed == (w != 1.5).sum()
+        if rounding == "nearest":
+            assert changed == 0
+        else:
+            assert abs(changed / n - 0.01) < 4 * math.sqrt(0.01 / n)
+            moved = ((1.5 - w.double()) * z).mean() / spacing
+            assert abs(moved - 0.01) < 4 * math.sqrt(0.01 / n)
+
+
+def test_zero_learning_rate_changes_nothing() -> None:
+    """lr = 0 (a refused step) leaves every bit, whatever the rounding, and counts no change."""
+    for dtype in DTYPES:
+        w, changed = weights(5000, dtype), torch.zeros((), dtype=torch.int64)
+        before = w.clone()
+        coef = torch.tensor([0.0, 5.0])
+        ops.zo_update_(w, offset=3, coef=coef, seed=1, step=1, weight_decay=0.1, changed=changed)
+        assert torch.equal(w, before) and changed == 0
+
+
+def test_count_is_added_to_what_is_there() -> None:
+    """`changed` accumulates over calls, as the units of a model need it to."""
+    changed = torch.tensor(1000)
+    w = torch.ones(64)
+    ops.zo_update_(w, offset=0, coef=torch.tensor([0.1, 1.0]), seed=1, step=1, changed=changed)
+    assert changed == 1064
+
+
+def test_empty_tensors_are_fine(kernel_device: torch.device) -> None:
+    """A unit with no trained elements needs no special case."""
+    w = torch.empty(0, device=kernel_device)
+    for choice in ("reference", "kernel"):
+        with force(choice):
+            *tensors, changed = step(w, torch.float32, 1, "gaussian", "nearest", 0.0, 5, fused=True)
+        assert [t.numel() for t in tensors] == [0, 0, 0] and changed == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", ["gaussian", "rademacher"])
+def test_gpu_equals_cpu_on_millions(cuda: torch.device, dtype: torch.dtype, distribution: str) -> None:
+    """Over two million elements beyond 2^33, with two directions, decay and a ragged tail: the CPU's bits."""
+    w, settings = weights((1 << 21) + 3, dtype), (torch.bfloat16, 2, distribution, "stochastic", 0.1)
+    for offset in ((1 << 33) + 8, (1 << 33) + 4099):
+        made = step(w.to(cuda), *settings, offset, fused=True)
+        assert_same_bits(made, step(w, *settings, offset, fused=True))
+
+
+@pytest.mark.gpu
+def test_gpu_tensor_of_more_than_2_31_elements(cuda: torch.device) -> None:
+    """Both ends and the middle of a tensor too long for 32-bit positions are right, and all is counted."""
+    n, edge = (1 << 31) + 40_000, 20_000
+    w = torch.ones(n, dtype=torch.bfloat16, device=cuda)
+    plus, minus = torch.empty_like(w), torch.empty_like(w)
+    changed, coef = torch.zeros((), dtype=torch.int64, device=cuda), torch.tensor([0.5, 1.0])
+    same = dict(seed=SEED, distribution="rademacher", eps=0.1, update_step=1, step=2)
+    ops.zo_update_perturb_(w, plus, minus, offset=16, coef=coef.to(cuda), changed=changed, **same)
+    assert changed == n  # 1 -> 0.5 or 1.5
+    for start in (0, (1 << 31) - edge // 2, n - edge):
+        cpu = [torch.ones(edge, dtype=torch.bfloat16) for _ in range(3)]
+        ops.zo_update_perturb_(*cpu, offset=16 + start, coef=coef, **same)
+        for made, expected in zip((w, plus, minus), cpu, strict=True):
+            assert torch.equal(made[start : start + edge].cpu(), expected)

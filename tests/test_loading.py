@@ -1,0 +1,265 @@
+"""Loading: straight into flat memory, from any layout of files, and errors that name the file."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import OfflineModeIsEnabled
+from safetensors.torch import load_file, save_file
+
+import keyhole
+from keyhole import assets
+from keyhole.errors import UserError
+from keyhole.loading import choose_device, choose_dtype, find_directory
+from tests.model.decoders import batch, config
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 35 thousand parameters in one file. Do not change it."""
+    path = tmp_path_factory.mktemp("saved") / "model"
+    keyhole.load(config("llama"), init="random", device="cpu").save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def broken(saved: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(saved, tmp_path / "broken"))
+
+
+def shard(path: Path, count: int) -> None:
+    """Rewrites model.safetensors as `count` shards with an index, as large checkpoints come."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    weight_map = {}
+    for i in range(count):
+        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+        part = dict(list(tensors.items())[i::count])
+        save_file(part, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+def test_shards_and_single_files_are_the_same(saved: Path, broken: Path, placement: str) -> None:
+    """How a checkpoint is cut into files does not matter."""
+    shard(broken, 3)
+    one, three = (keyhole.load(path, device="cpu", placement=placement) for path in (saved, broken))
+    for (name, a), (_, b) in zip(one.named_tensors(), three.named_tensors(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_names_without_the_prefix(saved: Path, broken: Path) -> None:
+    """Checkpoints of the bare decoder (as GPT-2's are) go through Transformers' own loader, to the same bits."""
+    gpt2 = keyhole.load(config("gpt2"), init="random", device="cpu")
+    gpt2.save_pretrained(broken)
+    file = broken / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    back = keyhole.load(broken, device="cpu", placement="stream")
+    assert torch.equal(back.nll(batch())[0], gpt2.nll(batch())[0])
+
+
+def test_dtype_is_that_of_the_checkpoint_or_as_asked(saved: Path, tmp_path: Path) -> None:
+    """null means as stored; otherwise every weight is rounded once, to nearest."""
+    full = keyhole.load(saved, device="cpu")
+    half = keyhole.load(saved, device="cpu", dtype="bfloat16")
+    assert full.dtype == torch.float32 and half.dtype == torch.bfloat16
+    for (_, a), (_, b) in zip(full.named_tensors(), half.named_tensors(), strict=True):
+        assert torch.equal(a.to(torch.bfloat16), b)
+    half.save_pretrained(tmp_path / "half")
+    assert keyhole.load(tmp_path / "half", device="cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "mamba"])
+def test_random_weights_depend_on_the_seed_alone(name: str) -> None:
+    """Equal seeds give equal models, whatever the placement and whatever was drawn before; others differ."""
+    one = keyhole.load(config(name), init="random", device="cpu", seed=5)
+    torch.rand(7)
+    state = torch.random.get_rng_state()
+    two = keyhole.load(config(name), init="random", device="cpu", seed=5, placement="stream")
+    assert torch.equal(torch.random.get_rng_state(), state)  # and the caller's generator is left alone
+    other = keyhole.load(config(name), init="random", device="cpu", seed=6)
+    for (key, a), (_, b) in zip(one.named_tensors(), two.named_tensors(), strict=True):
+        assert torch.equal(a, b), key
+    assert not torch.equal(one.nll(batch())[0], other.nll(batch())[0])
+
+
+def test_generation_config_survives_a_round_trip(broken: Path, tmp_path: Path) -> None:
+    """Stop tokens and sampling settings are read, used and written again."""
+    settings = {"eos_token_id": [2, 7], "temperature": 0.6, "do_sample": True, "top_p": 0.9}
+    (broken / "generation_config.json").write_text(json.dumps(settings))
+    model = keyhole.load(broken, device="cpu")
+    model.save_pretrained(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    assert {key: again[key] for key in settings} == settings
+    (broken / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match="generation_config.json cannot be read"):
+        keyhole.load(broken, device="cpu")
+
+
+def drop(path: Path, name: str) -> None:
+    file = path / "model.safetensors"
+    save_file({key: x for key, x in load_file(file).items() if key != name}, file, metadata={"format": "pt"})
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def reshape(path: Path) -> None:
+    text = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(text | {"vocab_size": 98}))
+
+
+def set_key(path: Path, **keys: object) -> None:
+    text = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(text | keys))
+
+
+BREAKS = {
+    "no weights": (lambda p: (p / "model.safetensors").unlink(), "broken has no weights"),
+    "pickle only": (
+        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
+        "pytorch_model.bin is a pickle.*convert it to safetensors",
+    ),
+    "truncated": (lambda p: truncate(p / "model.safetensors"), "model.safetensors cannot be read.*incomplete"),
+    "not safetensors": (lambda p: (p / "model.safetensors").write_text("hello"), "model.safetensors cannot be read"),
+    "wrong shape": (reshape, r"model.safetensors holds .* with shape \(99, 32\); config.json says \(98, 32\)"),
+    "missing tensor": (lambda p: drop(p, "model.layers.1.mlp.up_proj.weight"), r"broken lacks .*up_proj.weight \(1 "),
+    "no config": (lambda p: (p / "config.json").unlink(), "broken has no config.json"),
+    "broken config": (lambda p: (p / "config.json").write_text("{"), "config of .*broken cannot be read"),
+    "unknown architecture": (lambda p: set_key(p, model_type="nonsense"), "nonsense"),
+    "not a decoder": (lambda p: (p / "config.json").write_text('{"model_type": "vit"}'), "not a decoder"),
+    "quantized": (lambda p: set_key(p, quantization_config={"quant_method": "fp8"}), "quantization_config.*dequantize"),
+    "broken index": (
+        lambda p: (p / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_directory_is_the_users_error(broken: Path, name: str) -> None:
+    """One message that names the file and what is wrong with it."""
+    damage, says = BREAKS[name]
+    damage(broken)
+    with pytest.raises(UserError, match=says):
+        keyhole.load(broken, device="cpu")
+
+
+def test_a_missing_or_damaged_shard_is_named(broken: Path) -> None:
+    """Of many shards, the one that is missing, or cut short by a full disk."""
+    shard(broken, 3)
+    second = broken / "model-00002-of-00003.safetensors"
+    truncate(second)
+    with pytest.raises(UserError, match="model-00002-of-00003.safetensors cannot be read"):
+        keyhole.load(broken, device="cpu")
+    second.unlink()
+    with pytest.raises(UserError, match=r"names model-00002-of-00003.safetensors, which is missing \(1 files\)"):
+        keyhole.load(broken, device="cpu")
+
+
+@pytest.mark.parametrize("model", ["/no/such/dir", "./nothing", "nothing", "a/b/c"])
+def test_not_a_directory(model: str) -> None:
+    """A path that does not exist and cannot be a hub id is refused before any network is asked."""
+    with pytest.raises(UserError, match="is not a directory here"):
+        keyhole.load(model)
+
+
+@pytest.mark.parametrize("fault", [OfflineModeIsEnabled("offline"), OSError(28, "No space left"), RuntimeError("odd")])
+def test_whatever_the_hub_says_is_one_message(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, no room on the disk, a fault of the HTTP library: the name, what was said, and what to check."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise fault
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(UserError, match=f"^model: some/model is not .*{type(fault).__name__}.*the disk"):
+        find_directory("some/model")
+    with pytest.raises(UserError, match="openai-community/gpt2, not gpt2"):
+        find_directory("gpt2")
+
+
+def test_a_file_is_not_a_model(saved: Path) -> None:
+    """The directory is asked for."""
+    with pytest.raises(UserError, match="config.json is a file; give the directory"):
+        keyhole.load(saved / "config.json", device="cpu")
+
+
+def test_the_embedded_model_by_its_name() -> None:
+    """keyhole.load("demo") is what `model: demo` means in a config."""
+    assert Path(keyhole.load("demo", device="cpu").source) == assets.MODEL
+
+
+def test_wrong_arguments() -> None:
+    """Each names the argument, what was found, and what may stand there."""
+    with pytest.raises(UserError, match="choose pretrained or random"):
+        keyhole.load(config("llama"), init="zeros")
+    with pytest.raises(UserError, match='init="random"'):
+        keyhole.load(config("llama"), device="cpu")
+    with pytest.raises(UserError, match="resident, stream, auto"):
+        keyhole.load(config("llama"), init="random", device="cpu", placement="gpu")
+    with pytest.raises(UserError, match="keyhole.load: there is no argument 'placment'; did you mean placement?"):
+        keyhole.load(config("llama"), init="random", placment="stream")
+    with pytest.raises(UserError, match="no argument 'zzz'; known: model, placement, .*, overlap"):
+        keyhole.load(config("llama"), init="random", zzz=1)
+    with pytest.raises(UserError, match="gpu_memory: 8 is not a size with its unit, such as 8GiB"):
+        keyhole.load(config("llama"), init="random", device="cpu", gpu_memory=8)
+    with pytest.raises(UserError, match="float32, bfloat16, float16"):
+        choose_dtype("fp16", None)
+    with pytest.raises(UserError, match="use cpu, cuda or cuda:0"):
+        choose_device("gpu")
+    with pytest.raises(UserError, match="not supported"):
+        choose_device("meta")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_cuda_asked_for_where_there_is_none() -> None:
+    """The message says what PyTorch sees and what to write."""
+    with pytest.raises(UserError, match="no CUDA GPU here; use device=cpu"):
+        choose_device("cuda")
+
+
+MEASURE = """
+import resource, sys
+import torch, transformers, safetensors.torch, keyhole.load
+from transformers.models.llama import modeling_llama
+from tests.model.decoders import config
+keyhole.load(config("llama"), init="random", device="cpu")  # whatever is allocated once
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak_bytes()
+model = keyhole.load(sys.argv[1], device="cpu", placement=sys.argv[2])
+print(peak_bytes() - before, 4 * model.layout.numel, model.engine.slot_count * model.engine.slot_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 MB of random weights in twelve shards of 25 MB, matrices of 4 and 8 MB."""
+    path = tmp_path_factory.mktemp("large")
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 7, "vocab_size": 1000}
+    made = config("llama", **shape)
+    made.architectures = ["LlamaForCausalLM"]
+    made.save_pretrained(path)
+    model = keyhole.load(made, init="random", device="cpu")
+    save_file(dict(model.named_tensors()), path / "model.safetensors", metadata={"format": "pt"})
+    shard(path, 12)
+    return path
+
+
+@pytest.mark.slow
+def test_peak_memory_is_the_weights_and_one_shard(large: Path) -> None:
+    """Loading 300 MB never holds a second copy: weights, slots, one mapped shard, and 24 MB of slack."""
+    shard_bytes = max(file.stat().st_size for file in large.glob("*.safetensors"))
+    command = [sys.executable, "-c", MEASURE, str(large), "stream"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    used, weights, slots = map(int, done.stdout.split())
+    assert weights > 250e6
+    assert used <= weights + slots + shard_bytes + 24e6

@@ -1,0 +1,47 @@
+"""The start block."""
+
+from pathlib import Path
+
+import torch
+
+import keyhole
+from keyhole.config import TrainConfig
+from keyhole.training import start_block as start
+
+
+def config(**changes: object) -> TrainConfig:
+    base = {"model": "m", "method": "zo", "train_data": "d", "output_dir": "out", "learning_rate": 1e-6}
+    return TrainConfig(**base | {"max_steps": 100, "warmup_ratio": 0.1} | changes)
+
+
+def test_says_what_is_trained_and_what_is_frozen(tiny_model: Path) -> None:
+    """Counts add up to the model's, and tensors of the repeated blocks share a row."""
+    model = keyhole.load(tiny_model, device="cpu")
+    model.module.model.embed_tokens.weight.requires_grad_(False)
+    text = "\n".join(start.model_lines(model.module, model.layout, model.dtype))
+    assert "LlamaForCausalLM, 35,296 parameters" in text
+    assert "parameters: 26,944 trained, 8,352 frozen" in text
+    assert "frozen     1 x model.embed_tokens.weight" in text and "trained    2 x model.layers.*.mlp.up_proj" in text
+    assert text.count("\n") == 13
+
+
+def test_gives_reasons() -> None:
+    """Dtype and device say whether they were asked for or found."""
+    asked = start.machine_lines(config(dtype="bfloat16", device="cpu"), torch.bfloat16, torch.device("cpu"), [])
+    found = start.machine_lines(config(), torch.float32, torch.device("cpu"), ["placement: resident"])
+    assert asked[:2] == ["dtype: bfloat16, as asked", "device: cpu, as asked"]
+    assert found[:3] == [
+        "dtype: float32, as stored in the model's files",
+        "device: cpu, no GPU here",
+        "placement: resident",
+    ]
+
+
+def test_says_how_long_and_how_fast() -> None:
+    """Steps with where they come from, the accumulation, the warm-up, and what is kept."""
+    lines = start.plan_lines(config(gradient_accumulation_steps=4, save_steps=50), 20, 100, 10)
+    assert lines[0] == ("steps: 100 (max_steps), 20 done; an epoch is 10 steps of 32 samples (4 micro-batches of 8)")
+    assert lines[1] == "learning rate: linear, peak 1e-06, 10 steps of warm-up"
+    assert lines[2] == "output: out; a checkpoint every 50 steps and at the end, the newest 2 are kept"
+    epochs = start.plan_lines(config(max_steps=None, num_train_epochs=2.5, packing=True), 0, 25, 10)
+    assert epochs[0].startswith("steps: 25 (num_train_epochs=2.5); an epoch is 10 steps of 8 rows of packed samples")
