@@ -85,7 +85,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     """A bare module, fp8 homes, graphs or Kahan with streamed weights, one's own loop with them, a detached loss."""
     away = load(placement="stream")
     for make, says in [
-        (lambda: LOMO(load().module), "keyhole.loading"),
+        (lambda: LOMO(load().module), "keyhole.load"),
         (lambda: LOMO(load(placement="stream", wire="fp8")), "fp8"),
         (lambda: LOMO(away, activations="none"), "block or host"),
         (lambda: LOMO(away, rounding="kahan"), "stochastic"),

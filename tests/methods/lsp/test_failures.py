@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     """A bare module, float16, a state of another seed, too little host memory."""
     opt = LSP(load(), **SMALL)
     for make, says in [
-        (lambda: LSP(load().module), "keyhole.loading"),
+        (lambda: LSP(load().module), "keyhole.load"),
         (lambda: LSP(load(dtype="float16")), "bfloat16"),
         (lambda: opt.load_state_dict({"seed": 7}), "seed"),
     ]:
