@@ -22,8 +22,9 @@ from keyhole.errors import UserError
 from keyhole.model.forward.memory import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
-from keyhole.model.structure.skeleton import build, check_name, read_config
-from keyhole.model.structure.tokenizer import TOKENIZER_FILES, read_tokenizer
+from keyhole.model.structure.skeleton import build, read_config
+from keyhole.model.structure.source import find_directory
+from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
@@ -34,7 +35,6 @@ from keyhole.plan.placement import Placement, place
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIGN_BYTES = 256
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
-WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
 
 
 def load(
@@ -136,24 +136,6 @@ def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
             raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
     return dtype
-
-
-def find_directory(model: str | Path) -> Path:
-    """The directory itself, or where the files of a hub id lie."""
-    check_name(model)
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=WEIGHT_PATTERNS))
-    except Exception as error:  # no network, no such model, no access, no room: no type is common to them
-        said = " ".join(str(error).split())
-        raise UserError(
-            f"model: {model} is not a directory here, and its files cannot be had from the hub: {said} "
-            f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
-            "the disk, or give the directory of a copy"
-        ) from error
 
 
 def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:

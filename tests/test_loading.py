@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import keyhole
 from keyhole import assets
 from keyhole.errors import UserError
-from keyhole.loading import choose_device, choose_dtype, find_directory
+from keyhole.loading import choose_device, choose_dtype
+from keyhole.model.structure.source import find_directory
 from tests.model.decoders import batch, config
 
 

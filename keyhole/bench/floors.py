@@ -15,7 +15,6 @@ from typing import Any
 
 from keyhole.bench.cases import SWITCHES, Case
 
-GIB = 2**30
 Record = dict[str, Any]
 
 

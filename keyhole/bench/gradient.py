@@ -26,7 +26,6 @@ from typing import Any
 from keyhole.bench.gradient_trials import Trial, config_of, trials_of
 from keyhole.errors import UserError
 
-GIB = 2**30
 PREFIX = "@record "
 
 

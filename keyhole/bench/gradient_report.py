@@ -7,10 +7,10 @@ from typing import Any
 
 from keyhole.bench.gradient_trials import product_flop
 from keyhole.bench.report import commit, grid
-from keyhole.checkpoint.files import write_text
+from keyhole.disk.files import write_text
+from keyhole.machine.sizes import GIB
 from keyhole.plan.placement import PLANNED
 
-GIB = 2**30
 HEADER = (
     "trial|s/step|+-|tok/s|vs sgd|vs adamw|floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB"
 ).split("|")

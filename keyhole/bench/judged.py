@@ -8,7 +8,8 @@ verdicts: tiny shapes prove nothing.
 from dataclasses import dataclass
 
 from keyhole.bench.cases import Case, giant, judged
-from keyhole.bench.floors import GIB, Line, Record, cases_of, line_of
+from keyhole.bench.floors import Line, Record, cases_of, line_of
+from keyhole.machine.sizes import GIB
 
 HOST_FACTOR, HOST_SLACK_BYTES = 1.03, 2 * GIB
 

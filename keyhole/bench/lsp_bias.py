@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from keyhole.bench.report import commit, grid
-from keyhole.checkpoint.files import write_text
+from keyhole.disk.files import write_text
 from keyhole.methods.baselines.galore import project, project_back, projector
 from keyhole.methods.lsp.fit import bias, fit
 from keyhole.ops.lsp.projector import KINDS, random_projector

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.bench.cases import TABLES, Case
-from keyhole.bench.floors import GIB, Line, Record, lines_of
+from keyhole.bench.floors import Line, Record, lines_of
 from keyhole.bench.judged import judge
-from keyhole.checkpoint.files import write_text
+from keyhole.disk.files import write_text
+from keyhole.machine.sizes import GIB
 
 TITLES = {
     "judged": "All cases with a target",

@@ -37,12 +37,12 @@ from keyhole.bench.runner import choose_device
 from keyhole.bench.shapes import QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots_report import markdown, one_line
 from keyhole.checkpoint import select as find
-from keyhole.checkpoint.files import write_text
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.checkpoint.snapshot.background import Background
 from keyhole.checkpoint.state import About, verify
+from keyhole.disk.files import write_text
 from keyhole.machine.probe import environment
 from keyhole.model.forward.memory import Workload
 from keyhole.training.metrics import Record, Recorder

@@ -7,7 +7,8 @@ its tokens a second. "half GiB" is half of the weights, the most that copies may
 import statistics
 from typing import Any
 
-GIB = 2**30
+from keyhole.machine.sizes import GIB
+
 TARGET = 0.97
 
 

@@ -7,7 +7,7 @@
 
 Nothing else is state: the learning rate is a function of the step, noise of (seed, step, element), and no
 random generator runs in a step. The directory is written beside its place, flushed, and appears by one
-rename. Host memory of a save: a piece of a tensor (tensors.py); of a load: one tensor.
+rename. Host memory of a save: a piece of a tensor (disk/tensors.py); of a load: one tensor.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.crc import Span
-from keyhole.checkpoint.files import checksums, flush_all, replace_directory, staged
-from keyhole.checkpoint.hf import write_files
-from keyhole.checkpoint.tensors import MethodState, write_tensors
+from keyhole.disk.crc import Span
+from keyhole.disk.files import checksums, flush_all, replace_directory, staged
+from keyhole.disk.tensors import MethodState, write_tensors
+from keyhole.model.weights.save import write_files
 
 FORMAT = 1
 STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"

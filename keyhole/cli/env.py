@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-GIB = 2**30
+from keyhole.machine.sizes import GIB
 
 
 def env(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:

@@ -202,7 +202,7 @@ def _own_directory(root: Path) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    from keyhole.checkpoint.files import write_text
+    from keyhole.disk.files import write_text
 
     try:
         write_text(path, text)

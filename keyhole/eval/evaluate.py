@@ -129,7 +129,7 @@ def _cells(score: TaskScore | DataScore) -> list[str]:
 
 
 def _write_json(path: Path, directory: str, model: Model, scores: Sequence[TaskScore | DataScore]) -> None:
-    from keyhole.checkpoint.files import write_text
+    from keyhole.disk.files import write_text
 
     if not path.parent.is_dir():
         raise UserError(f"--json: {path.parent} is not a directory")

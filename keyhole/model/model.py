@@ -233,7 +233,7 @@ class Model:
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
-        from keyhole.checkpoint.hf import save_model
+        from keyhole.model.weights.save import save_model
 
         self.settle()
         save_model(self, Path(path))

@@ -23,11 +23,11 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
-from keyhole.machine.sizes import Bytes, about
+from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods.adam_offload.memory import SLACK_BYTES, check_host_state
 from keyhole.methods.lsp.memory import limit_bytes, lsp_device_bytes
 from keyhole.model.backward import memory as gradient
-from keyhole.model.forward.memory import GIB, MIB, DeviceBytes, Workload, host_bytes, zo_device_bytes
+from keyhole.model.forward.memory import DeviceBytes, Workload, host_bytes, zo_device_bytes
 from keyhole.model.structure.find import TILE_NUMEL
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.model.weights.format import Wire

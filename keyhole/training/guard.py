@@ -7,16 +7,11 @@ checkpoint is good.
 
 A finite loss with a gradient that overflows can happen in float16 now and then. Its update is skipped,
 loudly; a run that skips MOST_SKIPS steps in a row stops too.
-
-Weights are looked at before they are written: one read of memory, next to a write to disk, costs little, and
-"the last good checkpoint" then is good.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-import torch
 
 from keyhole.errors import NonFinite
 
@@ -38,13 +33,3 @@ def stop(step: int, what: str, batch: str, last_good: Path | None) -> NonFinite:
 def bad_numbers(values: Mapping[str, float]) -> list[str]:
     """`name is value` for every value that is not finite."""
     return [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-
-
-def first_bad_tensor(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
-    """The name of the first tensor with a NaN or an infinity; None when all are finite. Takes no memory."""
-    for name, tensor in tensors:
-        if tensor.numel() and tensor.is_floating_point():
-            low, high = torch.aminmax(tensor)  # either is NaN if any element is
-            if not (torch.isfinite(low) and torch.isfinite(high)):
-                return name
-    return None

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint import hf
 from keyhole.checkpoint import select as find
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.state import method_state
@@ -22,19 +21,21 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.data import check_packing
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.probe import environment, versions
+from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
 from keyhole.model.model import Model
+from keyhole.model.weights import save as hf
+from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.plan.placement import PLANNED
 from keyhole.training import rundir
 from keyhole.training import start_block as start
 from keyhole.training.change_check import CHECK_STEPS, Moved
 from keyhole.training.evaluate import evaluate
-from keyhole.training.guard import first_bad_tensor
 from keyhole.training.job import Job, look
 from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.loading import dry_lines, load_model
 from keyhole.training.lock import Lock, locked
-from keyhole.training.metrics import GIB, Entry, MetricsFile, Record, Recorder, memory_gib, token_count
+from keyhole.training.metrics import Entry, MetricsFile, Record, Recorder, memory_gib, token_count
 from keyhole.training.plot import plot_loss
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import learning_rate

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from keyhole.machine.host import read_text
+from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
 from keyhole.training import guard
 
-GIB = 2**30
 Entry = dict[str, Any]
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import keyhole
-from keyhole.checkpoint.files import flush, write_text
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.select import checkpoints
 from keyhole.config import TrainConfig, to_yaml
+from keyhole.disk.files import flush, write_text
 from keyhole.errors import UserError
 from keyhole.training.lock import Lock
 

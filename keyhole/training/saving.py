@@ -20,18 +20,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from keyhole.checkpoint import hf
 from keyhole.checkpoint import select as find
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
 from keyhole.config import TrainConfig
-from keyhole.errors import UserError
+from keyhole.errors import NonFinite, UserError
+from keyhole.machine.sizes import GIB
 from keyhole.model.model import Model
-from keyhole.training.guard import NonFinite, first_bad_tensor
+from keyhole.model.weights import save as hf
+from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.training.resume import flat_config
 
-GIB = 2**30
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
 # Not the end of training, if it can go on: no room on the disk, or none to copy to.

@@ -14,10 +14,9 @@ import torch
 import keyhole
 from keyhole import ops
 from keyhole.config import TrainConfig
+from keyhole.machine.sizes import GIB
 from keyhole.model.structure.layout import Layout
 from keyhole.training.schedule import warmup_steps
-
-GIB = 2**30
 
 
 def title(config: TrainConfig) -> str:

@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_never_loaded(whole: Path, data: st.DataObject) -> None
 def in_shards(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shards") / "checkpoint-12"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("keyhole.checkpoint.hf.SHARD_BYTES", 50_000)
+        patch.setattr("keyhole.model.weights.save.SHARD_BYTES", 50_000)
         write(path, keyhole.load(tiny_model, device="cpu"))
     return path
 

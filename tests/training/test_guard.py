@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from keyhole.training.guard import bad_numbers, first_bad_tensor
+from keyhole.model.weights.finite import first_bad_tensor
+from keyhole.training.guard import bad_numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
-from keyhole.training.guard import NonFinite
 from keyhole.training.loop import train
 from tests.training.runs import Make, losses, metrics, weights
 

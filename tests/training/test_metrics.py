@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.training.guard import MOST_SKIPS, NonFinite
+from keyhole.errors import NonFinite
+from keyhole.training.guard import MOST_SKIPS
 from keyhole.training.metrics import MetricsFile, Record, Recorder, read_metrics
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from keyhole.checkpoint.files import flush
+from keyhole.disk.files import flush
 
 MAGIC, VERSION = b"KEYHOLEJ", 1
 FRONT = struct.Struct("<8sII")

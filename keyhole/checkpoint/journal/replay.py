@@ -20,16 +20,17 @@ from typing import Any
 import torch
 
 from keyhole import assets
-from keyhole.checkpoint import hf
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Header, Journal, Record
-from keyhole.checkpoint.weights_hash import content_hash
+from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
-from keyhole.loading import find_directory, load
+from keyhole.loading import load
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.memory import Workload
 from keyhole.model.model import Model
+from keyhole.model.structure.source import find_directory
+from keyhole.model.weights import save as hf
 
 TIMED_NUMEL = 2**20  # a unit below this says nothing about the rate
 QUIET_S = 10.0

@@ -15,10 +15,10 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Journal, Record
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.checkpoint.state import State
-from keyhole.checkpoint.weights_hash import content_hash
 from keyhole.config import TrainConfig
+from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
-from keyhole.loading import find_directory
+from keyhole.model.structure.source import find_directory
 
 JOURNALED = ("zo",)
 

@@ -18,18 +18,18 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.files import replace_directory, staged
-from keyhole.checkpoint.hf import create_files, names_on_disk, plan_files, small_files
 from keyhole.checkpoint.snapshot.copy_threads import Copiers
 from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES
 from keyhole.checkpoint.snapshot.snapshot import HANDS, Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source, event_on, segments_of
 from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
-from keyhole.checkpoint.tensors import Files, Spec, lay_out
+from keyhole.disk.files import replace_directory, staged
+from keyhole.disk.tensors import Files, Spec, lay_out
 from keyhole.machine.host import host_memory
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.save import create_files, names_on_disk, plan_files, small_files
 
 COMMITS = ("zo", "lomo", "adalomo")
 OPTIMIZERS = ("adamw", "sgd")

@@ -10,8 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from keyhole import ops
-from keyhole.checkpoint.crc import Span
 from keyhole.checkpoint.snapshot.source import Source
+from keyhole.disk.crc import Span
 from keyhole.errors import NonFinite
 
 PIECE_BYTES = 16 * 2**20

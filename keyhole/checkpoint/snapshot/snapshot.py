@@ -31,10 +31,10 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.crc import Span
 from keyhole.checkpoint.snapshot.copy_threads import Copiers
 from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES, Hand
 from keyhole.checkpoint.snapshot.source import COPIED, COPYING, DONE, READY, TAKEN, WAITING, WRITING, Source, event_on
+from keyhole.disk.crc import Span
 from keyhole.offload import arena
 
 WORKERS = 4

@@ -11,7 +11,7 @@ so 12 + b in all, 14 in 16 bit, wherever the model lives.
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
-from keyhole.model.forward.memory import GIB
+from keyhole.machine.sizes import GIB
 from keyhole.model.structure.layout import Layout
 
 SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver

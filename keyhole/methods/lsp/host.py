@@ -24,6 +24,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
+from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.adam import adam_delta_
 from keyhole.methods.lsp.gather import Pieces, seen
 from keyhole.methods.lsp.memory import SLOTS
@@ -32,8 +33,6 @@ from keyhole.methods.lsp.schedule import transition, urgency
 from keyhole.methods.lsp.spans import Spans
 from keyhole.offload import arena
 from keyhole.offload.workers import Workers, default_threads
-
-GIB = 2**30
 
 
 class HostAdam:

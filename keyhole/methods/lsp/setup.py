@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.gather import Pieces
 from keyhole.methods.lsp.memory import LSPBytes, LSPWork, Numbers, choose_units, group_of, limit_bytes
 from keyhole.methods.lsp.piece import Piece, is_plain
@@ -22,7 +23,6 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.lsp.projector import KINDS
 
-GIB = 2**30
 ALLOWED = {
     "kind": tuple(KINDS),
     "others": ("adam", "frozen"),

@@ -29,8 +29,6 @@ from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import PACKED, Wire
 
-MIB = 2**20
-GIB = 2**30
 FRAGMENTATION = 1.15  # of activations, which differ in size
 ALLOCATOR_SLACK = 1.03  # blocks that the caching allocator keeps but cannot hand out again
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.model.structure.source import check_name
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
 
@@ -54,19 +55,6 @@ def read_config(model: Any, trust_remote_code: bool = False) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model: the config of {model} cannot be read: {error}") from error
     return check_decoder(found)
-
-
-def check_name(model: str | Path) -> None:
-    """Refuses, without a request, what is no directory and no hub id. The hub's ids of one word all have a longer name
-    today, and a word is more likely a directory that is not there."""
-    path, text = Path(model), str(model)
-    if path.is_file():
-        raise UserError(f"model: {text} is a file; give the directory that holds config.json and the weights")
-    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1):
-        raise UserError(
-            f"model: {text} is not a directory here, and not a hub id, which looks like name/model "
-            "(openai-community/gpt2, not gpt2)"
-        )
 
 
 def check_decoder(config: Any) -> Any:

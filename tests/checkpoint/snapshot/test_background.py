@@ -18,8 +18,8 @@ from keyhole.checkpoint.snapshot.copy_threads import Copiers
 from keyhole.checkpoint.snapshot.snapshot import Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source
 from keyhole.checkpoint.state import About, save_checkpoint, verify
+from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
-from keyhole.training.guard import NonFinite
 
 ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
 STREAMING = {"zo", "lomo", "adalomo"}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.weights_hash import read_header
+from keyhole.disk.weights_hash import read_header
 
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
-from keyhole.checkpoint import hf
+from keyhole.model.weights import save as hf
 
 
 @pytest.fixture

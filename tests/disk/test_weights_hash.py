@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from keyhole.checkpoint.weights_hash import content_hash, read_header
+from keyhole.disk.weights_hash import content_hash, read_header
 from keyhole.errors import UserError
 
 

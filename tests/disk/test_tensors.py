@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from keyhole.checkpoint import tensors
-from keyhole.checkpoint.tensors import DTYPES, MethodState, write_tensors
+from keyhole.disk import tensors
+from keyhole.disk.tensors import DTYPES, MethodState, write_tensors
 
 
 def example() -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.checkpoint.crc import crc_of, joined
+from keyhole.disk.crc import crc_of, joined
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from keyhole.checkpoint.crc import Span, crc_of
+from keyhole.disk.crc import Span, crc_of
 
 READERS = 4
 

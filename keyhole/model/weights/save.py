@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.checkpoint.files import flush, flush_all, replace_directory, staged
-from keyhole.checkpoint.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
-from keyhole.checkpoint.weights_hash import INDEX
+from keyhole.disk.files import flush, flush_all, replace_directory, staged
+from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
+from keyhole.disk.weights_hash import INDEX
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
 
