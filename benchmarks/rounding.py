@@ -42,7 +42,7 @@ STYLES = ("k-", "C0--", "C3:", "C2-.")
 def run(method: str, wire: str, rounding: str, steps: int, lr: float, every: int) -> dict[str, Any]:
     """One run; held-out losses at multiples of `every`, and the mean share of weights changed a step."""
     model = keyhole.load(assets.MODEL, dtype="float32", wire=wire, device="cpu")
-    opt = METHODS[method](model, lr, seed=1, rounding=rounding)
+    opt = METHODS[method].load()(model, lr, seed=1, rounding=rounding)
     loader = Loader(prepare(str(assets.TRAIN), model.tokenizer, max_length=128), 16, seed=1, pad_to_multiple_of=1)
     held_out = Loader(prepare(str(assets.TEST), model.tokenizer, max_length=128), 64, seed=0, shuffle=False)
     batches = [batch for _ in range(3) for batch in held_out.next_step()]

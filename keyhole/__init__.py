@@ -8,26 +8,15 @@ opt.flush()
 model.save_pretrained("out")
 """
 
-from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+from keyhole.methods import CLASSES
+from keyhole.methods.base import imported
 
-_WHERE = {
-    "load": "keyhole.loading",
-    "Model": "keyhole.model.model",
-    "AdaLOMO": "keyhole.methods",
-    "AdamOffload": "keyhole.methods",
-    "AdamW": "keyhole.methods",
-    "LOMO": "keyhole.methods",
-    "LOMOLoRA": "keyhole.methods",
-    "LSP": "keyhole.methods",
-    "GaLore": "keyhole.methods",
-    "LoRA": "keyhole.methods",
-    "SGD": "keyhole.methods",
-    "Workload": "keyhole.model.forward.memory",
-    "ZO": "keyhole.methods",
-}
+__version__ = "0.2.0"
+
+_WHERE = {"Workload": "keyhole.methods.base:Workload", "load": "keyhole.loading:load", "Model": "keyhole.model.model:Model"}
+_WHERE |= {name: row.cls for name, row in CLASSES.items()}
 __all__ = sorted(_WHERE)
 
 
@@ -35,4 +24,8 @@ def __getattr__(name: str) -> Any:
     """Imports on first use, so that the command line starts without PyTorch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
-    return getattr(import_module(_WHERE[name]), name)
+    return imported(_WHERE[name])
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

@@ -19,7 +19,7 @@ from torch import nn
 
 from keyhole import assets
 from keyhole.errors import UserError
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.structure.skeleton import build, read_config

@@ -74,7 +74,7 @@ def live(config: Any, log: Path, arrange: Callable[[], None]) -> int:
         for stream in (1, 2):
             os.dup2(out, stream)
         arrange()
-        from keyhole.training.loop import train
+        from keyhole.training.start import train
 
         code = train(config, resume="last")
     except BaseException:
@@ -158,7 +158,7 @@ def prepare(directory: Path, method: str, steps: int, model: str = "demo", data:
     import torch
 
     torch.set_num_threads(1)
-    import keyhole.training.loop  # noqa: F401
+    import keyhole.training.start  # noqa: F401
     from keyhole.config import TrainConfig, resolve
     from keyhole.data.run import load_tokenizer
     from keyhole.model.structure.skeleton import build, read_config

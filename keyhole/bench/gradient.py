@@ -111,11 +111,15 @@ def _quick_budget(trial: Trial) -> str | None:
 def load_trial(trial: Trial, device: Any, quick: bool, tokens: int) -> Any:
     """The trial's model, with random weights, where the trial wants it."""
     import keyhole
-    from keyhole.bench.lsp import lsp_work
-    from keyhole.model.forward.memory import Workload
+    from keyhole.bench.lsp import adapted
+    from keyhole.methods import METHODS
+    from keyhole.methods.base import Workload
 
-    kept = trial.options.get("activations", "block")
-    work = Workload(trial.system, tokens, 1, 1, kept, lsp=lsp_work(trial, quick))
+    own = None
+    if trial.system in METHODS:
+        cls, options = METHODS[trial.system].settings, adapted(trial.options, quick)
+        own = cls(**{key: value for key, value in options.items() if key in cls.__dataclass_fields__})
+    work = Workload(trial.system, tokens, 1, own, clips="max_grad_norm" in trial.options)
     where = {"placement": "stream"} if trial.streamed else {}
     where |= {"gpu_memory": _quick_budget(trial) if quick else trial.gpu_memory}
     where |= {"dtype": "float32" if quick else "bfloat16", "device": device, "workload": work}
@@ -128,7 +132,7 @@ def method_of(trial: Trial, model: Any, quick: bool) -> Any:
     from keyhole.methods import METHODS
 
     options = adapted(trial.options, quick)
-    return Native(model, **options) if trial.system == "native" else METHODS[trial.system](model, 1e-5, **options)
+    return Native(model, **options) if trial.system == "native" else METHODS[trial.system].load()(model, 1e-5, **options)
 
 
 def product_rate(device: Any) -> float:

@@ -9,7 +9,7 @@ from keyhole.bench.gradient_trials import product_flop
 from keyhole.bench.report import commit, grid
 from keyhole.disk.files import write_text
 from keyhole.machine.sizes import GIB
-from keyhole.plan.placement import PLANNED
+from keyhole.methods import METHODS
 
 HEADER = (
     "trial|s/step|+-|tok/s|vs sgd|vs adamw|floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB"
@@ -63,7 +63,7 @@ class Report:
             f"{r['step_s'] / floor_s:.2f}x" if floor_s else "",
             bound,
             f"{allocated / GIB:.2f} ({device['reserved_bytes'] / GIB:.2f})",
-            f"{r['planned_bytes'] / GIB:.2f}" if trial["system"] in PLANNED else "",
+            f"{r['planned_bytes'] / GIB:.2f}" if trial["system"] in METHODS and METHODS[trial["system"]].streams else "",
             f"{r['weights_bytes'] / GIB:.2f}",
             f"{r['host_bytes'] / GIB:.1f}",
         ]

@@ -17,7 +17,8 @@ from keyhole.bench import measure
 from keyhole.bench.cases import Case
 from keyhole.bench.link import measure_link
 from keyhole.bench.shapes import opt_config
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.base import Workload
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.weights.random import fill_random
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,7 +60,7 @@ class KeptModel:
             dtype=DTYPES[case.dtype],
             device=self.device,
             init="random",
-            workload=Workload(tokens=case.tokens, whole_blocks=case.compiled),
+            workload=Workload(tokens=case.tokens, settings=ZOConfig(compile=case.compiled)),
             **options,
         )
         self.key, self.load_s = case.load, time.perf_counter() - begin_s

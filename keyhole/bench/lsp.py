@@ -66,17 +66,6 @@ def adapted(options: dict[str, Any], quick: bool) -> dict[str, Any]:
     return options
 
 
-def lsp_work(trial: Trial, quick: bool) -> Any:
-    """What the memory plan wants to know of an lsp trial."""
-    from keyhole.methods.lsp.memory import LSPWork
-
-    if trial.system != "lsp":
-        return None
-    names = ("d", "r", "others", "optimizer_on", "kind", "learn")
-    options = adapted(trial.options, quick)
-    return LSPWork(**{name: options[name] for name in names if name in options})
-
-
 def _leave_out_svd() -> None:
     import torch
 

@@ -44,7 +44,7 @@ from keyhole.checkpoint.snapshot.background import Background
 from keyhole.checkpoint.state import About, verify
 from keyhole.disk.files import write_text
 from keyhole.machine.probe import environment
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.base import Workload
 from keyhole.training.metrics import Record, Recorder
 
 LENGTH, LR = 2048, 1e-7

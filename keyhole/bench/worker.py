@@ -27,7 +27,8 @@ from keyhole.bench.shapes import QUICK_SHRINK
 from keyhole.bench.textbook import Textbook
 from keyhole.bench.trace import trace_step
 from keyhole.machine.probe import environment
-from keyhole.model.forward.memory import Workload, zo_device_bytes
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.zo.memory import device_bytes
 from keyhole.model.weights.format import Wire
 from keyhole.plan.placement import workspace_bytes
 
@@ -143,14 +144,8 @@ class Worker:
 
     def planned_bytes(self, model: keyhole.Model, case: Case) -> int:
         """The planned device peak for this case's tokens (a load may serve several batch sizes)."""
-        return zo_device_bytes(
-            model.layout,
-            model.engine.streamed,
-            model.engine.slot_count,
-            Workload(tokens=case.tokens),
-            formats=Wire(model.dtype, case.wire),
-            workspace_bytes=workspace_bytes(self.device),
-        ).total
+        room = Room(Wire(model.dtype, case.wire), workspace_bytes(self.device))
+        return device_bytes(model.layout, model.engine.streamed, Workload(tokens=case.tokens), room).total
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
         length = case.length // QUICK_SHRINK if self.quick else case.length

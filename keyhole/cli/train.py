@@ -32,6 +32,6 @@ def train(
     Example: keyhole train my.yaml learning_rate=1e-6 zo.directions=4
     """
     settings = read_config(config, overrides)
-    from keyhole.training.loop import train as run
+    from keyhole.training.start import train as run
 
     raise typer.Exit(run(settings, resume=resume, dry_run=dry_run))

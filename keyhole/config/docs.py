@@ -1,4 +1,4 @@
-"""The settings explained, from the one line under each field of schema.py and methods.py.
+"""The settings explained, from the one line under each field of schema.py and of a method's settings.
 
     keyhole config show              every key, its type, default and line
     keyhole config show CONFIG       the values a run would use, each with its line
@@ -6,16 +6,15 @@
 """
 
 import sys
-import typing
 from collections.abc import Iterator
 from typing import Any
 
 from keyhole.config.dump import dump, to_dict
-from keyhole.config.fields import Setting, section_of, sections, settings
-from keyhole.config.schema import Method, TrainConfig
+from keyhole.config.fields import Setting, sections, settings
+from keyhole.config.schema import TrainConfig
 from keyhole.config.types import describe
+from keyhole.methods import METHODS
 
-METHODS = [section_of(method) for method in typing.get_args(Method)]
 HEAD = """# Settings
 
 A config is a YAML file with the keys below: `keyhole train config.yaml`. Any key can be overridden on the
@@ -24,7 +23,7 @@ zo.directions=4`. Lists are written `train_data=[a.jsonl,b.jsonl]`, no value is 
 relative to the directory the command is run in. Sections of all methods may stand in one file; only the one
 of `method` is used.
 
-This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.py and methods.py.
+This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.py and keyhole/methods/*/traits.py.
 """
 
 
@@ -75,8 +74,9 @@ def explain() -> str:
 def annotated(config: TrainConfig) -> str:
     """The config as YAML with each key's line as a comment above it; of the methods' sections only the chosen one."""
     values, lines = to_dict(config), []
+    others = {row.section for row in METHODS.values() if row.name != config.method}
     for name, about, group in by_section():
-        if name in METHODS and name != section_of(config.method):
+        if name in others:
             continue
         indent = "" if name is None else "  "
         lines += [] if name is None else [f"# {about}", f"{name}:"]

@@ -1,6 +1,6 @@
 """The table of settings: each dotted key ("zo.eps") with its type, default and doc line.
 
-Made once from schema.py and methods.py: types by typing, defaults by dataclasses, and the doc line from the source
+Made once from schema.py and the methods' rows: types by typing, defaults by dataclasses, and the doc line from the source
 text, because Python throws away the string under a field. A field whose type is a dataclass is a section; its
 fields appear under their dotted names and the section itself does not.
 """
@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import inspect
 import typing
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
 from keyhole.config.schema import TrainConfig
+from keyhole.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ def doc_lines(cls: type) -> dict[str, str]:
     """The string under each field of a dataclass, by field name; those of its base classes too."""
     bases = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
     docs = {name: doc for base in bases for name, doc in doc_lines(base).items()}
+    if cls is TrainConfig:  # made from its base and the methods' rows: it has no source of its own
+        return docs
     body = ast.parse(inspect.getsource(cls)).body[0].body
     for statement, after in zip(body, body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr):
@@ -51,11 +54,6 @@ def sections() -> dict[str, type]:
     """Section name -> dataclass, in the order of the schema."""
     hints = typing.get_type_hints(TrainConfig, include_extras=True)
     return {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
-
-
-def section_of(method: str) -> str:
-    """The section that a method reads."""
-    return method.replace("-", "_")
 
 
 def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
@@ -71,6 +69,8 @@ def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
 def settings() -> dict[str, Setting]:
     """All settings by dotted key: the top level first, then section by section."""
     table = _own_settings(TrainConfig, "")
+    rates = ", ".join(f"{row.name} {row.learning_rate:.0e}".replace("e-0", "e-") for row in METHODS.values())
+    table["learning_rate"] = replace(table["learning_rate"], doc=table["learning_rate"].doc.format(rates=rates))
     for name, cls in sections().items():
         table |= _own_settings(cls, f"{name}.")
     return table

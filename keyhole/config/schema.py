@@ -2,33 +2,22 @@
 
 The string under a field is that field's only documentation: `keyhole config show` and docs/config.md are made
 from it (keyhole/config/docs.py). Names are Hugging Face's where Hugging Face has one. The classes hold values
-and nothing else; the sections of the methods are methods.py, reading YAML is loader.py, rules between fields are
-rules.py.
+and nothing else; a method's section is the settings class of its row (methods/<name>/traits.py), reading YAML is
+loader.py, rules between fields are rules.py.
 
 `None` (`null` in YAML) always means "not set", and the doc line says what happens then.
 
 Relative paths in a config are relative to the directory the command is run in, not to the config file.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Literal
 
-from keyhole.config.methods import (
-    AdaLOMOConfig,
-    AdamOffloadConfig,
-    AdamWConfig,
-    GaLoreConfig,
-    LOMOConfig,
-    LOMOLoRAConfig,
-    LoRAConfig,
-    LSPConfig,
-    SGDConfig,
-    ZOConfig,
-)
 from keyhole.limits import Count, Fraction, Limit, NotNegative, Positive, Seed
 from keyhole.machine.sizes import Bytes
+from keyhole.methods import METHODS
 
-Method = Literal["adamw", "sgd", "zo", "lomo", "adalomo", "lomo-lora", "lora", "galore", "adam-offload", "lsp"]
+MethodName = Literal[*METHODS]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -45,12 +34,12 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Everything `keyhole train` needs to know."""
+class RunConfig:
+    """Everything `keyhole train` needs to know, but for the sections of the methods."""
 
     model: str
     """Hugging Face model directory or hub id, or `demo` for the embedded model."""
-    method: Method
+    method: MethodName
     """How the weights are updated; its settings are in the section of the same name."""
     train_data: str | list[str]
     """File, glob or hub id, or a list of them (JSON, JSONL, CSV, Parquet); `demo` is the embedded task."""
@@ -81,7 +70,7 @@ class TrainConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
-    """Peak; null: adamw 2e-5, adam-offload 2e-5, lsp 2e-5, sgd 5e-3, zo 1e-6, lomo 5e-3, adalomo 5e-4, lomo-lora 5e-3, lora 2e-4, galore 1e-4."""  # noqa: E501
+    """Peak; null: {rates}."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0
@@ -120,13 +109,14 @@ class TrainConfig:
     """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    zo: ZOConfig = field(default_factory=ZOConfig)
-    adamw: AdamWConfig = field(default_factory=AdamWConfig)
-    sgd: SGDConfig = field(default_factory=SGDConfig)
-    lomo: LOMOConfig = field(default_factory=LOMOConfig)
-    adalomo: AdaLOMOConfig = field(default_factory=AdaLOMOConfig)
-    lomo_lora: LOMOLoRAConfig = field(default_factory=LOMOLoRAConfig)
-    lora: LoRAConfig = field(default_factory=LoRAConfig)
-    galore: GaLoreConfig = field(default_factory=GaLoreConfig)
-    adam_offload: AdamOffloadConfig = field(default_factory=AdamOffloadConfig)
-    lsp: LSPConfig = field(default_factory=LSPConfig)
+
+
+TrainConfig = make_dataclass(
+    "TrainConfig",
+    [(row.section, row.settings, field(default_factory=row.settings)) for row in METHODS.values()],
+    bases=(RunConfig,),
+    frozen=True,
+    kw_only=True,
+)
+TrainConfig.__module__ = __name__
+TrainConfig.__doc__ = "Everything `keyhole train` needs to know."

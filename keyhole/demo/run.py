@@ -1,8 +1,7 @@
 """`keyhole demo`: every method on the embedded model and task, one table, one HTML page.
 
 For each name in METHODS the embedded model is loaded fresh, scored on the held-out notes, trained, and
-scored again. A method that joins METHODS joins the demo: SETTINGS gives it a rate if it needs its own,
-USUAL serves it otherwise. One that cannot run here (it says so with a UserError) gets its reason in the
+scored again. A method that joins the table joins the demo, with the rate of its row. One that cannot run here (it says so with a UserError) gets its reason in the
 table instead of numbers.
 
     accuracy    share of held-out notes whose right stamp is the likelier one; the score of `keyhole eval`
@@ -25,35 +24,12 @@ from typing import Any
 import keyhole
 from keyhole import assets
 from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.base import Demo
 
 THREADS = 1
 MAX_LENGTH = 128
 TABLE_WIDTH = 110  # a narrower terminal wraps it, which beats cutting numbers off
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How the demo trains with one method: linear decay to 0, no warm-up."""
-
-    steps: int = 100
-    lr: float = 1e-3
-    batch_size: int = 16
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-USUAL = Settings()
-SETTINGS = {
-    "adamw": Settings(),
-    "sgd": Settings(lr=0.05),
-    "adam-offload": Settings(),
-    "lomo": Settings(lr=0.05),
-    "adalomo": Settings(lr=1e-2),
-    "lomo-lora": Settings(lr=0.02, options={"adapter_lr": 1e-3}),
-    "lora": Settings(lr=1e-2),
-    "galore": Settings(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
-    "lsp": Settings(lr=2e-3, options={"d": 32, "r": 4, "alpha": 0.3, "check_freq": 50}),
-    "zo": Settings(steps=300, lr=1.5e-3, batch_size=32),
-}
 
 
 @dataclass
@@ -61,7 +37,7 @@ class Result:
     """What one method did. `skipped` says why it could not run; then the numbers mean nothing."""
 
     method: str
-    settings: Settings
+    settings: Demo
     skipped: str = ""
     accuracy_before: float = 0.0
     accuracy_after: float = 0.0
@@ -92,8 +68,6 @@ def run_demo(
     from keyhole.demo.memory import measured_beside
     from keyhole.demo.report import make_report
     from keyhole.machine.probe import environment
-    from keyhole.methods import METHODS
-
     names = list(methods or METHODS)
     unknown = [name for name in names if name not in METHODS]
     if unknown:
@@ -112,30 +86,29 @@ def run_demo(
     return results
 
 
-def settings_of(name: str, steps: int | None = None) -> Settings:
+def settings_of(name: str, steps: int | None = None) -> Demo:
     """How a method is run; `steps` caps its steps."""
-    settings = SETTINGS.get(name, USUAL)
+    settings = METHODS[name].demo
     return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
 
 
-def start(name: str, settings: Settings, seed: int, device: str | None) -> tuple[Any, Any]:
+def start(name: str, settings: Demo, seed: int, device: str | None) -> tuple[Any, Any]:
     """The embedded model, fresh, and the method that will train it."""
-    from keyhole.methods import METHODS
-
     model = keyhole.load(assets.MODEL, dtype="float32", device=device)
-    return model, METHODS[name](model, settings.lr, seed=seed, **settings.options)
+    return model, METHODS[name].load()(model, settings.lr, seed=seed, **settings.options)
 
 
-def train(model: Any, method: Any, settings: Settings, seed: int) -> list[tuple[float, float]]:
+def train(model: Any, method: Any, settings: Demo, seed: int) -> list[tuple[float, float]]:
     """The training loop: a rate, a batch, a step. Gives loss and time (s) of each step."""
     from keyhole.data import Loader, prepare
-    from keyhole.training.schedule import learning_rate
+    from keyhole.training.schedule import Schedule
 
     dataset = prepare(str(assets.TRAIN), model.tokenizer, max_length=MAX_LENGTH)
     loader = Loader(dataset, settings.batch_size, seed=seed, pad_to_multiple_of=1)
+    schedule = Schedule("linear", settings.lr, settings.steps)
     curve, begin_s = [], time.perf_counter()
     for step in range(settings.steps):
-        method.lr = learning_rate("linear", step, settings.steps, settings.lr)
+        method.lr = schedule.rate(step)
         loss = float(method.step(loader.next_step()))
         curve.append((loss, time.perf_counter() - begin_s))
     method.flush()

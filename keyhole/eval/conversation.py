@@ -28,7 +28,7 @@ from keyhole.data.capacity import check_ids, context_length
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.rows import not_finite
 from keyhole.loading import load
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 
 MAX_NEW_TOKENS = 256

@@ -27,7 +27,7 @@ from keyhole.eval.rows import BATCH_TOKENS, PASSES, not_finite, score_rows
 from keyhole.eval.scoring import TaskScore, score_task
 from keyhole.eval.tasks import Task, is_task, read_task, task_name
 from keyhole.loading import load
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 
 

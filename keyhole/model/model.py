@@ -41,7 +41,6 @@ from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.loss import RunningNLL
-from keyhole.plan import refusals
 
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
@@ -216,7 +215,8 @@ class Model:
     def taken_by(self, method: str) -> None:
         """A method is made on this model: what the one before has left is applied."""
         self.settle()
-        refusals.warn_of_another_plan(self.placed, method)
+        if self.placed is not None:
+            self.placed.warn_if_planned_for_another(method)
 
     def settle(self) -> None:
         """The weights are those after the last step, also where a method applies its update later, or is gone."""

@@ -24,20 +24,20 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
-from keyhole.methods.adam_offload.memory import SLACK_BYTES, check_host_state
-from keyhole.methods.lsp.memory import limit_bytes, lsp_device_bytes
-from keyhole.model.backward import memory as gradient
-from keyhole.model.forward.memory import DeviceBytes, Workload, host_bytes, zo_device_bytes
+from keyhole.methods import METHODS
+from keyhole.methods.base import DeviceBytes, Room, Traits, Workload, imported
+from keyhole.methods.memory import forward_bytes
+from keyhole.model.backward import memory as backward
+from keyhole.model.forward.memory import SLOT_COUNT, host_bytes
 from keyhole.model.structure.find import TILE_NUMEL
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.model.weights.format import Wire
 from keyhole.plan import refusals
-from keyhole.plan.refusals import PLANNED
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
-SLOT_COUNT = 3
-ROW_METHODS = ("zo", "eval", "chat", "replay")  # forward passes only: they may have a large matrix a few rows at a time
+USABLE = 0.95  # of the device's memory, where no budget is given
+SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
 
 
 @dataclass
@@ -46,31 +46,46 @@ class Placement:
 
     streamed: set[int]
     slot_count: int
-    device_bytes: DeviceBytes | gradient.GradientBytes
+    device_bytes: DeviceBytes
     work: Workload
     budget_bytes: int | None = None
+    limit_bytes: int | None = None  # what a method may fill with state
     reasons: list[str] = field(default_factory=list)
+
+    def warn_if_planned_for_another(self, method: str) -> None:
+        """When a method is made on a model whose budget was planned for another: it may need more beside the weights."""
+        if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
+            refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Turns a set of streamed units into planned bytes."""
+    """Turns a set of streamed units into planned bytes. row: None for forward passes alone (evaluation, chat, replay)."""
 
     work: Workload
-    formats: Wire
-    workspace_bytes: int
-    limit_bytes: int | None  # what lsp may fill with moments
+    room: Room
+    row: Traits | None
 
-    def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes | gradient.GradientBytes:
-        how = {"formats": self.formats, "workspace_bytes": self.workspace_bytes}
-        if self.work.method == "lsp":
-            return lsp_device_bytes(layout, streamed, self.work, self.limit_bytes, **how)
-        if self.work.method in gradient.METHODS:
-            return gradient.gradient_device_bytes(layout, streamed, self.work, **how)
-        return zo_device_bytes(layout, streamed, SLOT_COUNT, self.work, **how)
+    def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
+        plan = forward_bytes if self.row is None else self.row.planned_bytes
+        return plan(layout, streamed, self.work, self.room)
 
     def slot_count(self, layout: Layout) -> int:
-        return gradient.slot_count(layout) if self.work.method in gradient.METHODS else SLOT_COUNT
+        return backward.slot_count(layout) if self.row is not None and self.row.sweep == "reverse" else SLOT_COUNT
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all that a training step needs is known; of a baseline it is not."""
+        return self.row is not None and self.row.streams
+
+    @property
+    def may_cut_rows(self) -> bool:
+        """Forward passes may have a large matrix a few rows at a time."""
+        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs_blocks
+
+    @property
+    def keeps_blocks_whole(self) -> bool:
+        return self.row is not None and self.row.whole_blocks(self.work.settings or self.row.settings())
 
 
 def place(
@@ -85,14 +100,15 @@ def place(
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
     budget = _budget(gpu_memory, placement, device)
-    costs = _Costs(work, formats, workspace_bytes(device), limit_bytes(budget, device))
+    room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device))
+    costs = _Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
-    resident = Placement(set(), 0, costs.of(whole, set()), work, budget)
+    resident = Placement(set(), 0, costs.of(whole, set()), work, budget, room.limit_bytes)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
-        if budget is not None and work.method in PLANNED and resident.device_bytes.total > budget:
+        if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
-        _check_state(whole, resident, formats, work)
-        resident.reasons = _reasons(whole, resident, placement, formats, device, work)
+        _check_state(whole, resident, costs)
+        resident.reasons = _reasons(whole, resident, placement, costs, device)
         _enforce(budget, device)
         return whole, resident
     if not whole.of_kind("block"):
@@ -102,9 +118,9 @@ def place(
         )
     layout, streamed = _fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
-    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, budget)
-    _check_state(layout, placed, formats, work)
-    placed.reasons = _reasons(layout, placed, placement, formats, device, work)
+    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, budget, room.limit_bytes)
+    _check_state(layout, placed, costs)
+    placed.reasons = _reasons(layout, placed, placement, costs, device)
     _enforce(budget, device)
     return layout, placed
 
@@ -113,23 +129,23 @@ def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, 
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
     one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
     found, smallest = [], None
-    cut_rows = costs.work.method in ROW_METHODS and not costs.formats.packs_blocks
+    formats, cut_rows = costs.room.formats, costs.may_cut_rows
     largest_matrix = max(u.numel for u in find_layout(module, 1, cut_rows).of_kind("block"))
-    cuts = (UNIT_BYTES // costs.formats.dtype.itemsize, largest_matrix)
-    for max_unit_numel in (None,) if costs.work.whole_blocks else cuts:
+    cuts = (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
+    for max_unit_numel in (None,) if costs.keeps_blocks_whole else cuts:
         layout = find_layout(module, max_unit_numel, cut_rows)
         streamed = {u.index for u in layout.units[1:]}
         if budget is None:
             tables = {u.index for u in layout.units if u.kind in ("table", "head")}
-            small = sum(costs.formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
+            small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
             return layout, streamed - tables if small else streamed
         smallest = costs.of(layout, streamed)
         if smallest.total <= budget:
             found.append((layout, _keep_what_fits(layout, streamed, costs, budget)))
     if found:
-        return min(found, key=lambda one: host_bytes(*one, costs.formats))
-    weights_bytes = sum(costs.formats.home_bytes(u) for u in layout.units)
-    raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, costs.formats.dtype.itemsize)
+        return min(found, key=lambda one: host_bytes(*one, formats))
+    weights_bytes = sum(formats.home_bytes(u) for u in layout.units)
+    raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
 
 
 def _keep_what_fits(layout: Layout, streamed: set[int], costs: _Costs, budget: int) -> set[int]:
@@ -202,16 +218,23 @@ def _check_host(needed: int, placement: str) -> None:
         )
 
 
-def _check_state(layout: Layout, placed: Placement, formats: Wire, work: Workload) -> None:
-    """Of a method that keeps its state in host memory: refused before a weight is read."""
-    if work.method == "adam-offload":
-        check_host_state(layout, placed.streamed, formats.dtype.itemsize)
+def _check_state(layout: Layout, placed: Placement, costs: _Costs) -> None:
+    """State that a method keeps in host memory is refused before a weight is read."""
+    if costs.row is not None and costs.row.host_check is not None:
+        imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize)
+
+
+def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
+    """What state may fill: the budget, or most of the device; None where there is no device memory of its own."""
+    if budget is not None or device.type != "cuda":
+        return budget
+    return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
 
 
 def _reasons(
-    layout: Layout, placed: Placement, placement: str, formats: Wire, device: torch.device, work: Workload
+    layout: Layout, placed: Placement, placement: str, costs: _Costs, device: torch.device
 ) -> list[str]:
-    blocks = layout.of_kind("block")
+    formats, blocks = costs.room.formats, layout.of_kind("block")
     cut = len(blocks) // layout.block_count if layout.block_count else 0
     away = host_bytes(layout, placed.streamed, formats)
     total = sum(formats.home_bytes(u) for u in layout.units)
@@ -231,7 +254,7 @@ def _reasons(
     if placed.budget_bytes is not None:
         enforced = "enforced" if device.type == "cuda" else "not enforced on a CPU"
         lines.append(f"budget: {about(placed.budget_bytes)}, {enforced}")
-    if device.type != "cuda" or work.method not in PLANNED:
+    if device.type != "cuda" or not costs.is_planned:
         return lines
-    parts = refusals.parts(placed.device_bytes, work.method)
+    parts = refusals.parts(placed.device_bytes)
     return [*lines, f"planned device peak: {about(placed.device_bytes.total)} ({parts})"]

@@ -20,7 +20,7 @@ CHECK_STEPS = 3
 NAMED = 5
 
 
-class Moved:
+class ChangeCheck:
     """Samples of every trained tensor, taken when it is made."""
 
     def __init__(self, model: Model, first_ids: torch.Tensor) -> None:

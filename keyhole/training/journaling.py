@@ -7,16 +7,15 @@ the step that the device was working on is lost, and the one queued behind it. A
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.journal.resume_point import JOURNALED, Origin, continued
+from keyhole.checkpoint.journal.resume_point import Origin, continued
 from keyhole.checkpoint.journal.writer import Writer
-from keyhole.config import TrainConfig
 from keyhole.data import Data
+from keyhole.methods.zo.method import ZO
 from keyhole.training.metrics import Record
-from keyhole.training.resume import flat_config
-from keyhole.training.rundir import RunDir
 
 PATIENCE_S = 60.0
 
@@ -24,7 +23,7 @@ PATIENCE_S = 60.0
 class Journaling:
     """The journal of one run. `writer` is None for methods that have none."""
 
-    def __init__(self, writer: Writer | None, method: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, writer: Writer | None, method: ZO | None, say: Callable[[str], None]) -> None:
         self.writer, self.method, self.say = writer, method, say
         self.failing = False
 
@@ -70,34 +69,37 @@ class Journaling:
 
 
 def open_journal(
-    config: TrainConfig,
-    directory: RunDir,
+    method: ZO,
     origin: Origin,
+    path: Path,
+    *,
+    source: str,
+    wire: str | None,
     data: Data,
-    method: Any,
+    config: dict[str, Any],
     versions: dict[str, Any],
+    sync_every: int,
     say: Callable[[str], None],
 ) -> Journaling:
-    """The journal of this run, new or continued; the weights are loaded, and the directory is ours."""
-    if config.method not in JOURNALED:
-        return Journaling(None, method, say)
-    source = config.model if origin.choice.path is None else str(origin.choice.path)
+    """The journal of this run, new or continued; the weights are loaded, and the directory is ours.
+
+    source: what the weights were loaded from; config: what the run is, for who resumes or replays it."""
     model = method.model
     header = journal.Header(
         base="",
         first=0,
         source=source,
-        seed=config.seed,
+        seed=method.noise["seed"],
         directions=method.directions,
         distribution=method.noise["distribution"],
         rounding=method.decay["rounding"],
         eps=method.eps,
         dtype=str(model.dtype).removeprefix("torch."),
-        wire=config.wire,
+        wire=wire,
         frozen=[t.name for t in model.layout.tensors if not t.param.requires_grad],
         end_token_ids=list(data.end_token_ids),
         loader=data.train.state_dict(),
-        config=flat_config(config),
+        config=config,
         versions=versions,
     )
-    return Journaling(continued(origin, source, directory.journal, header, config.journal_sync), method, say)
+    return Journaling(continued(origin, source, path, header, sync_every), method, say)

@@ -12,23 +12,23 @@ from typing import Any
 from keyhole.checkpoint.journal.resume_point import Origin
 from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig, to_dict
-from keyhole.config.fields import section_of, sections, settings
+from keyhole.config.fields import sections, settings
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
+from keyhole.methods import METHODS
 
 SAFE = {
     "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
     "max_grad_norm", "eval_data", "eval_steps", "save_steps", "save_total_limit", "logging_steps",
     "report_to", "output_dir", "device", "placement", "gpu_memory", "background_save", "journal_sync",
-    "adam_offload.schedule", "adam_offload.threads", "adam_offload.gpu_updates", "lsp.optimizer_on", "lsp.threads",
-    "zo.clip", "zo.deferred_update", "zo.write_back_every",
 }  # fmt: skip
+SAFE |= {f"{row.section}.{key}" for row in METHODS.values() for key in row.may_change}
 
 
 def flat_config(config: TrainConfig) -> dict[str, Any]:
     """Dotted key -> plain value, the top level and the section of the method."""
     values = to_dict(config)
-    own = section_of(config.method)
+    own = METHODS[config.method].section
     flat = {key: value for key, value in values.items() if key not in sections()}
     flat |= {f"{own}.{key}": value for key, value in values[own].items()}
     return json.loads(json.dumps(flat))

@@ -22,7 +22,6 @@ from typing import Any
 import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.select import checkpoints
-from keyhole.config import TrainConfig, to_yaml
 from keyhole.disk.files import flush, write_text
 from keyhole.errors import UserError
 from keyhole.training.lock import Lock
@@ -110,7 +109,7 @@ def _first_file(root: Path) -> Path | None:
         raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
 
 
-def open_run(found: RunDir, config: TrainConfig, environment: dict[str, Any], lock: Lock) -> None:
+def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock) -> None:
     """Makes the directory ours, and writes down settings and environment."""
     try:
         found.run.mkdir(parents=True, exist_ok=True)
@@ -120,7 +119,7 @@ def open_run(found: RunDir, config: TrainConfig, environment: dict[str, Any], lo
         for pattern in LEFTOVERS:
             for path in found.root.glob(pattern):
                 shutil.rmtree(path, ignore_errors=True)
-        write_text(found.run / "config.yaml", to_yaml(config))
+        write_text(found.run / "config.yaml", config_yaml)
         write_text(found.run / "env.json", json.dumps(environment, indent=2) + "\n")
         flush(found.run)
     except OSError as error:

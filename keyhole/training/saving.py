@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,12 @@ from keyhole.checkpoint import select as find
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
-from keyhole.config import TrainConfig
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
+from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
 from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.training.resume import flat_config
 
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
@@ -52,30 +52,49 @@ def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
     return weights + sum(t.numel() * t.element_size() for t in tensors) + MARGIN_BYTES
 
 
+@dataclass(frozen=True)
+class SaveSettings:
+    """Steps between checkpoints (None: at the end only), how many are kept (None: all), and whether training goes on
+    meanwhile."""
+
+    every: int | None
+    keep: int | None
+    background: bool
+
+
 class Saver:
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
     settle_journal(step) returns when the journal is on disk up to a step; False: it never will be.
     """
 
-    def __init__(self, root: Path, model: Model, method: Any, config: TrainConfig, versions: dict[str, Any]) -> None:
-        self.root, self.model, self.method, self.config, self.versions = root, model, method, config, versions
+    def __init__(
+        self,
+        root: Path,
+        model: Model,
+        method: Method,
+        settings: SaveSettings,
+        config: dict[str, Any],
+        versions: dict[str, Any],
+    ) -> None:
+        self.root, self.model, self.method, self.settings = root, model, method, settings
+        self.config, self.versions = config, versions  # what a checkpoint says of its run
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
         self.deleting: threading.Thread | None = None  # old checkpoints, beside training
         self.settle_journal: Callable[[int], bool] = lambda step: True
         self.background: Background | None = None
-        if config.background_save and config.save_steps is not None:
+        if settings.background and settings.every is not None:
             background = Background(model, method)
             self.background = background if background.possible else None
 
     def describe(self) -> list[str]:
         """For the start block: how checkpoints are written, and the host memory that takes."""
-        if self.config.save_steps is None:
+        if self.settings.every is None:
             return []
         if self.background is None:
-            why = "its tensors are stored in another form" if self.config.background_save else "background_save=false"
+            why = "its tensors are stored in another form" if self.settings.background else "background_save=false"
             return [f"checkpoints: training waits for each ({why})"]
         pool = self.background.pool_bytes
         weights = sum(home.numel() * home.element_size() for home in self.model.engine.homes)
@@ -102,7 +121,7 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
-        every = self.config.save_steps
+        every = self.settings.every
         return (every is not None and step % every == 0) or step == self.retry_at
 
     def try_save(self, step: int, loader: dict[str, Any]) -> list[str]:
@@ -111,18 +130,15 @@ class Saver:
         try:
             if self.background is None:
                 return [*lines, f"saved {self.save(step, loader)}"]
-            self._make_room(step, self.method.deferred_state() if self._deferred else self.method.state_dict())
-            about = About(step, loader, flat_config(self.config), self.versions)
+            deferred = self.method.deferred_state()
+            self._make_room(step, self.method.state_dict() if deferred is None else deferred)
+            about = About(step, loader, self.config, self.versions)
             self.background.begin(self.root / f"checkpoint-{step}", about, self.settle_journal)
             return lines
         except NonFinite:
             raise
         except UserError as error:
             return [*lines, self._failed(step, step, error)]
-
-    @property
-    def _deferred(self) -> bool:
-        return getattr(self.method, "pending", None) is not None
 
     def poll(self, step: int) -> list[str]:
         """Lines about a checkpoint that was finished in the background, after this step at the latest."""
@@ -169,7 +185,7 @@ class Saver:
 
     def _took(self, path: Path, step: int) -> None:
         self.last_good, self.last_step = path, step
-        self.deleting = find.prune(self.root, self.config.save_total_limit, step)
+        self.deleting = find.prune(self.root, self.settings.keep, step)
 
     def save(self, step: int, loader: dict[str, Any]) -> Path:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old."""
@@ -181,7 +197,7 @@ class Saver:
         self._make_room(step, state)
         path = self.root / f"checkpoint-{step}"
         try:
-            save_checkpoint(path, self.model, state, About(step, loader, flat_config(self.config), self.versions))
+            save_checkpoint(path, self.model, state, About(step, loader, self.config, self.versions))
         except (OSError, SafetensorError) as error:
             raise UserError(f"output_dir: {path} could not be written: {error}") from error
         self._took(path, step)
@@ -194,7 +210,7 @@ class Saver:
 
     def _make_room(self, step: int, state: dict[str, Any]) -> None:
         need = saved_bytes(self.model, state)
-        limit = self.config.save_total_limit
+        limit = self.settings.keep
         self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:
             find.prune(self.root, limit - 1, step).join()

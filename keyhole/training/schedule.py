@@ -13,26 +13,35 @@ no warm-up, so ours is its "constant_with_warmup".
 """
 
 import math
+from dataclasses import dataclass
 
 
-def warmup_steps(total: int, warmup_ratio: float) -> int:
-    """Number of updates during which the rate rises."""
-    return math.ceil(total * warmup_ratio)
+@dataclass(frozen=True)
+class Schedule:
+    """The rates of a run of `total` updates."""
 
+    kind: str
+    peak: float
+    total: int
+    warmup_ratio: float = 0.0
 
-def factor(kind: str, step: int, total: int, warmup_ratio: float = 0.0) -> float:
-    """Share of the peak rate for the update after `step` updates."""
-    warm = warmup_steps(total, warmup_ratio)
-    if step < warm:
-        return step / max(1, warm)
-    if kind == "linear":
-        return max(0.0, (total - step) / max(1, total - warm))
-    if kind == "cosine":
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warm) / max(1, total - warm)))))
-    assert kind == "constant", kind
-    return 1.0
+    @property
+    def warmup_steps(self) -> int:
+        """Number of updates during which the rate rises."""
+        return math.ceil(self.total * self.warmup_ratio)
 
+    def factor(self, done: int) -> float:
+        """Share of the peak rate for the update after `done` updates."""
+        warm = self.warmup_steps
+        if done < warm:
+            return done / max(1, warm)
+        if self.kind == "linear":
+            return max(0.0, (self.total - done) / max(1, self.total - warm))
+        if self.kind == "cosine":
+            return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((done - warm) / max(1, self.total - warm)))))
+        assert self.kind == "constant", self.kind
+        return 1.0
 
-def learning_rate(kind: str, step: int, total: int, peak: float, warmup_ratio: float = 0.0) -> float:
-    """The rate of the update after `step` updates, of `total` in all."""
-    return peak * factor(kind, step, total, warmup_ratio)
+    def rate(self, done: int) -> float:
+        """The rate of the update after `done` updates."""
+        return self.peak * self.factor(done)

@@ -15,12 +15,14 @@ import keyhole
 from keyhole import ops
 from keyhole.config import TrainConfig
 from keyhole.machine.sizes import GIB
+from keyhole.methods.base import Method
+from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout
-from keyhole.training.schedule import warmup_steps
+from keyhole.training.schedule import Schedule
 
 
-def title(config: TrainConfig) -> str:
-    return f"keyhole {keyhole.__version__}: {config.method} on {config.model}"
+def title(method: str, model: str) -> str:
+    return f"keyhole {keyhole.__version__}: {method} on {model}"
 
 
 def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> list[str]:
@@ -53,36 +55,47 @@ def parameter_rows(layout: Layout) -> list[str]:
     ]
 
 
-def machine_lines(config: TrainConfig, dtype: torch.dtype, device: torch.device, placed: Iterable[str]) -> list[str]:
-    """Dtype, device, placement and kernels, each with its reason."""
-    why_dtype = "as asked" if config.dtype else "as stored in the model's files"
-    why_device = "as asked" if config.device else "the first GPU" if device.type == "cuda" else "no GPU here"
+def device_lines(
+    asked_dtype: str | None, asked_device: str | None, dtype: torch.dtype, device: torch.device
+) -> list[str]:
+    """Dtype and device, each with its reason."""
+    why_dtype = "as asked" if asked_dtype else "as stored in the model's files"
+    why_device = "as asked" if asked_device else "the first GPU" if device.type == "cuda" else "no GPU here"
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    lines = [
+    return [
         f"dtype: {str(dtype).removeprefix('torch.')}, {why_dtype}",
         f"device: {device}{name}, {why_device}",
     ]
-    return [*lines, *placed, ops.describe()]
 
 
-def plan_lines(config: TrainConfig, first: int, total: int, steps_per_epoch: int) -> list[str]:
+def machine_lines(asked_dtype: str | None, asked_device: str | None, model: Model, method: Method) -> list[str]:
+    """Dtype, device, placement, what the method decided, and kernels."""
+    where = device_lines(asked_dtype, asked_device, model.dtype, model.device)
+    return [*where, *model.describe(), *method.describe(), kernels()]
+
+
+def kernels() -> str:
+    """Which kernels run, and why."""
+    return ops.describe()
+
+
+def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_epoch: int) -> list[str]:
     """Steps, samples, schedule, and where things go."""
     micro, accumulation = config.batch_size, config.gradient_accumulation_steps
     rows = "rows of packed samples" if config.packing else "samples"
     split = f" ({accumulation} micro-batches of {micro})" if accumulation > 1 else ""
     why = "max_steps" if config.max_steps is not None else f"num_train_epochs={config.num_train_epochs:g}"
     begun = f", {first} done" if first else ""
-    warm = warmup_steps(total, config.warmup_ratio)
     kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
     every = f"every {config.save_steps} steps and at the end" if config.save_steps else "at the end"
     epoch = f"an epoch is {steps_per_epoch} steps of {micro * accumulation} {rows}{split}"
     return [
-        f"steps: {total} ({why}){begun}; {epoch}",
-        f"learning rate: {config.lr_scheduler_type}, peak {config.learning_rate:g}, {warm} steps of warm-up",
+        f"steps: {schedule.total} ({why}){begun}; {epoch}",
+        f"learning rate: {schedule.kind}, peak {schedule.peak:g}, {schedule.warmup_steps} steps of warm-up",
         f"output: {config.output_dir}; a checkpoint {every}, {kept}",
     ]
 
 
-def block(config: TrainConfig, groups: Iterable[Iterable[Any]]) -> list[str]:
+def block(method: str, model: str, groups: Iterable[Iterable[Any]]) -> list[str]:
     """All lines, indented under the title."""
-    return [title(config), *(f"  {line}" for group in groups for line in group)]
+    return [title(method, model), *(f"  {line}" for group in groups for line in group)]

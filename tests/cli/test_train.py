@@ -14,14 +14,14 @@ GOOD = "model: some/model\nmethod: zo\ntrain_data: d.jsonl\noutput_dir: {out}\nm
 
 @pytest.fixture
 def calls(monkeypatch: Any) -> list[Any]:
-    """Records calls of keyhole.training.loop.train and returns exit code 0."""
+    """Records calls of keyhole.training.start.train and returns exit code 0."""
     seen: list[Any] = []
 
     def train(config: Any, *, resume: str | None, dry_run: bool) -> int:
         seen.append((config, resume, dry_run))
         return 130 if dry_run else 0
 
-    monkeypatch.setitem(sys.modules, "keyhole.training.loop", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train))
     return seen
 
 

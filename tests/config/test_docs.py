@@ -21,15 +21,6 @@ def test_the_docs_page_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_the_doc_line_of_learning_rate_tells_the_truth() -> None:
-    """The defaults named in the help are the ones that are used."""
-    from keyhole.config.rules import DEFAULT_LR
-
-    for method, rate in DEFAULT_LR.items():
-        digits, exponent = f"{rate:e}".split("e")
-        assert f"{method} {float(digits):g}e{int(exponent)}" in settings()["learning_rate"].doc
-
-
 def test_explain_names_every_key() -> None:
     """The terminal help lists all keys with their defaults."""
     text = explain()

@@ -8,10 +8,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.config import AdamWConfig, Bytes, SGDConfig, TrainConfig, ZOConfig, load_config, resolve, to_yaml
+from keyhole.config import Bytes, TrainConfig, load_config, resolve, to_yaml
 from keyhole.config import fields as table
 from keyhole.config.loader import read_config
 from keyhole.errors import UserError
+from keyhole.methods.baselines.traits import AdamWConfig, SGDConfig
+from keyhole.methods.zo.traits import ZOConfig
 
 GOOD = """
 model: some/model
@@ -187,7 +189,7 @@ def test_missing_keys_are_named_with_their_meaning() -> None:
     [
         ("lr", "learning_rate"),
         ("per_device_train_batch_size", "batch_size"),
-        ("eps", "`zo.eps` or `adamw.eps`"),
+        ("eps", "`zo.eps` or `lsp.eps`"),
         ("zo.learning_rate", "`learning_rate`"),
         ("momentum", "`sgd.momentum`"),
         ("train_data.0", "is a value, not a section"),

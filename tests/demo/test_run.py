@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import torch
 
 from keyhole import assets
 from keyhole.demo.memory import Peaks
-from keyhole.demo.run import SETTINGS, USUAL, run_demo, settings_of
+from keyhole.demo.run import run_demo, settings_of
 from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS
+from keyhole.methods.base import Demo
 
 
 @contextmanager
@@ -56,10 +58,10 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.usefixtures("few_questions")
 def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever joins METHODS is run, with the usual settings."""
-    monkeypatch.setitem(METHODS, "newcomer", METHODS["sgd"])
+    """Whatever joins the table is run, with the settings of its row."""
+    monkeypatch.setitem(METHODS, "newcomer", replace(METHODS["sgd"], demo=Demo(lr=0.125)))
     results = run_demo(tmp_path, steps=1, device="cpu")
-    assert results[-1].method == "newcomer" and results[-1].settings.lr == USUAL.lr
+    assert results[-1].method == "newcomer" and results[-1].settings.lr == 0.125
 
 
 @pytest.mark.usefixtures("few_questions")
@@ -71,7 +73,8 @@ def test_a_method_that_cannot_run_is_named_with_its_reason(
     def refuse(*args: object, **options: object) -> None:
         raise UserError("needs a GPU")
 
-    monkeypatch.setitem(METHODS, "picky", refuse)
+    monkeypatch.setattr("keyhole.methods.baselines.first_order.AdamW", refuse)
+    monkeypatch.setitem(METHODS, "picky", METHODS["adamw"])
     results = run_demo(tmp_path, methods=["picky", "sgd"], steps=1, device="cpu")
     assert [bool(result.skipped) for result in results] == [True, False]
     assert "picky: skipped: needs a GPU" in capsys.readouterr().out
@@ -102,11 +105,9 @@ def test_unknown_methods_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_are_for_methods_that_exist() -> None:
-    """No settings are kept for a method that is gone, and a cap only lowers steps."""
-    assert SETTINGS.keys() <= METHODS.keys()
-    assert settings_of("zo", 3).steps == 3 and settings_of("zo", 10**6) == SETTINGS["zo"]
-    assert settings_of("newcomer") == USUAL
+def test_a_cap_only_lowers_steps() -> None:
+    """The settings of the demo are those of the method's row."""
+    assert settings_of("zo", 3).steps == 3 and settings_of("zo", 10**6) == METHODS["zo"].demo
 
 
 @pytest.mark.slow

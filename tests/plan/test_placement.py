@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keyhole.bench.shapes import opt_config
-from keyhole.model.forward.memory import GIB, Workload
+from keyhole.machine.sizes import GIB
+from keyhole.methods.base import Workload
 from keyhole.model.structure.layout import Unit
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire

@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from keyhole.config import LSPConfig, SGDConfig, TrainConfig, ZOConfig
+from keyhole.config import TrainConfig
+from keyhole.methods.baselines.traits import SGDConfig
+from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.metrics import read_metrics
 
 Make = Callable[..., TrainConfig]

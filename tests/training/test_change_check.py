@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 
 import keyhole
-from keyhole.training.change_check import SAMPLE, Moved, sample
+from keyhole.training.change_check import SAMPLE, ChangeCheck, sample
 
 
 def test_names_the_tensors_that_stood_still(tiny_model: Path) -> None:
     """Tensors that are not touched are named; the embedding counts as moved if a row of the batch did."""
     model = keyhole.load(tiny_model, device="cpu")
     table = model.layout.table.name
-    check = Moved(model, torch.tensor([[5, 7, 7]]))
+    check = ChangeCheck(model, torch.tensor([[5, 7, 7]]))
     for name, tensor in model.named_tensors():
         if name == table:
             tensor[7, 3] += 1.0
@@ -29,7 +29,7 @@ def test_frozen_tensors_are_not_asked(tiny_model: Path) -> None:
     """A frozen tensor may stand still."""
     model = keyhole.load(tiny_model, device="cpu")
     model.module.lm_head.weight.requires_grad_(False)
-    assert "lm_head.weight" not in Moved(model, torch.tensor([1])).before
+    assert "lm_head.weight" not in ChangeCheck(model, torch.tensor([1])).before
 
 
 def test_sample_is_small_and_compares_bits() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.config import AdamWConfig
 from keyhole.errors import UserError
-from keyhole.training.loop import train
+from keyhole.methods.baselines.traits import AdamWConfig
+from keyhole.training.start import train
 from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.training.loop import train
+from keyhole.training.start import train
 from tests.training.runs import VARIANTS, Make, metrics, same, weights
 
 

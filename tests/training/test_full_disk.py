@@ -9,7 +9,7 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.errors import UserError
 from keyhole.training import loop as trainer
 from keyhole.training import saving
-from keyhole.training.loop import train
+from keyhole.training.start import train
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keyhole.errors import UserError
-from keyhole.training.loop import train
+from keyhole.training.start import train
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
-from keyhole.training.loop import train
+from keyhole.training.start import train
 from tests.training.runs import Make, losses, metrics, weights
 
 

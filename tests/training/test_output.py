@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import keyhole
 from keyhole.config import load_config
 from keyhole.errors import UserError
-from keyhole.training.loop import train
+from keyhole.training.start import train
 from tests.training.runs import Make, metrics, same, weights
 
 

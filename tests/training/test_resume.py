@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from keyhole.checkpoint.state import State
-from keyhole.config import Bytes, TrainConfig, ZOConfig
+from keyhole.config import Bytes, TrainConfig
 from keyhole.config.fields import settings
 from keyhole.errors import UserError
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.resume import SAFE, apply_changes, flat_config
 
 CONFIG = TrainConfig(

@@ -14,7 +14,7 @@ import matplotlib.pyplot, torch
 from transformers.models.llama import modeling_llama
 torch.set_num_threads(1)
 from keyhole.config import TrainConfig, resolve
-from keyhole.training.loop import train
+from keyhole.training.start import train
 model, data, out = sys.argv[1:]
 
 def peak(steps, resume):

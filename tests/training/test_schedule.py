@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import get_scheduler
 
-from keyhole.training.schedule import learning_rate, warmup_steps
+from keyhole.training.schedule import Schedule
 
 THEIRS = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
 
@@ -20,7 +20,7 @@ def test_equals_transformers(kind: str, total: int, ratio: float) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     theirs = get_scheduler(THEIRS[kind], optimizer, math.ceil(total * ratio), total)
     for step in range(total):
-        assert learning_rate(kind, step, total, 3e-4, ratio) == theirs.get_last_lr()[0]
+        assert Schedule(kind, 3e-4, total, ratio).rate(step) == theirs.get_last_lr()[0]
         optimizer.step()
         theirs.step()
 
@@ -28,8 +28,8 @@ def test_equals_transformers(kind: str, total: int, ratio: float) -> None:
 @given(st.sampled_from(list(THEIRS)), st.integers(1, 300), st.floats(0, 1), st.floats(1e-9, 1.0))
 def test_never_above_the_peak_or_below_zero(kind: str, total: int, ratio: float, peak: float) -> None:
     """A rate lies between 0 and the peak, and rises to the peak during warm-up."""
-    rates = [learning_rate(kind, step, total, peak, ratio) for step in range(total)]
-    warm = warmup_steps(total, ratio)
+    schedule = Schedule(kind, peak, total, ratio)
+    rates, warm = [schedule.rate(step) for step in range(total)], schedule.warmup_steps
     assert all(0 <= rate <= peak for rate in rates)
     assert rates[:warm] == sorted(rates[:warm])
     assert warm >= total or rates[warm] == peak

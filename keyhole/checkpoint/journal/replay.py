@@ -25,9 +25,9 @@ from keyhole.checkpoint.journal.format import Header, Journal, Record
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
+from keyhole.methods.base import Workload
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
-from keyhole.model.forward.memory import Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights import save as hf

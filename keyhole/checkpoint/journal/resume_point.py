@@ -15,12 +15,9 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Journal, Record
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.checkpoint.state import State
-from keyhole.config import TrainConfig
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory
-
-JOURNALED = ("zo",)
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,11 @@ class Origin:
         return self.state.loader | at
 
 
-def find_origin(resume: str | None, root: Path, journal_path: Path, config: TrainConfig) -> Origin:
-    """What `--resume` means here. Reads, and changes nothing."""
+def find_origin(resume: str | None, root: Path, journal_path: Path, model: str, journaled: bool) -> Origin:
+    """What `--resume` means here. Reads, and changes nothing. journaled: the method keeps a journal."""
     if resume is None:
         return Origin()
-    if config.method not in JOURNALED:
+    if not journaled:
         return Origin(find.choose(resume, root))
     found, notes = _read(journal_path)
     if resume not in find.LAST:
@@ -68,7 +65,7 @@ def find_origin(resume: str | None, root: Path, journal_path: Path, config: Trai
     fits = found is not None and found.header.first <= begin <= found.last
     origin = Origin(choice, found, found.after(begin) if fits else [], notes)
     if choice.path is None:
-        _check_base(found, config.model)
+        _check_base(found, model)
     return origin
 
 

@@ -1,11 +1,10 @@
 """A checkpoint written behind the back of training: what is captured, by which rule, and the thread that writes it.
 
-Which changes are announced, and how, differs between methods:
+How changes are announced differs between methods (`announces` in a method's row):
 
-    zo, lomo, adalomo   every page is changed between engine.acquire and engine.commit: the engine tells
-    adamw, sgd          everything changes in optimizer.step, which calls a hook first
-    others              nobody tells: all that the pool and the disk cannot take at once is waited for, before
-                        the next step begins
+    pages    every page is changed between engine.acquire and engine.commit: the engine tells
+    step     everything changes in one update, and the method calls a hook first
+    never    nobody tells: all that the pool and the disk cannot take at once is waited for, before the next step begins
 
 The files are those of a checkpoint that is waited for (checkpoint/state.py), byte for byte.
 """
@@ -26,21 +25,21 @@ from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
 from keyhole.disk.files import replace_directory, staged
 from keyhole.disk.tensors import Files, Spec, lay_out
 from keyhole.machine.host import host_memory
+from keyhole.methods import METHODS
+from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.save import create_files, names_on_disk, plan_files, small_files
 
-COMMITS = ("zo", "lomo", "adalomo")
-OPTIMIZERS = ("adamw", "sgd")
 SLACK_BYTES = 2**30  # host memory that is left to others
 
 
 class Background:
     """Takes snapshots of one model and method, one at a time."""
 
-    def __init__(self, model: Model, method: Any, pool_bytes: int | None = None) -> None:
-        self.model, self.method = model, method
+    def __init__(self, model: Model, method: Method, pool_bytes: int | None = None) -> None:
+        self.model, self.method, self.announces = model, method, METHODS[method.name].announces
         names = names_on_disk(model)
         self.possible = names is not None
         if not self.possible:
@@ -51,17 +50,17 @@ class Background:
         self.pool_bytes = _pool_bytes(model) if pool_bytes is None else pool_bytes
         self.writing: Writing | None = None
         self.copiers = Copiers()
-        if method.name in OPTIMIZERS:
-            method.optimizer.register_step_pre_hook(lambda *_: self.settle())
+        if self.announces == "step":
+            method.call_before_update(self.settle)
 
     def begin(self, path: Path, about: About, settle_journal: Callable[[int], bool]) -> "Writing":
         """Starts a checkpoint of the weights after the last step; training may go on when this returns."""
-        deferred = getattr(self.method, "pending", None) is not None
-        if not deferred:
+        state = self.method.deferred_state()
+        if state is None:
             self.method.flush()
         if self.model.engine.gate is not None:
             self.model.engine.wait_for_homes()
-        state = self.method.deferred_state() if deferred else self.method.state_dict()
+        state = self.method.state_dict() if state is None else state
         tensors, scalars = split_state(state)
         specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())]
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files({}, {}, {})
@@ -76,15 +75,15 @@ class Background:
         return self.writing
 
     def _take_what_nobody_announces(self, snapshot: Snapshot, others: list[Source]) -> None:
-        if self.method.name in COMMITS:
-            spine = [snapshot.pages[0]] if self.method.name != "zo" else []  # reverse sweeps change it unannounced
-            for source in others + spine:
+        if self.announces == "pages":
+            spine = self.model.layout.spine
+            for source in [*others, *([] if self.method.owes(spine) else [snapshot.pages[spine.index]])]:
                 snapshot.release(source)
-        elif self.method.name not in OPTIMIZERS:
+        elif self.announces == "never":
             snapshot.release_all()
 
     def _pages(self) -> dict[int, Source]:
-        model, pages, owes = self.model, {}, getattr(self.method, "owes", lambda unit: False)
+        model, pages = self.model, {}
         for unit in model.layout.units:
             home = model.engine.homes[unit.index]
             packed = home.dtype == PACKED
@@ -92,7 +91,7 @@ class Background:
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
             unpacks = (unit.numel, model.dtype) if packed else None
-            pages[unit.index] = Source(home, segments, unpacks, WAITING if owes(unit) else READY)
+            pages[unit.index] = Source(home, segments, unpacks, WAITING if self.method.owes(unit) else READY)
         return pages
 
     def _event(self, source: Source) -> Any:

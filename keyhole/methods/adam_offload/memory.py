@@ -1,6 +1,7 @@
-"""Bytes that a method keeps in host memory beside the weights, and whether they are there.
+"""Bytes of adam-offload, and whether host memory has them.
 
-adam-offload, a trained parameter (weights of b bytes):
+On the device: a reverse sweep, what is on its way through the lane (lane.py), and masters that land. On the host, per
+trained parameter (weights of b bytes):
 
     12      fp32 master and two moments
     b       of a resident unit: page-locked memory for its gradient on the way out and its weights on the way in
@@ -12,6 +13,11 @@ so 12 + b in all, 14 in 16 bit, wherever the model lives.
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB
+from keyhole.methods.adam_offload.exchange import LANDING
+from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.memory import reverse_bytes
+from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
 SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
@@ -35,3 +41,11 @@ def check_host_state(layout: Layout, streamed: set[int], element_bytes: int, loa
             f"for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are "
             "missing. Free memory, or use method=lomo, adalomo or zo, which keep no such state."
         )
+
+
+def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
+    """The device peak of a step. The lane is counted always: whether the GPU helps with updates is seen later."""
+    element_bytes = room.formats.dtype.itemsize
+    lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
+    landing = 4 * LANDING if len(streamed) < len(layout.units) else 0
+    return reverse_bytes(layout, streamed, work, room, updates=lane + landing)

@@ -37,7 +37,7 @@ from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.memory import check_host_state
 from keyhole.methods.adam_offload.state import AdamState, Step
 from keyhole.methods.adam_offload.update import Updates
-from keyhole.methods.settings import checked_rate, settings
+from keyhole.methods.base import Method, checked_rate
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -48,7 +48,7 @@ from keyhole.offload.workers import Workers
 SCHEDULES = ("layerwise", "monolithic")
 
 
-class AdamOffload:
+class AdamOffload(Method):
     """See the top of this file. `lr` may be changed between steps."""
 
     name = "adam-offload"
@@ -97,10 +97,6 @@ class AdamOffload:
         self.updates = Updates(self.state, self.exchange, self.lane, at_once=schedule == "layerwise")
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.now: Step | None = None
-
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "AdamOffload":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     # -- one step --------------------------------------------------------------------------------------------------
 

@@ -5,24 +5,21 @@ gradients added up by autograd, clipped by their global norm, then torch's updat
 weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError
-from keyhole.methods.settings import settings
+from keyhole.methods.base import Method, State
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
 
-State = dict[str, Any]
 
-
-class TorchMethod:
+class TorchMethod(Method):
     """What the baselines share, here and in galore.py and lora.py: the step, clipping, state by parameter name."""
 
     name: str
@@ -44,9 +41,8 @@ class TorchMethod:
         self.optimizer: torch.optim.Optimizer
         self._grad_norm: torch.Tensor | None = None
 
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "TorchMethod":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
+    def call_before_update(self, callback: Callable[[], None]) -> None:
+        self.optimizer.register_step_pre_hook(lambda *_: callback())
 
     def _require_plain(self, model: Model) -> None:
         if not model.is_plain:
@@ -81,9 +77,6 @@ class TorchMethod:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total
-
-    def flush(self) -> None:
-        """Nothing is deferred."""
 
     def metrics(self) -> dict[str, float]:
         return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.methods.baselines.first_order import State, TorchMethod
+from keyhole.methods.base import State
+from keyhole.methods.baselines.first_order import TorchMethod
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks

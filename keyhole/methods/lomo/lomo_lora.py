@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.base import State
 from keyhole.methods.baselines import lora
-from keyhole.methods.lomo.method import LOMO, State
+from keyhole.methods.lomo.method import LOMO
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 

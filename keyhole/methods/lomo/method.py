@@ -24,19 +24,18 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.updates import Squares, Updates
-from keyhole.methods.settings import checked_rate, settings
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.tape import KEEPS
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
 ROUNDINGS = ("stochastic", "nearest", "kahan")
-State = dict[str, Any]
 
 
-class LOMO(Updates):
+class LOMO(Updates, Method):
     """See the top of this file. `lr` may be changed between steps.
 
     groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first that is found in a
@@ -84,10 +83,6 @@ class LOMO(Updates):
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.lost: dict[str, torch.Tensor] = {}  # Kahan's compensation
         self.given: set[str] = set()  # names of tensors that have had a gradient in the last update
-
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "LOMO":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     # -- one step --------------------------------------------------------------------------------------------------
 

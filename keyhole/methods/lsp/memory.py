@@ -28,33 +28,21 @@ all but a few ms, and the step is the device's own 0.35 s.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from keyhole.model.backward.memory import GradientBytes, gradient_device_bytes
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.memory import reverse_bytes
+from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import Layout, Unit
 
 SLOTS, PARTS = 2, 4  # steps on their way up; parts in which projectors see the tokens
-USABLE = 0.95  # of the device's memory, where no budget is given
 
 
 @dataclass(frozen=True)
-class LSPWork:
-    """Settings of lsp that decide about memory."""
-
-    d: int = 1024
-    r: int = 4
-    others: str = "adam"
-    optimizer_on: str = "auto"
-    clips: bool = False
-    kind: str = "blocks"
-    learn: bool = True
-
-
-@dataclass(frozen=True)
-class LSPBytes(GradientBytes):
+class LSPBytes(ReverseBytes):
     """The parts of the device peak. What is made once is counted as it is; no pieces of it come and go."""
 
     moments: int = 0
@@ -94,7 +82,7 @@ def group_of(unit: Unit) -> Hashable:
     return ("unit", unit.index) if unit.block is None else ("block", unit.block)
 
 
-def count_numbers(layout: Layout, work: LSPWork) -> Numbers:
+def count_numbers(layout: Layout, work: LSPConfig) -> Numbers:
     """From shapes alone."""
     numels, projected = {}, 0
     for unit in layout.units:
@@ -111,28 +99,21 @@ def count_numbers(layout: Layout, work: LSPWork) -> Numbers:
     return Numbers(numels, {u.index: group_of(u) for u in layout.units}, projected)
 
 
-def choose_units(numbers: Numbers, work: LSPWork, left_bytes: int | None) -> set[int]:
+def choose_units(numbers: Numbers, optimizer_on: str, clips: bool, left_bytes: int | None) -> set[int]:
     """Units whose moments are on the device, when it has so many bytes left (None: no limit)."""
     everything = set(numbers.of)
-    if work.optimizer_on != "auto":
-        return everything if work.optimizer_on == "gpu" else set()
-    if left_bytes is None or sum(numbers.state(everything, work.clips)) <= left_bytes:
+    if optimizer_on != "auto":
+        return everything if optimizer_on == "gpu" else set()
+    if left_bytes is None or sum(numbers.state(everything, clips)) <= left_bytes:
         return everything
     chosen: set[int] = set()
     for unit in sorted(numbers.of):  # spine, embedding, blocks, head
-        if sum(numbers.state(chosen | {unit}, work.clips)) <= left_bytes:
+        if sum(numbers.state(chosen | {unit}, clips)) <= left_bytes:
             chosen.add(unit)
     return chosen
 
 
-def limit_bytes(budget: int | None, device: torch.device) -> int | None:
-    """What may be filled: the budget, or most of the device; None where there is no device memory of its own."""
-    if budget is not None or device.type != "cuda":
-        return budget
-    return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
-
-
-def _fit_bytes(layout: Layout, tokens: int, own: LSPWork) -> int:
+def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
     """While projectors of the largest matrix are fitted."""
     sides = [t.shape for unit in layout.of_kind("block") for t in unit.tensors if len(t.shape) == 2]
     longest = max((max(shape) for shape in sides), default=0)
@@ -142,13 +123,13 @@ def _fit_bytes(layout: Layout, tokens: int, own: LSPWork) -> int:
     return (16 * own.d * longest + part) * (1 if own.kind == "blocks" else 3)
 
 
-def lsp_device_bytes(layout: Layout, streamed: set[int], work: Any, limit: int | None, **how: Any) -> LSPBytes:
+def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:
     """The device peak of a step: weights first, then as many moments as the limit leaves room for."""
-    own = work.lsp or LSPWork()
-    parts = vars(gradient_device_bytes(layout, streamed, work, **how))
-    compressed = 2 * how["formats"].dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
+    own: LSPConfig = work.settings or LSPConfig()
+    parts = vars(reverse_bytes(layout, streamed, work, room))
+    compressed = 2 * room.formats.dtype.itemsize * work.tokens * own.d  # dY P and X Q of one matrix
     found = LSPBytes(**(parts | {"gradients": max(compressed, _fit_bytes(layout, work.tokens, own))}))
     numbers = count_numbers(layout, own)
-    on_device = choose_units(numbers, own, None if limit is None else limit - found.without_state)
-    moments, buffers = numbers.state(on_device, own.clips)
+    left = None if room.limit_bytes is None else room.limit_bytes - found.without_state
+    moments, buffers = numbers.state(choose_units(numbers, own.optimizer_on, work.clips, left), work.clips)
     return LSPBytes(**(vars(found) | {"moments": moments, "buffers": buffers}))

@@ -33,17 +33,17 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods.base import Method, checked_rate
 from keyhole.methods.lsp import learn as lsp_learn
 from keyhole.methods.lsp.setup import check_settings, find_pieces, place_moments, say_pieces
 from keyhole.methods.lsp.update import Updates
-from keyhole.methods.settings import checked_rate, settings
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.weak import weakly
 
 
-class LSP:
+class LSP(Method):
     """See the top of this file. `lr` may be changed between steps."""
 
     name = "lsp"
@@ -97,10 +97,6 @@ class LSP:
         arrival = weakly(self.optimizer.arrived) if self.optimizer.waits else None
         model.engine.arrival = arrival or model.engine.arrival
         self._end = weakref.finalize(self, _end, self.optimizer.host, model.engine, arrival)
-
-    @classmethod
-    def from_config(cls, model: Model, config: Any) -> "LSP":
-        return cls(model, config.learning_rate, **settings(config, cls.name))
 
     # -- one step --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.gather import Pieces
-from keyhole.methods.lsp.memory import LSPBytes, LSPWork, Numbers, choose_units, group_of, limit_bytes
+from keyhole.methods.lsp.memory import LSPBytes, Numbers, choose_units, group_of
 from keyhole.methods.lsp.piece import Piece, is_plain
 from keyhole.model.backward.sink import chunk
 from keyhole.model.model import Model
@@ -75,13 +75,12 @@ def place_moments(model: Model, pieces: Pieces, optimizer_on: str, clips: bool) 
     """Units whose moments are on the device: by the setting, or what the budget leaves room for. The plan is told."""
     groups = {unit: group_of(model.layout.units[unit]) for unit in pieces}
     numbers = Numbers({unit: sum(piece.numel for piece in members) for unit, members in pieces.items()}, groups)
-    work = LSPWork(optimizer_on=optimizer_on, clips=clips)
     if model.placed is None:
-        return choose_units(numbers, work, None)
-    planned, limit = model.placed.device_bytes, limit_bytes(model.placed.budget_bytes, model.device)
+        return choose_units(numbers, optimizer_on, clips, None)
+    planned, limit = model.placed.device_bytes, model.placed.limit_bytes
     taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
     numbers = replace(numbers, projector_bytes=_projector_bytes(pieces))
-    chosen = choose_units(numbers, work, None if limit is None else limit - taken)
+    chosen = choose_units(numbers, optimizer_on, clips, None if limit is None else limit - taken)
     if isinstance(planned, LSPBytes):
         moments, buffers = numbers.state(chosen, clips)
         model.placed.device_bytes = replace(planned, moments=moments, buffers=buffers)

@@ -26,7 +26,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.settings import checked_rate
+from keyhole.methods.base import Method, Shared, checked_rate
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.backward.compiled import compile_forward
 from keyhole.model.batch import Batch, DeviceBatch
@@ -35,7 +35,7 @@ from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
 
-class ZO:
+class ZO(Method):
     """See the top of this file. `lr` may be changed between steps."""
 
     name = "zo"
@@ -77,8 +77,9 @@ class ZO:
         self.spines = torch.empty((directions, 2, layout.spine.numel), dtype=dtype, device=device)
 
     @classmethod
-    def from_config(cls, model: Model, config: Any) -> "ZO":
-        return cls(model, config.learning_rate, weight_decay=config.weight_decay, seed=config.seed, **vars(config.zo))
+    def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
+        """As a config asks for it; there is no gradient whose norm could be clipped."""
+        return cls(model, shared.learning_rate, weight_decay=shared.weight_decay, seed=shared.seed, **vars(own))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -214,11 +215,18 @@ class ZO:
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""
         self.flush()
-        return self.deferred_state() | {"changed": int(self.changed)}
+        return self._counts() | {"changed": int(self.changed)}
 
-    def deferred_state(self) -> dict[str, Any]:
-        """The same without a flush, for who will see the weights after the last step when the next one visits them."""
+    def deferred_state(self) -> dict[str, Any] | None:
+        """The same without a flush, while an update waits for the next step to visit the weights."""
+        return None if self.pending is None else self._counts()
+
+    def _counts(self) -> dict[str, Any]:
         return {"step_count": self.step_count, "seed": self.noise["seed"]}
+
+    def journal_update(self) -> torch.Tensor | None:
+        """[lr, g_1/q .. g_q/q] of the last step, applied or not."""
+        return None if self.latest is None else self.latest.coef
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:

@@ -60,7 +60,7 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
     if len(model.layout.of_kind("block")) != model.layout.block_count:
         raise UserError(
             "compile: this model was loaded with blocks cut in several units. Pass keyhole.load(..., "
-            "workload=Workload(whole_blocks=True)), or set compile=false"
+            "workload=Workload(settings=ZOConfig(compile=True))), or set compile=false"
         )
     if model.layout.tiled_layers:
         raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")

@@ -20,19 +20,16 @@ Activations and logits are never alive together.
 
 from dataclasses import dataclass
 
-from keyhole.methods.adam_offload.exchange import LANDING
-from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
 from keyhole.model.forward.head import HEAD_TOKENS
-from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION, Workload
+from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import Wire
 
-METHODS = ("lomo", "adalomo", "lomo-lora", "adam-offload", "lsp")
 HIDDEN, WIDE = 18, 6
 
 
 @dataclass(frozen=True)
-class GradientBytes:
+class ReverseBytes:
     """The parts of the device peak."""
 
     homes: int
@@ -57,18 +54,18 @@ def slot_count(layout: Layout) -> int:
     return 2 * of_a_block + 1
 
 
-def update_bytes(layout: Layout, streamed: set[int], work: Workload, element_bytes: int) -> int:
-    """On the device for adam-offload's updates. The lane is counted always: whether the GPU helps is seen later."""
-    if work.method != "adam-offload":
-        return 0
-    lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
-    return lane + (4 * LANDING if len(streamed) < len(layout.units) else 0)
-
-
-def gradient_device_bytes(
-    layout: Layout, streamed: set[int], work: Workload, *, formats: Wire, workspace_bytes: int
-) -> GradientBytes:
-    """The device peak of a step."""
+def reverse_bytes(
+    layout: Layout,
+    streamed: set[int],
+    *,
+    tokens: int,
+    passes: int,
+    on_host: bool,
+    formats: Wire,
+    workspace_bytes: int,
+    updates: int = 0,
+) -> ReverseBytes:
+    """The device peak of a step. on_host: block inputs wait in host memory; updates: bytes of the method's own."""
     b, hidden = formats.dtype.itemsize, layout.table.shape[1]
     blocks = layout.of_kind("block")
     matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]
@@ -76,16 +73,16 @@ def gradient_device_bytes(
     largest = max((t.shape.numel() for t in matrices), default=0)
     block = sum(u.numel for u in blocks) // max(1, layout.block_count)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
-    tokens = min(work.tokens, HEAD_TOKENS)
-    kept_blocks = 3 if work.kept == "host" else layout.block_count
+    at_once = min(tokens, HEAD_TOKENS)
+    kept_blocks = 3 if on_host else layout.block_count
     scratch = 0 if formats.plain == formats.dtype else b * block
-    return GradientBytes(
+    return ReverseBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
-        gradients=b * (block if work.passes > 1 else 2 * largest),
-        kept=b * kept_blocks * work.passes * work.tokens * hidden,
-        activations=int(b * work.tokens * (HIDDEN * hidden + WIDE * wide)),
-        logits=tokens * rows * (2 * b + 4) + b * rows * hidden * 2 + work.passes * work.tokens * hidden * (b + 4),
-        workspace=workspace_bytes * (work.passes + 2),
-        updates=update_bytes(layout, streamed, work, b),
+        gradients=b * (block if passes > 1 else 2 * largest),
+        kept=b * kept_blocks * passes * tokens * hidden,
+        activations=int(b * tokens * (HIDDEN * hidden + WIDE * wide)),
+        logits=at_once * rows * (2 * b + 4) + b * rows * hidden * 2 + passes * tokens * hidden * (b + 4),
+        workspace=workspace_bytes * (passes + 2),
+        updates=updates,
     )

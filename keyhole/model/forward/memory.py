@@ -22,7 +22,6 @@ peak is printed beside them after a few steps.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from keyhole.model.forward.graphs import SMALL_FLOP
 from keyhole.model.forward.head import HEAD_TOKENS
@@ -30,24 +29,12 @@ from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import PACKED, Wire
 
 FRAGMENTATION = 1.15  # of activations, which differ in size
+SLOT_COUNT = 3
 ALLOCATOR_SLACK = 1.03  # blocks that the caching allocator keeps but cannot hand out again
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What will run, as far as memory is concerned."""
-
-    method: str = "zo"
-    tokens: int = 2048  # in one forward pass: batch_size x length
-    passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
-    directions: int = 1
-    kept: str = "block"  # where block inputs are between forward and backward: block (device) or host
-    lsp: Any = None  # lsp: its settings that decide about memory (methods/lsp/memory.py)
-    whole_blocks: bool = False  # zo, compiled: blocks are not cut
-
-
-@dataclass(frozen=True)
-class DeviceBytes:
+class ForwardBytes:
     """The parts of the device peak."""
 
     homes: int
@@ -63,53 +50,54 @@ class DeviceBytes:
         return int((self.homes + self.slots + self.perturbed + moving + self.workspace) * ALLOCATOR_SLACK)
 
 
-def activation_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
+def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:
     """One running pass in the widest part of a block, the hidden states of all passes, and waiting widths."""
     hidden = layout.table.shape[1]
     matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
     wide = max((max(shape) for shape in matrices), default=hidden)
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
-    running = work.tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
-    waiting = work.tokens * work.passes * (2 * hidden + (wide if cut else 0))
-    recorded = work.tokens * (2 * hidden + 3 * wide) + work.tokens * work.passes * 2 * hidden  # 3: as measured, always
-    graphs = recorded if launched_as_graphs(layout, work) else 0
+    running = tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
+    waiting = tokens * passes * (2 * hidden + (wide if cut else 0))
+    recorded = tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden  # 3: as measured, always
+    graphs = recorded if launched_as_graphs(layout, tokens) else 0
     return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
 
 
-def launched_as_graphs(layout: Layout, work: Workload) -> bool:
+def launched_as_graphs(layout: Layout, tokens: int) -> bool:
     """Whether blocks are whole and small enough (model/forward/graphs.py)."""
     blocks = layout.of_kind("block")
-    small = 2 * max((u.numel for u in blocks), default=0) * work.tokens <= SMALL_FLOP
+    small = 2 * max((u.numel for u in blocks), default=0) * tokens <= SMALL_FLOP
     return small and len(blocks) == layout.block_count > 0
 
 
-def logits_bytes(layout: Layout, work: Workload, element_bytes: int) -> int:
+def logits_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:
     """Logits of one chunk in the model's dtype and two fp32 copies, and the hidden states of all passes."""
-    tokens = min(work.tokens, HEAD_TOKENS)
+    at_once = min(tokens, HEAD_TOKENS)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
-    return tokens * rows * (element_bytes + 8) + work.tokens * work.passes * layout.table.shape[1] * element_bytes
+    return at_once * rows * (element_bytes + 8) + tokens * passes * layout.table.shape[1] * element_bytes
 
 
-def zo_device_bytes(
+def forward_bytes(
     layout: Layout,
     streamed: set[int],
-    slot_count: int,
-    work: Workload,
     *,
+    tokens: int,
+    passes: int,
+    directions: int,
     formats: Wire,
     workspace_bytes: int,
-) -> DeviceBytes:
-    """The device peak of a zeroth-order step."""
+) -> ForwardBytes:
+    """The device peak of forward passes in lockstep, with perturbed copies for so many directions at a time."""
     element_bytes = formats.dtype.itemsize
     gaps = [u.numel for u in layout.units if formats.home_dtype(u) == PACKED and u.has_gaps]
-    perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * work.directions * layout.spine.numel)
-    return DeviceBytes(
+    perturbed = element_bytes * (2 * layout.largest_unit_numel + 2 * directions * layout.spine.numel)
+    return ForwardBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
-        slots=slot_count * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0),
+        slots=SLOT_COUNT * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0),
         perturbed=perturbed + 4 * max(gaps, default=0),
-        activations=activation_bytes(layout, work, element_bytes),
-        logits=logits_bytes(layout, work, element_bytes),
-        workspace=workspace_bytes * (work.passes * (2 if launched_as_graphs(layout, work) else 1) + 1),
+        activations=activation_bytes(layout, tokens, passes, element_bytes),
+        logits=logits_bytes(layout, tokens, passes, element_bytes),
+        workspace=workspace_bytes * (passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1),
     )
 
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal import replay as replays
 from keyhole.checkpoint.journal.replay import replay
-from keyhole.config import TrainConfig, ZOConfig, resolve
+from keyhole.config import TrainConfig, resolve
 from keyhole.errors import UserError
-from keyhole.training.loop import train
+from keyhole.methods.zo.traits import ZOConfig
+from keyhole.training.start import train
 
 VARIANTS = {
     "fp32": {},

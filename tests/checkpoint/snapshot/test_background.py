@@ -38,7 +38,7 @@ def make(tiny_model: Path, method: str, placement: str, dtype: str, device: str 
     how = {"dtype": "bfloat16", "wire": "fp8"} if dtype == "fp8" else {"dtype": dtype}
     how |= {"chaos": random.Random(7)} if placement == "stream" else {}
     model = keyhole.load(tiny_model, device=device, placement=placement, **how)
-    return model, METHODS[method](model, 1e-3)
+    return model, METHODS[method].load()(model, 1e-3)
 
 
 def begun(tiny_model: Path, tmp_path: Path, pool_bytes: int | None = None) -> tuple[Background, Any]:
@@ -367,4 +367,4 @@ def test_added_weights_are_waited_for(tiny_model: Path) -> None:
     """LoRA's merged weights exist nowhere in memory: such a model is saved by waiting."""
     pytest.importorskip("peft")
     model = keyhole.load(tiny_model, device="cpu")
-    assert Background(model, METHODS["lora"](model, 1e-3)).possible is False
+    assert Background(model, METHODS["lora"].load()(model, 1e-3)).possible is False

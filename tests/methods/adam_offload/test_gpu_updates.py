@@ -11,8 +11,8 @@ import keyhole
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.methods.base import Workload
 from keyhole.model.backward.memory import update_bytes
-from keyhole.model.forward.memory import Workload
 from keyhole.offload import arena
 from keyhole.offload.workers import WorkerFailed
 from tests.methods.adam_offload.test_failures import spoilt

@@ -41,7 +41,7 @@ def plain_loss(module: torch.nn.Module, batches: list) -> torch.Tensor:
 def test_equals_a_plain_torch_loop(make: type, options: dict[str, float]) -> None:
     """Five steps with micro-batches and clipping give the weights of the loop anyone would write."""
     ours, theirs = load(), load().module
-    method = METHODS["adamw" if make is torch.optim.AdamW else "sgd"](ours, lr=1e-2, max_grad_norm=0.5, **options)
+    method = METHODS["adamw" if make is torch.optim.AdamW else "sgd"].load()(ours, lr=1e-2, max_grad_norm=0.5, **options)
     optimizer = make(theirs.parameters(), lr=1e-2, **options)
     for t in range(5):
         batches = [batch(seed=2 * t), batch(seed=2 * t + 1, length=7)]
@@ -66,7 +66,7 @@ def test_every_decoder_trains_a_step_with_every_method(name: str, method: str, t
     """It loads, moves, saves, and Transformers loads it back to the bit."""
     model = load(name)
     before = {key: tensor.clone() for key, tensor in model.named_tensors()}
-    opt = METHODS[method](model, lr=1e-2)
+    opt = METHODS[method].load()(model, lr=1e-2)
     assert torch.isfinite(opt.step(batch()))
     opt.flush()
     after = dict(model.named_tensors())
@@ -87,5 +87,5 @@ def test_a_second_run_leaves_blocks_as_they_were() -> None:
     model = load()
     blocks = find_blocks(model.module)
     blocks[0].forward = wrapper = partial(blocks[0].forward)
-    METHODS["galore"](model, 1e-3, activations="block").step(batch())
+    METHODS["galore"].load()(model, 1e-3, activations="block").step(batch())
     assert blocks[0].forward is wrapper and "forward" not in vars(blocks[1])

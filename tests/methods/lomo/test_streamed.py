@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
-from keyhole.model.forward.memory import Workload
 from keyhole.plan import placement
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
 from tests.model.decoders import NAMES, config

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.bench.gradient_trials import config_of
-from keyhole.methods.lsp.memory import LSPWork, Numbers, choose_units, count_numbers, lsp_device_bytes
+from keyhole.machine.sizes import GIB, MIB
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.lsp.memory import Numbers, choose_units, count_numbers, device_bytes
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.schedule import urgency
-from keyhole.model.forward.memory import GIB, MIB, Workload
+from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
@@ -25,9 +27,9 @@ MEASURED = [("gpu", 22.69), ("cpu", 14.03)]  # GiB handed out at most, Llama-7B 
 def test_planned_is_near_measured(where: str, peak_gib: float) -> None:
     """Within 5 %, where 10 % are promised."""
     layout = find_layout(build(config_of("7B"), torch.bfloat16))
-    work = Workload("lsp", 4096, 1, 1, "host", LSPWork(2048, 4, "adam", where, learn=False))
-    how = {"formats": Wire(torch.bfloat16, None), "workspace_bytes": 32 * MIB}
-    assert lsp_device_bytes(layout, set(), work, None, **how).total / GIB == pytest.approx(peak_gib, rel=0.05)
+    own = LSPConfig(d=2048, optimizer_on=where, learn=False, activations="host")
+    room = Room(Wire(torch.bfloat16, None), 32 * MIB)
+    assert device_bytes(layout, set(), Workload("lsp", 4096, 1, own), room).total / GIB == pytest.approx(peak_gib, rel=0.05)
 
 
 @pytest.mark.parametrize("others", ["adam", "frozen"])
@@ -35,7 +37,7 @@ def test_planned_is_near_measured(where: str, peak_gib: float) -> None:
 def test_the_plan_sees_what_the_method_sees(name: str, others: str) -> None:
     """Unit by unit, the numbers of all pieces; blocks may keep a few columns less."""
     model = keyhole.load(config(name), init="random", device="cpu")
-    planned = count_numbers(model.layout, LSPWork(d=16, others=others)).of
+    planned = count_numbers(model.layout, LSPConfig(d=16, others=others)).of
     units = LSP(model, d=16, r=4, others=others).units
     found = {unit: sum(piece.numel for piece in members) for unit, members in units.items()}
     assert planned.keys() == found.keys()
@@ -46,7 +48,7 @@ def test_the_plan_sees_what_the_method_sees(name: str, others: str) -> None:
 def test_what_is_chosen_fits_and_nothing_more_would(numels: list[int], left: int, clips: bool) -> None:
     """All if all fit; else the first ones, as long as there is room, and no unit that still fits is left out."""
     numbers = Numbers(dict(enumerate(numels)), {unit: unit for unit in range(len(numels))})
-    chosen = choose_units(numbers, LSPWork(clips=clips), left)
+    chosen = choose_units(numbers, "auto", clips, left)
     bytes_of = lambda units: sum(numbers.state(units, clips))  # noqa: E731
     if chosen:
         assert bytes_of(chosen) <= left

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.errors import UserError
+from keyhole.methods.base import Workload
 from keyhole.methods.lsp import method as lsp
-from keyhole.methods.lsp.memory import LSPWork, count_numbers
+from keyhole.methods.lsp.memory import count_numbers
 from keyhole.methods.lsp.method import LSP
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.lsp.traits import LSPConfig
 from tests.methods.lomo.loops import weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
 from tests.model.decoders import batch, config
@@ -125,10 +126,10 @@ def test_stopped_and_resumed_with_moments_elsewhere(placed_by: Any, clip: float 
 
 def test_auto_fills_the_budget() -> None:
     """A budget for part of the moments: the planned peak is within it, the embedding first, the head not."""
-    found, work = [], Workload("lsp", 20, 1, lsp=LSPWork(d=16))
-    least = load(workload=Workload("lsp", 20, 1, lsp=LSPWork(d=16, optimizer_on="cpu")))
+    found, work = [], Workload("lsp", 20, 1, LSPConfig(d=16))
+    least = load(workload=Workload("lsp", 20, 1, LSPConfig(d=16, optimizer_on="cpu")))
     need = least.placed.device_bytes.total  # with no moment on the device
-    numbers = count_numbers(least.layout, work.lsp).of
+    numbers = count_numbers(least.layout, work.settings).of
     for units in (0, 3, len(numbers)):
         more = 8 * sum(list(numbers.values())[:units])
         model = load(workload=work, gpu_memory=f"{need + more}B")

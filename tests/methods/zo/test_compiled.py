@@ -7,7 +7,8 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.model.forward.memory import Workload
+from keyhole.methods.base import Workload
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan import placement
@@ -47,7 +48,7 @@ def test_compiled_blocks_are_whole() -> None:
         keyhole.ZO(streamed(load(), max_unit_numel=1, slot_count=3), compile="aot_eager")
     module, bf16 = build(config("llama"), torch.bfloat16), Wire(torch.bfloat16)
     where = ("stream", None, bf16, torch.device("cpu"))
-    layout, _ = placement.place(module, *where, Workload(whole_blocks=True))
+    layout, _ = placement.place(module, *where, Workload(settings=ZOConfig(compile=True)))
     assert len(layout.of_kind("block")) == layout.block_count
 
 
@@ -58,7 +59,7 @@ def test_compiled_on_the_gpu_streamed_equals_resident(name: str) -> None:
     """Compiled, with graphs and without, streamed under random delays: one result, near that of plain blocks."""
     plain, found = train(load(name, device="cuda"), 6, directions=2), []
     for how in ({"graphs": False}, {}, {"placement": "stream", "chaos": random.Random(3)}):
-        model = load(name, device="cuda", workload=Workload(whole_blocks=True), **how)
+        model = load(name, device="cuda", workload=Workload(settings=ZOConfig(compile=True)), **how)
         found.append((train(model, 6, directions=2, compile=True), [w.cpu() for w in weights(model)]))
         model.close()
     assert all(losses == found[0][0] and equal(found[0][1], there) for losses, there in found)

@@ -188,7 +188,7 @@ def test_what_comes_between_is_minded(between: str, calls: Calls, monkeypatch: p
         blocks = one.module.model.decoder.layers
         if between == "adapter":
             pytest.importorskip("peft")
-            method = keyhole.methods.METHODS["lora"](one, target_modules=["fc1"])
+            method = keyhole.methods.METHODS["lora"].load()(one, target_modules=["fc1"])
             for param in method.params.values():
                 param.data.normal_(generator=torch.Generator().manual_seed(0))
         for block in blocks:

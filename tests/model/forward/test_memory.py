@@ -4,11 +4,14 @@ import pytest
 import torch
 
 from keyhole.bench.shapes import opt_config
-from keyhole.model.forward.memory import GIB, MIB, Workload, launched_as_graphs, zo_device_bytes
+from keyhole.machine.sizes import GIB, MIB
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.zo.memory import device_bytes
+from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
-from keyhole.plan.placement import SLOT_COUNT, UNIT_BYTES
+from keyhole.plan.placement import UNIT_BYTES
 
 MEASURED = [  # GiB reserved by a step on an H200, bf16, 2048 tokens a row: model, blocks, rows, streamed, peak
     ("1.3B", None, 1, True, 1.189),  # launched as graphs
@@ -30,17 +33,16 @@ def test_planned_is_near_measured(name: str, blocks: int | None, rows: int, stre
     layout = find_layout(module, UNIT_BYTES // 2 if streamed else None, cut_rows=False)  # they were not, then
     kept = ("spine",) if name == "175B" else ("spine", "table")
     away = {u.index for u in layout.units if streamed and u.kind not in kept}
-    options = {"formats": Wire(torch.bfloat16, None), "workspace_bytes": 32 * MIB}
-    work = Workload(tokens=2048 * rows)
-    planned = zo_device_bytes(layout, away, SLOT_COUNT if streamed else 0, work, **options)
+    room, work = Room(Wire(torch.bfloat16, None), 32 * MIB), Workload(tokens=2048 * rows)
+    planned = device_bytes(layout, away, work, room)
     assert planned.total / GIB == pytest.approx(peak_gib, rel=0.05)
-    assert launched_as_graphs(layout, work) == (name == "1.3B")
+    assert launched_as_graphs(layout, work.tokens) == (name == "1.3B")
 
 
 def test_175b_in_4_gib() -> None:
     """OPT-175B, all 96 blocks, one row of 2048 tokens: by row tiles it is planned in less than 4 GiB."""
     layout = find_layout(build(opt_config("175B"), torch.bfloat16, False), UNIT_BYTES // 2)
     away = {unit.index for unit in layout.units[1:]}
-    options = {"formats": Wire(torch.bfloat16, None), "workspace_bytes": 32 * MIB}
-    assert zo_device_bytes(layout, away, SLOT_COUNT, Workload(), **options).total < 3.3 * GIB
+    room = Room(Wire(torch.bfloat16, None), 32 * MIB)
+    assert device_bytes(layout, away, Workload(), room).total < 3.3 * GIB
     assert all(unit.numel == 12288**2 for unit in layout.of_kind("block") if unit.rows)

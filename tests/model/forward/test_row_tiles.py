@@ -8,8 +8,8 @@ import torch
 
 import keyhole
 from keyhole.errors import UserError
+from keyhole.methods.base import Workload
 from keyhole.methods.zo.method import ZO
-from keyhole.model.forward.memory import Workload
 from keyhole.model.structure import find as blocks
 from keyhole.model.structure.layout import ALIGN, find_layout
 from keyhole.model.structure.skeleton import build

@@ -1,0 +1,43 @@
+"""Settings and row of `adam-offload`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from keyhole.limits import BelowOne, Count, Positive
+from keyhole.methods.base import Traits, host_activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamOffloadConfig:
+    """AdamW, exact, with fp32 weights and moments in host memory (14 bytes a parameter), updated by CPU and GPU."""
+
+    beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
+    schedule: Literal["layerwise", "monolithic"] = "layerwise"
+    """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
+    threads: Count | None = None
+    """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
+    gpu_updates: bool | None = None
+    """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501
+    activations: Literal["block", "host", "none"] = "block"
+    """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
+    compile: bool = False
+    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
+
+
+ADAM_OFFLOAD = Traits(
+    name="adam-offload",
+    cls="keyhole.methods.adam_offload.method:AdamOffload",
+    settings=AdamOffloadConfig,
+    learning_rate=2e-5,
+    sane_rates=(1e-7, 5e-4),
+    sweep="reverse",
+    device_bytes="keyhole.methods.adam_offload.memory:device_bytes",
+    host_check="keyhole.methods.adam_offload.memory:check_host_state",
+    may_change=("schedule", "threads", "gpu_updates"),
+    advice=host_activations,
+)

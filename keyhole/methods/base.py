@@ -1,0 +1,236 @@
+"""What a method is: the class that the training loop calls, and the row of traits that everybody else reads.
+
+A method lives in one folder:
+
+    traits.py    its settings, and its row: rates, formats, bytes, what may change on resume. Imports no torch.
+    method.py    a subclass of Method (further files as its ideas need them)
+    memory.py    the bytes that it needs, as functions of shapes
+
+and on one line of the table in methods/__init__.py. Config, plan, training, checkpoint, demo, bench and docs read the row;
+no other file knows a method by its name (tests/test_layers.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from keyhole.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from keyhole.model.batch import Batch
+    from keyhole.model.model import Model
+    from keyhole.model.structure.layout import Layout, Unit
+    from keyhole.model.weights.format import Wire
+
+State = dict[str, Any]
+Fault = tuple[str, str]  # a key of the config, and what is wrong with its value
+
+
+@dataclass(frozen=True)
+class Demo:
+    """How `keyhole demo` trains with a method on the embedded model: linear decay to 0, no warm-up."""
+
+    steps: int = 100
+    lr: float = 1e-3
+    batch_size: int = 16
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The settings of a run that every method takes."""
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = None
+    seed: int = 0
+
+
+class RunSettings(Protocol):
+    """What a method may ask of the other settings of a run."""
+
+    dtype: str | None
+    wire: str | None
+    placement: str
+    max_grad_norm: float | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What will run, as far as memory is concerned. settings: the method's own (None: its defaults)."""
+
+    method: str = "zo"
+    tokens: int = 2048  # in one forward pass: batch_size x length
+    passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
+    settings: Any = None
+    clips: bool = False  # max_grad_norm is set
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a device offers: formats of the weights, bytes that the libraries reserve per thread, and the most bytes that
+    a method may fill with state (None: no limit is known)."""
+
+    formats: Wire
+    workspace_bytes: int
+    limit_bytes: int | None = None
+
+
+class DeviceBytes(Protocol):
+    """The parts of a planned device peak: a dataclass with a field per part."""
+
+    @property
+    def total(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What would make a step need less memory: settings to lower, and settings to set."""
+
+    lower: tuple[str, ...] = ()
+    change: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The row of a method. Names of functions and classes are "module:name", imported when they are first needed."""
+
+    name: str
+    cls: str
+    """The subclass of Method."""
+    settings: type
+    """The dataclass behind the section of the config that has the method's name."""
+    learning_rate: float
+    """The rate where none is given."""
+    sane_rates: tuple[float, float]
+    """The range of rates that has been seen to work on models of 0.1 to 13 billion parameters."""
+    sweep: Literal["forward", "reverse", "torch"]
+    """How a step visits the model: forward passes in lockstep; block by block forward and in reverse; torch's autograd over
+    a resident model."""
+    device_bytes: str = "keyhole.methods.memory:forward_bytes"
+    """(layout, streamed, work, room) -> DeviceBytes."""
+    host_check: str | None = None
+    """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none there."""
+    wires: tuple[str, ...] = ()
+    """Formats that weights may have at rest and on the link, beside the dtype of compute."""
+    underflow_safe: bool = False
+    """float16 is safe: the method has no gradients, or scales its loss."""
+    journaled: bool = False
+    """Each step is a record of a few numbers from which its update can be made again."""
+    announces: Literal["pages", "step", "never"] = "never"
+    """How changes of weights are announced to a checkpoint that is being written: page by page through the engine, all at
+    once before an update (Method.call_before_update), or not at all."""
+    keeps_base: bool = False
+    """The model's own weights never change: a run goes on from the original model and the method's state."""
+    may_change: tuple[str, ...] = ()
+    """Own settings that may change when a run goes on."""
+    passes: Callable[[Any], int] = lambda settings: 1
+    """Forward passes per micro-batch."""
+    whole_blocks: Callable[[Any], bool] = lambda settings: False
+    """Whether blocks must not be cut into smaller units."""
+    advice: Callable[[Any], Advice] = lambda settings: Advice()
+    """What would lower the memory of a step."""
+    faults: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())
+    """What own settings demand of each other and of the run's: every contradiction."""
+    demo: Demo = Demo()
+
+    @property
+    def section(self) -> str:
+        """The section of the config with the method's settings."""
+        return self.name.replace("-", "_")
+
+    @property
+    def streams(self) -> bool:
+        """Whether weights may live in host memory."""
+        return self.sweep != "torch"
+
+    def load(self) -> type[Method]:
+        """The class itself; imports torch."""
+        return imported(self.cls)
+
+    def planned_bytes(self, layout: Layout, streamed: set[int], work: Workload, room: Room) -> DeviceBytes:
+        """The device peak of a step when these units are streamed."""
+        return imported(self.device_bytes)(layout, streamed, work, room)
+
+
+def host_activations(own: Any) -> Advice:
+    """Of methods that keep block inputs on the device unless told otherwise."""
+    return Advice() if own.activations == "host" else Advice(change=("activations=host",))
+
+
+def imported(where: str) -> Any:
+    """The object behind "module:name"."""
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
+class Method:
+    """An update rule on a model. A method must define step, state_dict and load_state_dict; the rest has defaults.
+
+    `lr` may be changed between steps.
+    """
+
+    name: str
+    model: Model
+    lr: float
+
+    @classmethod
+    def make(cls, model: Model, shared: Shared, own: Any) -> Method:
+        """The method as a config asks for it: the settings that all methods share, and its own section."""
+        rules = {"weight_decay": shared.weight_decay, "max_grad_norm": shared.max_grad_norm, "seed": shared.seed}
+        return cls(model, shared.learning_rate, **rules, **vars(own))
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
+        raise NotImplementedError  # abstract
+
+    def state_dict(self) -> State:
+        """All that a later process needs to go on, beside the weights. Flushes."""
+        raise NotImplementedError  # abstract
+
+    def load_state_dict(self, state: State) -> None:
+        raise NotImplementedError  # abstract
+
+    def flush(self) -> None:
+        """Applies what is deferred: afterwards the weights at home are those after the last step."""
+
+    def metrics(self) -> dict[str, torch.Tensor | float]:
+        """Numbers of the last step for the log; scalars on the device are not read."""
+        return {}
+
+    def describe(self) -> list[str]:
+        """Lines of the start block: what was decided."""
+        return []
+
+    # -- for checkpoints that are written while training goes on (checkpoint/snapshot/) ------------------------------
+
+    def owes(self, unit: Unit) -> bool:
+        """Whether the unit's home lacks an update that its next visit will bring."""
+        return False
+
+    def deferred_state(self) -> State | None:
+        """The state without a flush, where an update is deferred to the next step; None where nothing is."""
+        return None
+
+    def call_before_update(self, callback: Callable[[], None]) -> None:
+        """Has the callback called before an update changes weights (traits: announces = "step")."""
+        raise NotImplementedError  # abstract: only where the row says so
+
+    # -- for the journal (checkpoint/journal/), where the row says so ------------------------------------------------
+
+    def journal_update(self) -> torch.Tensor | None:
+        """The numbers from which the last step's update can be made again, on the device."""
+        return None
+
+
+def checked_rate(lr: Any) -> float:
+    """The learning rate, if it is one: for callers that have no config."""
+    if isinstance(lr, bool) or not isinstance(lr, int | float) or not math.isfinite(lr) or lr < 0:
+        raise UserError(f"lr: {lr!r} is no learning rate; a number of at least 0 is needed")
+    return float(lr)

@@ -1,0 +1,99 @@
+"""Settings and rows of the baselines: `adamw`, `sgd`, `lora`, `galore`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from keyhole.limits import BelowOne, Count, Positive
+from keyhole.methods.base import Demo, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig:
+    """AdamW, torch's own: two moments per parameter, weight decay apart from the gradient."""
+
+    beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGDConfig:
+    """Stochastic gradient descent, torch's own."""
+
+    momentum: BelowOne = 0.0
+    """Share of the last update that is kept; 0 needs no state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW."""
+
+    r: Count = 8
+    """Rank of the adapters."""
+    alpha: Positive = 16.0
+    """Adapters are scaled by alpha / r."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: str | list[str] | None = None
+    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
+    activations: Literal["none", "block"] = "none"
+    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
+    merge: bool = True
+    """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaLoreConfig:
+    """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all that is no matrix of a block."""
+
+    rank: Count = 128
+    """Rank of the projection; a matrix whose shorter side is not larger is not projected."""
+    update_proj_gap: Count = 200
+    """Steps between two SVDs."""
+    scale: Positive = 0.25
+    """Factor of the update of projected matrices."""
+    activations: Literal["none", "block"] = "none"
+    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
+
+
+ADAMW = Traits(
+    name="adamw",
+    cls="keyhole.methods.baselines.first_order:AdamW",
+    settings=AdamWConfig,
+    learning_rate=2e-5,
+    sane_rates=(1e-7, 5e-4),
+    sweep="torch",
+    announces="step",
+)
+SGD = Traits(
+    name="sgd",
+    cls="keyhole.methods.baselines.first_order:SGD",
+    settings=SGDConfig,
+    learning_rate=5e-3,
+    sane_rates=(1e-5, 1e-1),
+    sweep="torch",
+    announces="step",
+    demo=Demo(lr=0.05),
+)
+LORA = Traits(
+    name="lora",
+    cls="keyhole.methods.baselines.lora:LoRA",
+    settings=LoRAConfig,
+    learning_rate=2e-4,
+    sane_rates=(1e-5, 5e-3),
+    sweep="torch",
+    keeps_base=True,
+    demo=Demo(lr=1e-2),
+)
+GALORE = Traits(
+    name="galore",
+    cls="keyhole.methods.baselines.galore:GaLore",
+    settings=GaLoreConfig,
+    learning_rate=1e-4,
+    sane_rates=(1e-6, 1e-2),
+    sweep="torch",
+    demo=Demo(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
+)

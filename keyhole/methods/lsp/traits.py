@@ -1,0 +1,71 @@
+"""Settings and row of `lsp`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from keyhole.limits import BelowOne, Count, Limit, Positive
+from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class LSPConfig:
+    """LSP-Offload: Adam in a learned sparse subspace of every matrix, its state on the GPU or the CPU. Streams."""
+
+    d: Count = 1024
+    """Size of the subspace: the optimizer sees d x d numbers a matrix; a side that is shorter is left as it is."""
+    r: Count = 4
+    """Numbers in a row of a projector; at most d."""
+    kind: Literal["blocks", "runs", "free"] = "blocks"
+    """Where they stand: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (the paper's)."""
+    alpha: Positive = 0.5
+    """A matrix gets new projectors when a check finds the bias of its compressed gradient above this (0 is perfect)."""
+    check_freq: Count = 1000
+    """Steps between two checks; the first step fits all projectors."""
+    check_share: Annotated[float, Limit(0, 1, above=True)] = 0.25
+    """Share of the matrices that a check looks at, drawn anew each time."""
+    fit_steps: Count = 50
+    """Most steps of Adam in which projectors of kind runs and free are fitted."""
+    learn: bool = True
+    """Fit projectors to gradients; false = random ones for ever (to compare)."""
+    others: Literal["adam", "frozen"] = "adam"
+    """What is no matrix of a block (embeddings, head, vectors): trained by plain Adam, or not at all."""
+    optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
+    """Where Adam's moments are and its arithmetic runs; auto = on the GPU what fits gpu_memory, embedding and first layers first, the rest on the CPU."""  # noqa: E501
+    threads: Count | None = None
+    """CPU threads of the updates (cpu); null = three of four cores."""
+    beta1: BelowOne = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: BelowOne = 0.999
+    """Decay of the running mean of the squared gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment before dividing."""
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
+    activations: Literal["block", "host"] = "block"
+    """What the forward keeps: block inputs on the device, or in host memory; blocks run twice."""
+    compile: bool = False
+    """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
+
+
+def _faults(own: LSPConfig, run: RunSettings) -> Iterator[Fault]:
+    if own.r > own.d:
+        yield "lsp.r", f"{own.r} numbers per row do not fit into lsp.d={own.d} columns; set r <= d"
+    if run.dtype == "float16":
+        yield "dtype", "lsp has no loss scaling, and float16 gradients underflow without; use bfloat16"
+
+
+LSP = Traits(
+    name="lsp",
+    cls="keyhole.methods.lsp.method:LSP",
+    settings=LSPConfig,
+    learning_rate=2e-5,
+    sane_rates=(1e-7, 1e-3),
+    sweep="reverse",
+    device_bytes="keyhole.methods.lsp.memory:device_bytes",
+    wires=("fp32", "bf16", "fp16"),
+    may_change=("optimizer_on", "threads"),
+    advice=host_activations,
+    faults=_faults,
+    demo=Demo(lr=2e-3, options={"d": 32, "r": 4, "alpha": 0.3, "check_freq": 50}),
+)

@@ -1,0 +1,197 @@
+"""How a run starts, from top to bottom: what is asked for, what is there, what is built.
+
+    config -> output_dir and lock -> what to go on from -> data -> model and method -> start block -> directory -> journal -> loop
+
+Everything is checked before anything is written, and cheap checks come first. The config is read here and nowhere below:
+each part gets the few values that it needs.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from keyhole.checkpoint import select
+from keyhole.checkpoint.journal.replay import apply_records
+from keyhole.checkpoint.journal.resume_point import Origin, find_origin
+from keyhole.checkpoint.state import method_state
+from keyhole.config import TrainConfig, resolve, to_yaml
+from keyhole.data import Data, check_packing, from_config
+from keyhole.loading import choose_device, choose_dtype, load
+from keyhole.machine.probe import environment, versions
+from keyhole.methods import METHODS
+from keyhole.methods.base import Method, Shared, Workload
+from keyhole.model.model import Model
+from keyhole.model.structure.skeleton import build, read_config
+from keyhole.model.weights.format import Wire
+from keyhole.model.weights.save import add_end_tokens
+from keyhole.plan.placement import place
+from keyhole.training import rundir, start_block, tracker
+from keyhole.training.display import Display
+from keyhole.training.journaling import Journaling, open_journal
+from keyhole.training.lock import Lock, locked
+from keyhole.training.loop import Run
+from keyhole.training.resume import flat_config, resume_lines
+from keyhole.training.saving import Saver, SaveSettings
+from keyhole.training.schedule import Schedule
+
+UNKNOWN_LENGTH = 2048  # tokens, where max_length is null
+
+
+def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False) -> int:
+    """Trains as the config says and returns the exit code: 0, or 130 when interrupted after a clean save.
+
+    resume: None starts a new run; "" (or "auto", "last") goes on from the newest checkpoint in output_dir; a
+    path, from that checkpoint. dry_run checks config, data and model without reading weights, prints the
+    start block, and stops.
+    """
+    config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
+    tracker.require(config.report_to)
+    directory = rundir.inspect(config.output_dir, resume is not None)
+    with locked(directory.lock) as lock:
+        if not dry_run:
+            lock.take()
+        job = find_job(config, directory, resume)
+        if dry_run:
+            lines = [*dry_lines(config), job.data.report, job.lines(), job.notes, ["dry run: nothing was written"]]
+            job.display.lines(start_block.block(config.method, config.model, lines))
+            return 0
+        return build_run(job, lock).go()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known before the model is loaded."""
+
+    config: TrainConfig
+    directory: rundir.RunDir
+    origin: Origin
+    notes: list[str]
+    data: Data
+    schedule: Schedule
+    display: Display
+
+    def lines(self) -> list[str]:
+        steps_per_epoch = self.data.train.steps_per_epoch
+        return start_block.plan_lines(self.config, self.origin.step, self.schedule, steps_per_epoch)
+
+
+def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None) -> Job:
+    """Checks what to go on from, and the data. Writes nothing: whoever made a mistake hears of it in seconds."""
+    journaled = METHODS[config.method].journaled
+    origin = find_origin(resume, directory.root, directory.journal, config.model, journaled)
+    notes = resume_lines(resume, origin, config)
+    data = from_config(config)
+    if origin.state is not None:
+        data.train.load_state_dict(origin.loader)
+    total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
+    schedule = Schedule(config.lr_scheduler_type, config.learning_rate, total, config.warmup_ratio)
+    return Job(config, directory, origin, notes, data, schedule, Display(total, config.logging_steps))
+
+
+def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
+    """max_steps, or the steps of so many passes over the data, rounded up as Hugging Face does."""
+    return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
+
+
+def build_run(job: Job, lock: Lock) -> Run:
+    """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
+    config, origin, data = job.config, job.origin, job.data
+    torch.manual_seed(config.seed)
+    model = load_model(config, origin.choice)
+    if config.packing:
+        check_packing(model, config.max_length)
+    add_end_tokens(model.module, data.end_token_ids)
+    method = make_method(model, config, origin)
+    described = flat_config(config)
+    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save)
+    saver = Saver(job.directory.root, model, method, saves, described, versions())
+    machine = start_block.machine_lines(config.dtype, config.device, model, method)
+    groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
+    groups += [job.lines(), saver.describe(), job.notes]
+    job.display.lines(start_block.block(config.method, config.model, groups))
+    saver.refuse_full_disk()
+    rundir.open_run(job.directory, to_yaml(config), environment(), lock)
+    select.set_aside(origin.choice.damaged)
+    saver.went_on_from(origin.choice.path, origin.step)
+    if origin.tail:
+        seconds = apply_records(method, origin.tail, job.display.line)
+        job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
+    journal = _journal(job, method, described)
+    saver.settle_journal = journal.settle
+    return Run(
+        directory=job.directory,
+        display=job.display,
+        data=data,
+        schedule=job.schedule,
+        first=origin.step,
+        replayed=bool(origin.tail),
+        eval_steps=config.eval_steps,
+        report_to=config.report_to,
+        title=start_block.title(config.method, config.model),
+        model=model,
+        method=method,
+        saver=saver,
+        journal=journal,
+    )
+
+
+def load_model(config: TrainConfig, choice: select.Choice) -> Model:
+    """The weights of the checkpoint, or of the model the config names, placed as the config says."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of a run before this one
+    where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    original = choice.path is None or METHODS[config.method].keeps_base
+    source = config.model if original else str(choice.path)
+    how = {"dtype": config.dtype, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
+    return load(source, seed=config.seed, workload=workload(config), **how, **where)
+
+
+def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
+    """The method on the model, with the state of the checkpoint."""
+    row = METHODS[config.method]
+    shared = Shared(config.learning_rate, config.weight_decay, config.max_grad_norm, config.seed)
+    method = row.load().make(model, shared, getattr(config, row.section))
+    if origin.choice.state is not None:
+        method.load_state_dict(method_state(origin.choice.path, origin.choice.state))
+    return method
+
+
+def workload(config: TrainConfig) -> Workload:
+    """What will run, for the memory plan."""
+    row = METHODS[config.method]
+    own = getattr(config, row.section)
+    tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
+    passes = config.gradient_accumulation_steps * row.passes(own)
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None)
+
+
+def dry_lines(config: TrainConfig) -> list[list[str]]:
+    """The lines of the start block about model and machine, from the model's config.json alone."""
+    hf_config, device = read_config(config.model), choose_device(config.device)
+    dtype = choose_dtype(config.dtype, hf_config)
+    module = build(hf_config, dtype)
+    formats = Wire(dtype, config.wire)
+    layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config))
+    where = start_block.device_lines(config.dtype, config.device, dtype, device)
+    return [start_block.model_lines(module, layout, dtype), [*where, *placed.reasons, start_block.kernels()]]
+
+
+def _journal(job: Job, method: Method, described: dict[str, Any]) -> Journaling:
+    """The journal of this run, new or continued; empty for methods that have none."""
+    config, origin = job.config, job.origin
+    if not METHODS[config.method].journaled:
+        return Journaling(None, None, job.display.line)
+    return open_journal(
+        method,
+        origin,
+        job.directory.journal,
+        source=config.model if origin.choice.path is None else str(origin.choice.path),
+        wire=config.wire,
+        data=job.data,
+        config=described,
+        versions=versions(),
+        sync_every=config.journal_sync,
+        say=job.display.line,
+    )
