@@ -6,7 +6,6 @@ import pytest
 
 from keyhole.config import load_config, resolve
 from keyhole.config.recipes import find_config, recipes
-from keyhole.methods import METHODS
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -29,11 +28,6 @@ def test_recipe_starts_with_its_manual(name: str) -> None:
     assert examples
     for overrides in examples:
         assert load_config(recipes()[name], [word for word in overrides if "=" in word])
-
-
-def test_every_method_has_a_demo_recipe() -> None:
-    """A newcomer can try each method on the embedded model."""
-    assert {f"demo-{method}" for method in METHODS} <= set(recipes())
 
 
 @pytest.mark.parametrize("typed", ["demo-zo", "demo-zo.yaml", "configs/demo-zo.yaml"])

@@ -43,8 +43,9 @@ def by_section() -> Iterator[tuple[str | None, str, list[Setting]]]:
     """(section or None, what it is, its settings), the top level first."""
     table = list(settings().values())
     yield None, TrainConfig.__doc__ or "", [s for s in table if s.section is None]
+    rates = {row.section: f" Default learning_rate: {row.learning_rate:g}." for row in METHODS.values()}
     for name, cls in sections().items():
-        yield name, cls.__doc__ or "", [s for s in table if s.section == name]
+        yield name, (cls.__doc__ or "") + rates.get(name, ""), [s for s in table if s.section == name]
 
 
 def markdown() -> str:

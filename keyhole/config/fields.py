@@ -10,11 +10,10 @@ import dataclasses
 import functools
 import inspect
 import typing
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 from keyhole.config.schema import TrainConfig
-from keyhole.methods import METHODS
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,6 @@ def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
 def settings() -> dict[str, Setting]:
     """All settings by dotted key: the top level first, then section by section."""
     table = _own_settings(TrainConfig, "")
-    rates = ", ".join(f"{row.name} {row.learning_rate:.0e}".replace("e-0", "e-") for row in METHODS.values())
-    table["learning_rate"] = replace(table["learning_rate"], doc=table["learning_rate"].doc.format(rates=rates))
     for name, cls in sections().items():
         table |= _own_settings(cls, f"{name}.")
     return table

@@ -70,7 +70,7 @@ class RunConfig:
     gradient_accumulation_steps: Count = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
-    """Peak; null: {rates}."""
+    """Peak of the schedule; null = the rate that the method's section names."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
     warmup_ratio: Fraction = 0.0

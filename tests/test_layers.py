@@ -1,0 +1,50 @@
+"""One order of layers, and no method known by its name outside its folder."""
+
+import ast
+from pathlib import Path
+
+import keyhole
+from keyhole.methods import METHODS
+
+PACKAGE = Path(keyhole.__file__).parent
+ORDER = (
+    "errors", "limits", "weak", "assets", "machine", "disk", "ops", "offload", "model", "methods", "plan", "loading",
+    "data", "checkpoint", "eval", "config", "training", "bench", "demo", "cli",
+)  # fmt: skip
+SOURCES = {path: path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py")}
+ROOT = ("__init__.py", "__main__.py")
+
+
+def imported(path: Path) -> set[str]:
+    """The layers that a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {name.split(".")[1] for name in names if name.startswith("keyhole.")}
+    return found & set(ORDER)
+
+
+def test_layers_import_only_what_is_below_them() -> None:
+    """No circle and no exception: each layer knows those before it in ORDER."""
+    upward = []
+    for path, parts in SOURCES.items():
+        layer = parts[0].removesuffix(".py")
+        assert layer in ORDER or parts[0] in ROOT, f"{layer} has no place in the order"
+        own = len(ORDER) if parts[0] in ROOT else ORDER.index(layer)
+        upward += [f"{'/'.join(parts)} imports {name}" for name in imported(path) if ORDER.index(name) > own]
+    assert upward == []
+
+
+def test_no_method_is_known_by_its_name_elsewhere() -> None:
+    """Outside of methods/, a method's name appears in no string of the code: others read its row."""
+    named = []
+    for path, parts in SOURCES.items():
+        if parts[0] != "methods":
+            strings = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+            named += [f"{'/'.join(parts)}:{n.lineno} names {n.value}" for n in strings if n.value in METHODS]
+    assert named == []
