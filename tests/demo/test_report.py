@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from keyhole.demo.report import COLOURS, cells, make_report, size
-from keyhole.demo.run import Result, Settings
+from keyhole.demo.run import Result
+from keyhole.methods.base import Demo
 
 ENVIRONMENT = {
     "versions": {"keyhole": "0.1.0", "torch": "2.13.0", "triton": None},
@@ -19,7 +20,7 @@ ENVIRONMENT = {
 def result(name: str, **changes: object) -> Result:
     steps = 20
     made = Result(
-        name, Settings(steps=steps), accuracy_before=0.5, accuracy_after=0.975, loss_before=0.75, loss_after=0.1
+        name, Demo(steps=steps), accuracy_before=0.5, accuracy_after=0.975, loss_before=0.75, loss_after=0.1
     )
     made.losses = [1.0 - i / 40 for i in range(steps)]
     made.times_s = [0.1 * (i + 1) for i in range(steps)]

@@ -100,7 +100,7 @@ def test_foreign_directories_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_methods_are_refused(tmp_path: Path) -> None:
     """A misspelt method names the ones there are, before anything is written."""
-    with pytest.raises(UserError, match="'adamm' is not one of adamw"):
+    with pytest.raises(UserError, match="'adamm' is not one of zo"):
         run_demo(tmp_path / "out", methods=["adamm"])
     assert not (tmp_path / "out").exists()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.config import TrainConfig
+from keyhole.config import TrainConfig, to_yaml
 from keyhole.errors import UserError
 from keyhole.training import rundir
 from keyhole.training.lock import locked
@@ -28,7 +28,7 @@ def test_new_and_empty_directories_are_fine(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
     found = rundir.inspect(str(root), resume=False)
     assert not root.exists()
-    open_run(found, config(root), {"versions": {}})
+    open_run(found, to_yaml(config(root)), {"versions": {}})
     assert sorted(contents(root)) == ["run/config.yaml", "run/env.json", "run/keyhole.json", "run/lock"]
     rundir.inspect(str(root), resume=False)  # it saved nothing yet, so it may start over
 
@@ -48,7 +48,7 @@ def test_strange_directories_are_refused(tmp_path: Path, resume: bool) -> None:
 @pytest.mark.parametrize("name", ["checkpoint-4/keyhole_state.json", "model.safetensors"])
 def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     """Our own directory with something in it needs --resume."""
-    open_run(rundir.inspect(str(tmp_path), resume=False), config(tmp_path), {})
+    open_run(rundir.inspect(str(tmp_path), resume=False), to_yaml(config(tmp_path)), {})
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="--resume"):
@@ -66,10 +66,10 @@ def test_a_killed_start_does_not_lock_the_directory(tmp_path: Path) -> None:
 def test_leftovers_are_swept_away(tmp_path: Path) -> None:
     """Half-written and half-deleted checkpoints of dead processes go when a run opens the directory."""
     found = rundir.inspect(str(tmp_path), resume=False)
-    open_run(found, config(tmp_path), {})
+    open_run(found, to_yaml(config(tmp_path)), {})
     for name in (".checkpoint-3.saving-123", ".checkpoint-1.old-99"):
         (tmp_path / name).mkdir()
-    open_run(found, config(tmp_path), {})
+    open_run(found, to_yaml(config(tmp_path)), {})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -78,4 +78,4 @@ def test_an_unwritable_place_is_the_users_to_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "out"
     with pytest.raises(UserError, match="output_dir"):
-        open_run(rundir.RunDir(root), config(root), {})
+        open_run(rundir.RunDir(root), to_yaml(config(root)), {})

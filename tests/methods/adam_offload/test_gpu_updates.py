@@ -10,9 +10,10 @@ import torch
 import keyhole
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.gpu_updates import open_lane
+from keyhole.methods.adam_offload.memory import device_bytes
 from keyhole.methods.adam_offload.method import AdamOffload
-from keyhole.methods.base import Workload
-from keyhole.model.backward.memory import update_bytes
+from keyhole.methods.base import Room, Workload
+from keyhole.model.weights.format import Wire
 from keyhole.offload import arena
 from keyhole.offload.workers import WorkerFailed
 from tests.methods.adam_offload.test_failures import spoilt
@@ -127,7 +128,8 @@ def test_the_plan_counts_what_the_lane_takes() -> None:
         buffers = [b for slot in method.lane.lane.slots for b in slot.buffers]
         lane_bytes = sum(b.numel() * b.element_size() for b in buffers)
         work = Workload(method="adam-offload", tokens=1, passes=1)
-        assert update_bytes(model.layout, set(), work, 2) - 4 * LANDING == lane_bytes
+        room = Room(Wire(torch.bfloat16), 0)
+        assert device_bytes(model.layout, set(), work, room).updates - 4 * LANDING == lane_bytes
         method.close()
 
 

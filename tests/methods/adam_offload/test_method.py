@@ -12,7 +12,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.adam_offload.method import AdamOffload
-from keyhole.training.schedule import learning_rate
+from keyhole.training.schedule import Schedule
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
@@ -58,7 +58,7 @@ def test_equals_torch_adamw_in_a_plain_loop(name: str, clip: float | None) -> No
     method = AdamOffload(ours, max_grad_norm=clip, **HOW)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     for t in range(10):
-        rate = learning_rate("cosine", t, 20, 1e-3, 0.1)
+        rate = Schedule("cosine", 1e-3, 20, 0.1).rate(t)
         method.lr = optimizer.param_groups[0]["lr"] = rate
         loss = plain_loss(theirs, micro(t))
         loss.backward()
