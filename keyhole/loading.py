@@ -172,10 +172,10 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 def _pin(model: Model, touch: bool) -> None:
     """Page-locks the streamed homes, which are one piece of memory."""
     if model.engine.streamed and model.device.type == "cuda":
-        whole = arena.whole(model.engine.homes[min(model.engine.streamed)])
+        flat = arena.storage_of(model.engine.homes[min(model.engine.streamed)])
         if touch:  # by all cores; pinning would touch page after page on one
-            whole.fill_(0)
-        model.pinned = arena.pin(whole, model.device)
+            flat.fill_(0)
+        model.pinned = arena.pin(flat, model.device)
 
 
 def _read_generation_config(module: nn.Module, directory: Path | None) -> None:

@@ -1,22 +1,23 @@
 """Flat host memory of exactly the size that is needed, page-locked in place.
 
-A DMA engine reads page-locked ("pinned") memory at the full speed of the link; ordinary ("pageable") memory is
-first copied by the driver, several times slower. PyTorch's own pinned allocator rounds each request up to a power
-of two, and a second copy exists while weights move in. Here memory is reserved first (the kernel gives pages only
-when they are touched, so a checkpoint moving in costs no second copy) and pinned in place afterwards, to the byte.
-The kernel is asked for huge pages: touching and pinning 2 MiB at a time instead of 4 KiB is several times faster.
+The GPU reads page-locked ("pinned") memory at the full speed of the link; ordinary ("pageable") memory is first copied
+by the driver, several times slower. PyTorch's own pinned allocator rounds each request up to a power of two, and needs
+a second copy of the weights while they are loaded. Here memory is reserved first (the kernel commits pages only when
+they are touched, so loading a checkpoint needs no second copy) and pinned in place afterwards, to the byte. The kernel
+is asked for huge pages: touching and pinning 2 MiB at a time instead of 4 KiB is several times faster.
 
-Pages must be unpinned before they are unmapped, or the driver takes the next mapping at the same address for pinned
-already. So the mapping does it itself when its last tensor is gone, whether or not anyone called `unpin`.
+Pages must be unpinned before they are unmapped; otherwise the driver takes the next mapping at the same address for
+pinned. So the mapping unpins itself when its last tensor is gone, whether or not anyone called `unpin`.
 """
 
 import mmap
 import sys
 import warnings
+from collections.abc import Callable
 
 import torch
 
-_pinned: dict[int, torch.device | None] = {}  # address of page-locked memory -> the device that uses it
+_pinned: dict[int, torch.device | None] = {}  # address of pinned memory -> the device that copies to and from it
 
 
 class _Pages(mmap.mmap):
@@ -24,8 +25,8 @@ class _Pages(mmap.mmap):
 
     address = 0
 
-    def __del__(self, at_exit=sys.is_finalizing) -> None:
-        if not at_exit():  # the end of the process frees everything, and CUDA may be gone
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not exiting():  # the end of the process frees everything, and CUDA may be gone
             _unpin(self.address)
 
 
@@ -44,14 +45,14 @@ def host_memory(size_bytes: int) -> torch.Tensor:
     return flat
 
 
-def whole(piece: torch.Tensor) -> torch.Tensor:
+def storage_of(piece: torch.Tensor) -> torch.Tensor:
     """All bytes of the memory that a piece was cut from."""
     return torch.empty(0, dtype=torch.uint8).set_(piece.untyped_storage())
 
 
 def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
-    """Page-locks memory of host_memory() in place, for copies to and from `device` (None: the current one). It is
-    undone by unpin(), or when the memory is freed. False, with a warning, when the system refuses."""
+    """Pins memory of host_memory() in place, for copies to and from `device` (None: the current one), until unpin() is
+    called or the memory is freed. Returns False, with a warning, when the system refuses."""
     if flat.numel() == 0 or not torch.cuda.is_available():
         return False
     size_bytes = flat.numel() * flat.element_size()
@@ -70,7 +71,7 @@ def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
 
 
 def unpin(flat: torch.Tensor) -> None:
-    """Undoes pin(), after every copy has arrived; does nothing to memory that is not pinned."""
+    """Undoes pin() when every copy has arrived; does nothing to memory that is not pinned."""
     _unpin(flat.data_ptr())
 
 
@@ -81,9 +82,9 @@ def _unpin(address: int) -> None:
 
 
 def _forget_error(device: torch.device | None) -> None:
-    """CUDA keeps the code of a refused call, and PyTorch would take it for the failure of its next kernel. It offers
-    no way to ask for the code but a launch: its check fails, and takes the code with it."""
-    for _ in range(2):  # the allocator's own check may be the one that takes it
+    """CUDA keeps the error code of a refused call, and PyTorch would report it as the failure of its next kernel. The
+    code is cleared by a launch whose check fails; PyTorch offers no other way."""
+    for _ in range(2):  # the allocator's own check may be the first to fail
         try:
             torch.empty(1, device=device or "cuda").fill_(1.0)
         except RuntimeError:

@@ -1,7 +1,7 @@
 """Moves pages of memory between host and device, ahead of the work that needs them.
 
-A page (a unit of the model, by its index) is a flat tensor at its home: host memory, or the device when it is resident.
-The caller sweeps over pages:
+A page (a unit of the model, by its index) is a flat tensor at its home: in host memory, or on the device when it is
+resident. The caller sweeps over pages:
 
     w = engine.acquire(page)     the page on the device, in a slot
     ...                          enqueue kernels that read and write w
@@ -14,12 +14,14 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
     compute    (the caller's stream) waits for: the upload
     download   waits for: the kernels before commit;                              then copies slot -> home
 
-The order of pages is known ahead: it is what the last sweep of the same name did. So as soon as a slot is free, the
-next page is on its way, past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
+The order of pages is known ahead: it is that of the last sweep of the same name. As soon as a slot is free, the upload
+of the next page begins, also past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
-Slots that are free keep their pages (slots.py). Others may write homes, or want to know when they change (protocols.py).
-Pages may differ in dtype and length. Bytes: slot_count x the largest page on the device; each page crosses once up
-and, if committed, once down a sweep. On a CPU device the same logic runs with plain copies.
+A free slot keeps its page until the memory is needed (slots.py). Others may write homes, or must know when homes change
+(protocols.py). A resident page is acquired and committed like any other, so that they learn of it too.
+
+Pages may differ in dtype and length. Bytes: slot_count x the largest streamed page, on the device. Per sweep each page
+crosses the link once up and, if it was committed, once down. On a CPU device the same logic runs with plain copies.
 """
 
 import random
@@ -29,6 +31,7 @@ from contextlib import contextmanager
 
 import torch
 
+from keyhole.errors import UserError
 from keyhole.offload.protocols import Gate, Watch
 from keyhole.offload.slots import POISON, FreeSlots, Slot, page_bytes
 from keyhole.offload.stalls import Stalls
@@ -38,7 +41,7 @@ from keyhole.offload.timeline import Timeline
 class Engine:
     """Brings pages into slots before they are needed, and takes changed ones home.
 
-    homes: one flat tensor a page. A page whose home is on `device` and is not in `streamed` never moves.
+    homes: one flat tensor per page. A page that is not in `streamed` has its home on `device` and never moves.
     overlap=False waits after every transfer; reuse_slots=False allocates a buffer per visit: both only for ablations.
     chaos: a random generator that delays streams and poisons freed slots, for tests of the ordering.
     """
@@ -71,7 +74,7 @@ class Engine:
         self.gate: Gate | None = None
         self.watch: Watch | None = None
         self.stalls = Stalls()
-        self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # see acquire
+        self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # applies an update that is due: see acquire
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -79,13 +82,13 @@ class Engine:
 
     @contextmanager
     def sweep(self, name: str, guess: list[int], learn: bool = True) -> Iterator[None]:
-        """One pass over pages. `guess` is the order expected when no sweep of this name was seen before;
-        learn=False for work that goes round many times."""
+        """One pass over pages. `guess` is the order that is expected when no sweep of this name was seen before;
+        learn=False: this sweep says nothing about the order of the next one."""
         self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
         self.cursor, self.visited = 0, []
         self.stalls.begin(name)
         if self.cuda:
-            self.compute = torch.cuda.current_stream(self.device)  # asked once: a query takes longer than a wait
+            self.compute = torch.cuda.current_stream(self.device)  # once per sweep: asking takes longer than a wait
         if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
             self._drop_ahead()
         self._prefetch()
@@ -100,17 +103,16 @@ class Engine:
 
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
         """The page on the device. changes=False: it will only be read. `arrival` sees the page first and may change it
-        (an update that was due since the last use): if it says so, the page goes home."""
+        (an update that has been due since the last use): if it says so, the page goes home."""
         if self.gate is not None:
             self.gate.wait(page)
         if page not in self.streamed:
-            if changes and self.watch is not None:
-                self.watch.before_change(page)
-            self._arrived(page, self.homes[page])
-            return self.homes[page]
+            if changes or self.arrival is not None:
+                self.before_change(page)
+            return self._arrived(page, self.homes[page])
         assert page not in self.held, f"page {page} is acquired already"
         while self.ahead and self.ahead[0].page != page and any(slot.page == page for slot in self.ahead):
-            self.free.add(self.ahead.popleft())  # expected, but skipped this time
+            self.free.add(self.ahead.popleft())  # expected before this page, but skipped this time
         if not (self.ahead and self.ahead[0].page == page):
             self._drop_ahead()
             self._upload(page)
@@ -125,11 +127,11 @@ class Engine:
         slot.intact = slot.intact and not changes and self.arrival is None and self.gate is None
         if self.cuda:
             with self.stalls.wait(self.compute):
-                for event in (slot.ready, slot.computed):  # it may have been here since its last visit, elsewhere,
-                    self.compute.wait_event(event)
-                if not slot.intact:  # and still be on its way home
+                self.compute.wait_event(slot.ready)
+                self.compute.wait_event(slot.computed)  # of its last visit, perhaps on another stream
+                if not slot.intact:  # it will be changed, and may still be on its way home
                     self.compute.wait_event(self.home_written[page])
-        return self._arrived(page, slot.like(self.homes[page]))
+        return self._arrived(page, slot.as_page(self.homes[page]))
 
     def _arrived(self, page: int, w: torch.Tensor) -> torch.Tensor:
         if self.arrival is not None and self.arrival(page, w):
@@ -137,36 +139,43 @@ class Engine:
         return w
 
     def commit(self, page: int) -> None:
+        """The kernels so far have changed the page: it goes home."""
         if page not in self.streamed:
-            self._tell(page, self.compute if self.cuda else None)
+            self.changed(page, self.compute if self.cuda else None)
             return
         slot, home = self.held[page], self.homes[page]
-        if self.watch is not None:
-            self.watch.before_change(page)
+        self.before_change(page)
         self._write_back(page, slot, home)
-        slot.intact = self.gate is None  # now, and not if that broke off
+        slot.intact = self.gate is None  # set last: a write-back that was interrupted leaves it False
         self.bytes_down += page_bytes(home)
-        self._tell(page, self.down if self.cuda else None)
+        self.changed(page, self.down if self.cuda else None)
 
     def _write_back(self, page: int, slot: Slot, home: torch.Tensor) -> None:
         if not self.cuda:
-            home.copy_(slot.like(home))
+            home.copy_(slot.as_page(home))
             return
         slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
             with self.timeline.span("write-back", f"page {page}"):
-                home.copy_(slot.like(home), non_blocking=True)
+                home.copy_(slot.as_page(home), non_blocking=True)
             self.home_written[page].record(self.down)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
-    def _tell(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+    def before_change(self, page: int) -> None:
+        """Tells the watch, if there is one; also for a gate, which changes homes itself."""
+        if self.watch is not None:
+            self.watch.before_change(page)
+
+    def changed(self, page: int, stream: "torch.cuda.Stream | None") -> None:
+        """Tells the watch, if there is one."""
         if self.watch is not None:
             self.watch.changed(page, stream)
 
     def release(self, page: int) -> None:
+        """No later kernel touches the page: its slot may take another one."""
         if page not in self.streamed:
             return
         slot = self.held.pop(page)
@@ -180,13 +189,13 @@ class Engine:
         self._prefetch()
 
     def invalidate(self) -> None:
-        """Homes were written by somebody else: forget what was uploaded."""
+        """Homes were written by somebody else: what was uploaded is forgotten."""
         self._drop_ahead()
         for slot in self.slots:
             slot.intact = False
 
     def wait_for_homes(self, pages: Iterable[int] | None = None) -> None:
-        """Blocks the host until every write-back has arrived: before anyone reads the homes (or these)."""
+        """Blocks the host until homes hold their weights: of these pages, by default of all."""
         if self.gate is not None:
             for page in pages or ():
                 self.gate.wait(page)
@@ -196,18 +205,24 @@ class Engine:
             self.down.synchronize()
 
     def home_ready(self, page: int) -> None:
-        """Makes the caller's stream wait for the page's last write-back: before a kernel reads the home in place."""
+        """Makes the compute stream wait for the page's last write-back, before a kernel reads the home in place."""
         if self.gate is not None:
             self.gate.wait(page)
         if self.cuda and page in self.streamed:
             self.compute.wait_event(self.home_written[page])
 
     def _upload(self, page: int) -> None:
-        slot, home = self.free.take(page, keeps=self.gate is None and self.reuse_slots), self.homes[page]
+        if not self.free:
+            needed = len(self.held) + 1
+            raise UserError(
+                f"slot_count: {self.slot_count} is too few: at least {needed} pages must be on the device at the same "
+                f"time; pass keyhole.load(..., slot_count={needed}) or more, or leave slot_count out"
+            )
+        slot, home = self.free.take(page, reuse=self.gate is None and self.reuse_slots), self.homes[page]
         slot.page = page
         self.ahead.append(slot)
         if slot.intact and slot.last_page == page:
-            return  # it has not left
+            return  # the page is still there
         self.bytes_up += page_bytes(home)
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()
@@ -217,7 +232,7 @@ class Engine:
                 self.up.wait_stream(self.compute)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
         if not self.cuda:
-            slot.like(home).copy_(home)
+            slot.as_page(home).copy_(home)
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
@@ -228,7 +243,7 @@ class Engine:
             if self.chaos:
                 slot.buffer.fill_(POISON)
             with self.timeline.span("upload", f"page {page}"):
-                slot.like(home).copy_(home, non_blocking=True)
+                slot.as_page(home).copy_(home, non_blocking=True)
             slot.ready.record(self.up)
         if not self.overlap:
             torch.cuda.synchronize(self.device)

@@ -1,11 +1,12 @@
 """Reused device buffers that pages are brought into (engine.py).
 
-A freed slot keeps its page until another needs the memory. If the page is wanted before that, and lies there as it is
-at home (`intact`), it need not cross again: a sweep that turns round (forward, then reverse) finds its last pages.
+A freed slot keeps its page until another page needs the memory. If the same page is wanted before that, and the slot
+still holds what the home holds (`intact`), it need not cross the link again: a sweep that turns round (forward, then
+reverse) finds its last pages in their slots. A slot is
 
-    upload                     intact
-    handed out to be changed   not, until it is committed: slot and home are the same again
-    somebody else writes homes not: a gate (protocols.py), or whoever calls engine.invalidate
+    intact        after an upload, and after a commit: slot and home are equal
+    not intact    while its page is handed out to be changed; and when somebody else writes homes: a gate
+                  (protocols.py), or whoever calls engine.invalidate
 
 Bytes: slot_count x the largest page, on the device.
 """
@@ -14,12 +15,11 @@ from collections import deque
 
 import torch
 
-POISON = 0xFF  # this byte over and over is NaN in fp32, bf16, fp16 and fp8
+POISON = 0xFF  # this byte, repeated, is NaN in fp32, bf16, fp16 and fp8
 
 
-def page_bytes(flat: torch.Tensor) -> int:
-    """Of a home."""
-    return flat.numel() * flat.element_size()
+def page_bytes(home: torch.Tensor) -> int:
+    return home.numel() * home.element_size()
 
 
 class Slot:
@@ -27,14 +27,14 @@ class Slot:
 
     def __init__(self, buffer: torch.Tensor, cuda: bool) -> None:
         self.buffer = buffer
-        self.page: int | None = None  # what it holds, or will
-        self.last_page: int | None = None  # what lies in it, perhaps still on its way home
-        self.intact = False  # it lies there as it is at home
+        self.page: int | None = None  # the page that it is reserved for; None: the slot is free
+        self.last_page: int | None = None  # the page whose bytes it holds, perhaps still on their way home
+        self.intact = False  # these bytes equal the home's
         if cuda:
             self.ready, self.computed, self.changed = (torch.cuda.Event() for _ in range(3))
 
-    def like(self, home: torch.Tensor) -> torch.Tensor:
-        """The front of the buffer, seen as a page of this dtype and length."""
+    def as_page(self, home: torch.Tensor) -> torch.Tensor:
+        """The front of the buffer, viewed in the dtype and length of a home."""
         return self.buffer[: page_bytes(home)].view(home.dtype)
 
 
@@ -51,11 +51,11 @@ class FreeSlots:
         slot.page = None
         self.waiting.append(slot)
 
-    def take(self, page: int, keeps: bool) -> Slot:
-        """The one that has the page still, else the one that is free for longest. keeps=False: what lies in them is not
-        to be trusted, now or later."""
+    def take(self, page: int, reuse: bool) -> Slot:
+        """The slot that still holds the page, else the one that has been free longest. reuse=False: what free slots
+        hold may differ from the homes, and is forgotten."""
         for slot in self.waiting:
-            slot.intact = slot.intact and keeps
+            slot.intact = slot.intact and reuse
             if slot.intact and slot.last_page == page:
                 self.waiting.remove(slot)
                 return slot

@@ -1,12 +1,12 @@
 """How much of a sweep the GPU waited for pages.
 
-The compute stream waits for an upload (engine.py): a timing event before the wait and one after it tell for how long,
+The compute stream waits for uploads (engine.py). A timing event before each wait and one after it measure how long:
 
     share = sum of (after - before) / (last after - first before)
 
-without holding anybody up: events are read when the GPU has passed them, at the beginning of some later sweep. The
-host may be several sweeps ahead; no more than AT_ONCE are measured at a time. Two events a page, in the FIRST sweeps
-and in every NTH after that.
+Measuring adds no wait: events are read when the GPU has passed them, at the beginning of a later sweep. The host may be
+several sweeps ahead; at most AT_ONCE sweeps are measured at a time. Cost: two events per page, in the FIRST sweeps and
+in every NTH one after that.
 """
 
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ FIRST, NTH = 4, 8
 
 
 class Stalls:
-    """Waits of the sweeps of one name; of none, by default."""
+    """Measures the waits of the sweeps of one name; by default of none."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name
-        self.sweeps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []  # not taken yet, oldest first
+        self.sweeps: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = []  # not read yet, oldest first
         self.measures, self.count = False, 0
 
     def begin(self, name: str) -> None:
-        """A sweep begins."""
+        """Called at the beginning of every sweep: decides whether this one is measured."""
         self.sweeps = [pairs for pairs in self.sweeps if pairs]
         due = name == self.name and (self.count < FIRST or self.count % NTH == 0)
         self.measures = due and len(self.sweeps) < AT_ONCE
@@ -37,7 +37,7 @@ class Stalls:
 
     @contextmanager
     def wait(self, stream: "torch.cuda.Stream") -> Iterator[None]:
-        """Around the enqueueing of a wait."""
+        """A context in which a wait is enqueued on the stream."""
         if not self.measures:
             yield
             return
@@ -48,9 +48,9 @@ class Stalls:
         self.sweeps[-1].append((before, after))
 
     def take(self) -> float | None:
-        """The share of the oldest sweep that has not been taken; None if it is not done."""
+        """The share of the oldest sweep that has not been read; None while the GPU has not finished it."""
         if not self.sweeps or not self.sweeps[0] or not self.sweeps[0][-1][1].query():
             return None
         pairs = self.sweeps.pop(0)
-        whole_ms = pairs[0][0].elapsed_time(pairs[-1][1])
-        return sum(before.elapsed_time(after) for before, after in pairs) / whole_ms if whole_ms > 0 else 0.0
+        sweep_ms = pairs[0][0].elapsed_time(pairs[-1][1])
+        return sum(before.elapsed_time(after) for before, after in pairs) / sweep_ms if sweep_ms > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What ran when: spans measured with CUDA events, written as a Chrome / Perfetto trace.
+"""When uploads, kernels and write-backs ran: spans measured with CUDA events, written as a Chrome / Perfetto trace.
 
 A span is a pair of timing events recorded on the stream where the work is enqueued, so measuring adds no wait. Open
 the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing): one lane each for upload, compute, write-back.
@@ -13,7 +13,7 @@ import torch
 
 
 class Timeline:
-    """Collects (lane, label, begin, end) while enabled."""
+    """Collects spans (lane, label, begin, end) while enabled, and writes them as a trace."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
@@ -24,6 +24,7 @@ class Timeline:
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
+        """Measures the work that is enqueued inside, on the current stream."""
         if not self.enabled:
             yield
             return
@@ -34,7 +35,7 @@ class Timeline:
         self.spans.append((lane, label, begin, end))
 
     def rows(self) -> list[tuple[str, str, float, float]]:
-        """(lane, label, start_ms, duration_ms), after waiting for the device."""
+        """(lane, label, start_ms, duration_ms) of every span. Waits for the device."""
         torch.cuda.synchronize()
         return [
             (lane, label, self.origin.elapsed_time(begin), begin.elapsed_time(end))
@@ -42,6 +43,7 @@ class Timeline:
         ]
 
     def save(self, path: Path) -> None:
+        """Writes the trace as JSON."""
         lanes = ["upload", "compute", "write-back"]
         events = [
             {

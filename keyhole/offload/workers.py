@@ -1,24 +1,24 @@
-"""Host work beside the thread that launches kernels: jobs in, pages ready, errors out.
+"""Work on the host beside the thread that launches kernels.
 
     pool.submit(job, page=7, after=event, urgency=7)     returns at once
-    pool.ready(7)                                        has every job of page 7 been done? never waits
-    pool.wait(7)                                         returns when it has
+    pool.ready(7)                                        whether every job of page 7 is done; never waits
+    pool.wait(7)                                         returns when it is
 
-One thread works the jobs off, and torch's own threads do the arithmetic inside a job. (A Python thread for every core
-would ask for the GIL thousands of times a second, and the launching thread would queue among them; one worker asks
-some three times a chunk of a million elements.) torch's number of threads belongs to the thread that sets it: the
-worker's does not change the caller's.
+One thread runs the jobs, and torch's own threads do the arithmetic inside a job. (One Python thread per core would ask
+for the GIL thousands of times per second, and the launching thread would queue among them; one worker asks about three
+times per chunk of a million elements.) torch's number of threads belongs to the thread that sets it: the worker's
+number does not change the caller's.
 
-Which job is next? Of those whose CUDA event has happened, the one with the lowest `urgency` (give the position at
-which its page is needed next, and the work that holds up the next forward pass first is done first); when none has
-happened, the oldest, and the worker waits for its event; the caller's thread never does.
+The next job is, of those whose CUDA event has happened, the one with the lowest `urgency` (pass the position at which
+its page is needed next: then the work that the next forward needs first is done first). When no event has happened, it
+is the oldest job, and the worker waits for its event; the caller's thread never waits.
 
-A second thread (helper=True) takes jobs that can be done another way as well, on the device: `aside()` begins one and
-returns what waits for its end. The helper begins the next before it waits, so that the device is never without work.
-Whichever thread is free takes what is most urgent, and nobody has to know how fast the two are.
+A second thread (helper=True) takes jobs that can also be done on the device: `on_device()` begins one and returns a
+function that waits for its end. The helper begins the next job before it waits, so that the device is never idle.
+Whichever thread is free takes the most urgent job; the relative speed of the two need not be known.
 
 The first job that fails ends the work: jobs that wait are dropped, the threads end, and the caller gets WorkerFailed
-with the cause at its next submit, ready, wait or drain. Nobody hangs.
+with the cause at its next submit, ready, wait or drain. Nothing hangs.
 """
 
 import threading
@@ -33,7 +33,7 @@ import torch
 from keyhole.machine.host import cpu_count
 
 Job = Callable[[], None]
-Aside = Callable[[], Job]  # begins a job elsewhere, returns what waits for its end
+DeviceJob = Callable[[], Job]  # begins a job on the device, returns what waits for its end
 
 
 class WorkerFailed(RuntimeError):
@@ -42,28 +42,27 @@ class WorkerFailed(RuntimeError):
 
 @dataclass(frozen=True, eq=False)
 class Ticket:
-    """A job that was taken."""
+    """A submitted job."""
 
     job: Job
     page: Any
     after: Any  # a CUDA event, or None
     urgency: int
-    aside: Aside | None
+    on_device: DeviceJob | None
 
     def may_start(self) -> bool:
         return self.after is None or self.after.query()
 
 
 def default_threads(launches_all_the_time: bool = False) -> int:
-    """All cores but one; three of four where the GPU does not wait for this work, so that kernels are launched beside
-    it all the time (by our thread and by autograd's): a team that shares a core with one of these waits for its slowest
-    member, and makes launches wait."""
+    """All cores but one. Three of four where kernels are launched beside this work all the time (by our thread and by
+    autograd's): a thread that shared a core with one of these would delay the whole team, and the launches."""
     return max(1, 3 * cpu_count() // 4 if launches_all_the_time else cpu_count() - 1)
 
 
 class Workers:
-    """See the top of this file. threads: torch's threads inside a job; None: default_threads(), one less beside a
-    helper."""
+    """Runs jobs on the host in one thread, and in a second one if there is a helper. threads: torch's threads inside a
+    job; None: default_threads(), one less beside a helper."""
 
     def __init__(self, threads: int | None = None, helper: bool = False) -> None:
         self.threads = threads or max(1, default_threads() - helper)
@@ -76,15 +75,15 @@ class Workers:
             thread.daemon = True
             thread.start()
             self._state.started.acquire()
-        torch.set_num_threads(before)  # what threads that begin later start with
+        torch.set_num_threads(before)  # threads that are started later inherit it
         self._end = weakref.finalize(self, _close, self._state, self._threads)
 
     def submit(
-        self, job: Job, page: Any = None, after: Any = None, urgency: int = 0, aside: Aside | None = None
+        self, job: Job, page: Any = None, after: Any = None, urgency: int = 0, on_device: DeviceJob | None = None
     ) -> Ticket:
-        """Takes a job. after: a CUDA event that must have happened before it starts. aside: the same job for the
+        """Queues a job. after: a CUDA event that must have happened before it starts. on_device: the same job for the
         helper."""
-        ticket = Ticket(job, page, after, urgency, aside)
+        ticket = Ticket(job, page, after, urgency, on_device)
         with self._state.changed:
             self._state.check()
             self._state.waiting.append(ticket)
@@ -117,7 +116,7 @@ class Workers:
 
 
 class _State:
-    """What the threads and the callers share, under one lock. (Apart from Workers, which the threads must not hold.)"""
+    """What the threads and the callers share, under one lock. (Not in Workers: the threads would keep it alive.)"""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -133,22 +132,23 @@ class _State:
             raise WorkerFailed(f"work on the host failed, the run cannot go on: {what}") from self.error
         assert not self.closed, "the workers were closed"
 
-    def take(self, aside: bool = False, wait: bool = True) -> Ticket | None:
-        """The job to do next, when there is one; None: the end, or without `wait` none at present that may start."""
+    def take(self, helper: bool = False, wait: bool = True) -> Ticket | None:
+        """The next job for the worker or the helper. None: the work has ended, or, without `wait`, no job may start
+        now."""
         with self.changed:
-            mine = [] if self.closed else self._mine(aside)
-            while wait and not mine and not self.closed:
+            jobs = [] if self.closed else self._jobs_for(helper)
+            while wait and not jobs and not self.closed:
                 self.changed.wait()
-                mine = self._mine(aside)
-            able = [ticket for ticket in mine if ticket.may_start()]
-            if self.closed or not (able or wait):
+                jobs = self._jobs_for(helper)
+            startable = [ticket for ticket in jobs if ticket.may_start()]
+            if self.closed or not (startable or wait):
                 return None
-            ticket = min(able, key=lambda t: t.urgency) if able else mine[0]
+            ticket = min(startable, key=lambda t: t.urgency) if startable else jobs[0]
             self.waiting.remove(ticket)
             return ticket
 
-    def _mine(self, aside: bool) -> list[Ticket]:
-        return [ticket for ticket in self.waiting if ticket.aside is not None] if aside else self.waiting
+    def _jobs_for(self, helper: bool) -> list[Ticket]:
+        return [ticket for ticket in self.waiting if ticket.on_device is not None] if helper else self.waiting
 
     def finish(self, ticket: Ticket) -> None:
         with self.changed:
@@ -164,7 +164,7 @@ class _State:
 
 
 def _work(state: _State, threads: int) -> None:
-    torch.get_num_threads()  # a thread's first question is answered with the process's number, which then stays
+    torch.get_num_threads()  # a thread's first call takes over the process's number, and would undo a setting
     torch.set_num_threads(threads)
     state.started.release()
     try:
@@ -174,26 +174,26 @@ def _work(state: _State, threads: int) -> None:
             with torch.no_grad():
                 ticket.job()
             state.finish(ticket)
-    except BaseException as error:  # whatever it was, the caller must learn of it
+    except BaseException as error:  # of any kind: the caller must learn of it
         state.stop(error)
 
 
 def _help(state: _State) -> None:
-    """Like _work, by `aside`, and one job ahead: the last one begun is waited for when the next has begun."""
+    """Like _work, on the device and one job ahead: a job is waited for when the next one has begun."""
     torch.get_num_threads()
     torch.set_num_threads(1)
     state.started.release()
     begun: tuple[Ticket, Job] | None = None
     try:
-        while (ticket := state.take(aside=True, wait=begun is None)) is not None or begun is not None:
+        while (ticket := state.take(helper=True, wait=begun is None)) is not None or begun is not None:
             last, begun = begun, None
             try:
                 if ticket is not None:
                     if ticket.after is not None:
                         ticket.after.synchronize()
                     with torch.no_grad():
-                        begun = ticket, ticket.aside()
-            finally:  # also when it could not begin: the device may be at work on the last one
+                        begun = ticket, ticket.on_device()
+            finally:  # also when that failed: the device may still be at work on the last job
                 if last is not None:
                     last[1]()
                     state.finish(last[0])

@@ -17,7 +17,7 @@ def test_pieces_lie_side_by_side() -> None:
     for i, piece in enumerate(pieces):
         piece.fill_(i)
     assert flat.tolist() == [0] * 5 + [2] * 3 + [3] * 4
-    whole = arena.whole(pieces[3])
+    whole = arena.storage_of(pieces[3])
     assert whole.data_ptr() == flat.data_ptr() and whole.numel() == 12
 
 

@@ -162,13 +162,13 @@ def pair() -> Workers:
     assert not any(thread.is_alive() for thread in workers._threads)
 
 
-def test_the_helper_takes_jobs_that_can_be_done_aside(pair: Workers) -> None:
+def test_the_helper_takes_jobs_that_can_be_done_on_the_device(pair: Workers) -> None:
     """While the worker is held up, the helper does what it can, and the page is ready when its end was waited for."""
     gate, end, done = threading.Event(), threading.Event(), []
     pair.submit(lambda: gate.wait(WAIT_S), page=0)
     for page in (1, 2):
-        aside = lambda page=page: done.append(page) or (lambda: end.wait(WAIT_S))  # noqa: E731
-        pair.submit(lambda page=page: done.append(-page), page=page, aside=aside)
+        on_device = lambda page=page: done.append(page) or (lambda: end.wait(WAIT_S))  # noqa: E731
+        pair.submit(lambda page=page: done.append(-page), page=page, on_device=on_device)
     while len(done) < 2:
         time.sleep(1e-3)
     assert done == [1, 2] and not pair.ready(1)
@@ -184,8 +184,8 @@ def test_the_helper_takes_jobs_that_can_be_done_aside(pair: Workers) -> None:
 def test_every_job_is_done_once_by_one_of_the_two(pair: Workers) -> None:
     done = []
     for i in range(200):
-        aside = lambda i=i: done.append(i) or (lambda: time.sleep(1e-4))  # noqa: E731
-        pair.submit(lambda i=i: done.append(i), page=i % 7, urgency=i % 7, aside=aside)
+        on_device = lambda i=i: done.append(i) or (lambda: time.sleep(1e-4))  # noqa: E731
+        pair.submit(lambda i=i: done.append(i), page=i % 7, urgency=i % 7, on_device=on_device)
     pair.drain()
     assert sorted(done) == list(range(200))
 
@@ -199,7 +199,7 @@ def test_a_helper_that_fails_stops_the_caller(when: str) -> None:
         raise RuntimeError("no device any more")
 
     pool.submit(lambda: gate.wait(WAIT_S), page=0)
-    pool.submit(lambda: None, page=1, aside=fail if when == "begin" else lambda: fail)
+    pool.submit(lambda: None, page=1, on_device=fail if when == "begin" else lambda: fail)
     with pytest.raises(WorkerFailed, match="no device any more"):
         pool.wait(1)
     gate.set()
@@ -207,7 +207,7 @@ def test_a_helper_that_fails_stops_the_caller(when: str) -> None:
     assert not any(thread.is_alive() for thread in pool._threads)
 
 
-def test_what_was_begun_aside_is_waited_for_when_the_next_cannot_begin() -> None:
+def test_what_was_begun_on_the_device_is_waited_for_when_the_next_cannot_begin() -> None:
     """Memory of the first may be freed once the threads are gone: not while the device is at work on it."""
     pool, gate, ended = Workers(threads=1, helper=True), threading.Event(), []
 
@@ -216,8 +216,8 @@ def test_what_was_begun_aside_is_waited_for_when_the_next_cannot_begin() -> None
 
     pool.submit(lambda: gate.wait(WAIT_S), page=0)
     with pool._state.changed:  # both at once: the second is there when the first has begun
-        pool.submit(lambda: None, page=1, urgency=1, aside=lambda: lambda: ended.append(1))
-        pool.submit(lambda: None, page=2, urgency=2, aside=fail)
+        pool.submit(lambda: None, page=1, urgency=1, on_device=lambda: lambda: ended.append(1))
+        pool.submit(lambda: None, page=2, urgency=2, on_device=fail)
     pool._threads[1].join(WAIT_S)
     with pytest.raises(WorkerFailed, match="no device any more"):
         pool.ready(1)

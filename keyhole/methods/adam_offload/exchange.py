@@ -31,7 +31,7 @@ import torch
 
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
-from keyhole.offload.workers import Aside, Job, Workers
+from keyhole.offload.workers import DeviceJob, Job, Workers
 
 Span = tuple[int, int]  # [begin, end) of a page
 LANDING = 16 * 2**20  # elements of a master that are on the device at a time
@@ -107,10 +107,10 @@ class Exchange:
         after: Any,
         back: list[Span],
         at_once: bool = True,
-        aside: Aside | None = None,
+        on_device: DeviceJob | None = None,
     ) -> None:
         """Has the worker do the job and send these spans of the page back (at_once=False: `send_back` will be called).
-        aside: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
+        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
         worked on first: the engine numbers them in that order."""
 
         def work() -> None:
@@ -118,7 +118,7 @@ class Exchange:
             if at_once:
                 self.send_back(page, back)
 
-        self.pool.submit(work, page=page, after=after, urgency=page, aside=aside)
+        self.pool.submit(work, page=page, after=after, urgency=page, on_device=on_device)
         self.leaving.discard(page)
         if page not in self.engine.streamed:
             self.engine.bytes_up += sum(_bytes(self.source[page][begin:end]) for begin, end in back)

@@ -77,8 +77,8 @@ def open_lane(state: AdamState, engine: Engine, dtype: torch.dtype) -> tuple[Ada
     squares = squares_of_host(engine.device, **state.rule)
     if squares is None:
         return None, "the GPU cannot help: this build of torch rounds AdamW in a way that is not known here"
-    if not all(arena.pin(arena.whole(flat), engine.device) for flat in state.flats):
+    if not all(arena.pin(arena.storage_of(flat), engine.device) for flat in state.flats):
         for flat in state.flats:
-            arena.unpin(arena.whole(flat))
+            arena.unpin(arena.storage_of(flat))
         return None, "the GPU cannot help: the state in host memory could not be page-locked"
     return AdamLane(state, engine, dtype, squares), "the GPU updates what it can meanwhile, in the same bits"

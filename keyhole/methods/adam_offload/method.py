@@ -93,7 +93,7 @@ class AdamOffload(Method):
             self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.homes[unit.index]))
         self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
         if model.engine.cuda and masters and self.lane is None:
-            arena.pin(arena.whole(self.state.flats[0]), model.device)
+            arena.pin(arena.storage_of(self.state.flats[0]), model.device)
         self.updates = Updates(self.state, self.exchange, self.lane, at_once=schedule == "layerwise")
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.now: Step | None = None

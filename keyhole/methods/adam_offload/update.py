@@ -30,8 +30,8 @@ class Updates:
         step.submitted = True
         for part in self.state.parts(given):
             job = partial(self.by_cpu, step, unit, given, part)
-            aside = None if self.lane is None else partial(self.by_gpu, step, unit, given, part)
-            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], self.at_once, aside)
+            on_device = None if self.lane is None else partial(self.by_gpu, step, unit, given, part)
+            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], self.at_once, on_device)
 
     def send_back(self, unit: Unit, given: list[int]) -> None:
         """The new weights of a unit, to the device."""

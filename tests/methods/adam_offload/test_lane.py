@@ -22,7 +22,7 @@ def tensors(numel: int, device: str) -> list[torch.Tensor]:
         flat = arena.host_memory(numel * dtype.itemsize).view(dtype)
         flat.copy_(torch.arange(numel) % 97 + k)
         if device == "cuda":
-            arena.pin(arena.whole(flat), torch.device("cuda"))
+            arena.pin(arena.storage_of(flat), torch.device("cuda"))
         flats.append(flat)
     return flats
 
