@@ -128,14 +128,13 @@ def choose_device(device: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
-    """The dtype asked for, or the one the checkpoint says it is in, or float32."""
-    if dtype is None:
-        dtype = getattr(config, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
-    return dtype
+    """The dtype asked for, or the one of the checkpoint according to its config, or float32."""
+    found = dtype if dtype is not None else getattr(config, "dtype", None) or torch.float32
+    name = found if isinstance(found, str) else str(found).removeprefix("torch.")
+    if name not in DTYPES:
+        whose = "" if dtype is not None else " (of the checkpoint, by its config.json)"
+        raise UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype=float32")
+    return DTYPES[name]
 
 
 def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:

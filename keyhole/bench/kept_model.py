@@ -73,7 +73,7 @@ class KeptModel:
     def refresh(self) -> None:
         """Draws the same weights again, so that losses compare whatever ran before."""
         model = self.model
-        model.settle()  # or what the last method left would be applied to the new weights
+        model.apply_deferred()  # or what the last method left would be applied to the new weights
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02
         for param, as_loaded in self.vectors:

@@ -23,6 +23,7 @@ from keyhole.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Layout, Unit
@@ -207,6 +208,18 @@ class Method:
     def describe(self) -> list[str]:
         """Lines of the start block: what was decided."""
         return []
+
+    # -- for the model that it is attached to (model/attached.py) -----------------------------------------------------
+
+    @property
+    def deferred(self) -> Callable[[], None] | None:
+        """Applies updates that the weights at home lack; None where updates are never deferred."""
+        return None
+
+    @property
+    def addon(self) -> Addon | None:
+        """Trained weights beside the model's own; None where there are none."""
+        return None
 
     # -- for checkpoints that are written while training goes on (checkpoint/snapshot/) ------------------------------
 

@@ -1,11 +1,11 @@
-"""A batch on its way to the device: what the decoder is given, and where there is something to predict.
+"""A batch on its way to the device: the inputs of the decoder, and the positions that predict a trained token.
 
 Labels follow the Hugging Face convention: not shifted, -100 where nothing is trained. Position t predicts token
-t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that picking
-them on the device needs no wait, and logits are computed there only.
+t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that selecting
+them on the device needs no wait, and logits are computed for them only.
 
-On a GPU a batch crosses on a stream of its own. The host is usually far ahead of the kernels, so it has long arrived
-when they come to it; queued behind them, it would wait there for the upload of weights that is under way by then.
+On a GPU a batch crosses on a stream of its own. The host is usually far ahead of the kernels, so the batch has arrived
+when they need it; on the stream of the kernels it would queue behind the uploads of weights.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def as_list(batch: Batch | list[Batch]) -> list[Batch]:
 
 
 def check(batch: Batch, row_count: int) -> None:
-    """UserError for what cannot be trained on. row_count: of the embedding."""
+    """Refuses a batch that cannot be trained on. row_count: of the embedding."""
     if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
         found = ", ".join(batch) if isinstance(batch, dict) else type(batch).__name__
         raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
@@ -57,7 +57,7 @@ def check(batch: Batch, row_count: int) -> None:
 
 
 def _check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "") -> None:
-    """That all are tokens of the model. Tensors on a GPU are not looked into: that would wait."""
+    """Refuses tokens that the model does not have. Tensors on a GPU are not read: that would wait."""
     tokens = x_BT[x_BT != IGNORED] if or_else and x_BT.device.type == "cpu" else x_BT
     if tokens.device.type == "cpu" and tokens.numel():
         low, high = (int(value) for value in torch.aminmax(tokens))
@@ -90,7 +90,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """For batches on their way to this device."""
+    """The stream on which batches cross to this device."""
     return torch.cuda.Stream(device)
 
 

@@ -9,10 +9,11 @@
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
     head      hidden states -> logits, in chunks (model/forward/head.py)
 
-Between sweeps every parameter points to its home, so the module can be saved or looked at like any other. During a
-sweep a *conductor* decides what a parameter points to: the lockstep of several passes (model/forward/lockstep.py), or `Solo`, which
-brings each unit in as a single pass enters it (generation). Without a conductor a resident model is an ordinary one.
-Legend: B rows, T positions, N trained tokens, H width.
+Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
+*conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
+(model/forward/lockstep.py), or a `Generation` (model/forward/generate.py), which brings each unit in as its one pass
+enters it. Without a conductor a resident model is an ordinary one.
+Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
@@ -25,10 +26,11 @@ import torch
 from torch import nn
 
 from keyhole import ops
+from keyhole.model.attached import Addon, Attached, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, to_device
 from keyhole.model.forward.binding import Binding
 from keyhole.model.forward.fused_relu import fuse_relu
-from keyhole.model.forward.generate import Solo
+from keyhole.model.forward.generate import Generation
 from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
@@ -47,7 +49,8 @@ Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class Model:
-    """See the top of this file. `dtype` is what kernels compute in; homes may hold another (the wire format)."""
+    """A decoder with its layout, its engine and its conductors. `dtype` is what kernels compute in; homes may hold
+    another (the wire format)."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Model:
         *,
         tokenizer: Any = None,
         source: str | None = None,
-        placed: Any = None,
+        placed: Placed | None = None,
         graphs: bool = True,
     ) -> None:
         self.module, self.layout, self.engine, self.dtype = module, layout, engine, dtype
@@ -69,8 +72,8 @@ class Model:
         self.head = Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
-        self.addon: Any = None  # what a method adds on top of the weights when they are looked at (LoRA)
-        self.deferred: Callable[[], None] | None = None  # applies updates that the weights do not have yet (zo)
+        self.addon: Addon | None = None
+        self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
         self.homes = Homes(layout, engine.homes, dtype, self.device)
@@ -79,8 +82,7 @@ class Model:
         install_hooks(self)
         compute_in_tiles(self)
         fuse_relu(self)
-        whole = len(layout.of_kind("block")) == layout.block_count > 0
-        if graphs and self.device.type == "cuda" and whole:
+        if graphs and self.device.type == "cuda" and layout.block_count and not layout.has_cut_blocks:
             self.graphs = BlockGraphs(self, find_blocks(module))
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
@@ -90,7 +92,7 @@ class Model:
     # -- running it ------------------------------------------------------------------------------------------------
 
     def to_device(self, batch: Batch | list[Batch]) -> list[DeviceBatch]:
-        """One batch or the micro-batches of a step, looked at and sent."""
+        """One batch or the micro-batches of a step, checked and sent."""
         batches = as_list(batch)
         for one in batches:
             check(one, self.layout.table.shape[0])
@@ -115,7 +117,7 @@ class Model:
 
     @contextmanager
     def sweep(self, name: str, learn: bool = True) -> Iterator[None]:
-        """One visit of every unit, in the order of the model."""
+        """A context for one visit of every unit, in the order of the model."""
         head = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block")]
         with self.engine.sweep(name, blocks + head, learn):
@@ -125,36 +127,36 @@ class Model:
                 self.binding.bind_homes()
 
     def lockstep(
-        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False, whole: bool = False
+        self, batches: list[DeviceBatch], serve: Serve, rows: Rows, steady: bool = False, block_at_once: bool = False
     ) -> list[torch.Tensor]:
         """Hidden states of several passes that advance together. rows(pass, ids_M) gives rows of the table [M, H].
         steady: pass i finds a unit's weights at the same address in every block, so that graphs may be used.
-        whole: a pass meets all units of a block at its door, and goes in when it has them."""
+        block_at_once: a pass waits for all units of a block before it enters the block."""
         passes = self._lockstep
-        passes.rows, passes.steady, passes.whole = rows, steady and self.engine.reuse_slots, whole
+        passes.rows, passes.steady, passes.block_at_once = rows, steady and self.engine.reuse_slots, block_at_once
         with self._conducted_by(passes):
             try:
                 return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
                 passes.rows = None
 
-    def clean(self, unit: Unit, place: int = 0) -> torch.Tensor:
-        """The unit's weights on the device, in the dtype of compute. Release the unit afterwards."""
-        return self.as_compute(unit, self.engine.acquire(unit.index, changes=False), place)
+    def acquire_weights(self, unit: Unit, place: int = 0) -> torch.Tensor:
+        """The unit's weights on the device, in the dtype of compute, to be read. Release the unit afterwards."""
+        return self.in_compute_dtype(unit, self.engine.acquire(unit.index, changes=False), place)
 
-    def as_compute(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
-        """The unit in the dtype of compute: itself, or a copy in memory that the next unit of this place uses again."""
+    def in_compute_dtype(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
+        """`stored` itself, or a copy in memory that the next unit with the same `place` uses again."""
         if stored.dtype == self.dtype:
             return stored
         kind = "spine" if unit.kind == "spine" else f"unit {place}"
-        if kind not in self._scratch:  # kept: parameters point into it
+        if kind not in self._scratch:  # made once: parameters point into it
             numel = unit.numel if kind == "spine" else self.layout.largest_unit_numel
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
-        clean = self._scratch[kind][: unit.numel]
+        weights = self._scratch[kind][: unit.numel]
         if stored.dtype == PACKED:
-            ops.fp8_decode(stored, clean)
-            return clean
-        return clean.copy_(stored)
+            ops.fp8_decode(stored, weights)
+            return weights
+        return weights.copy_(stored)
 
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
         """Rows of the input embedding, gathered where the table lives."""
@@ -168,23 +170,24 @@ class Model:
 
     @torch.no_grad()
     def nll(self, batch: Batch | list[Batch]) -> Any:
-        """Summed NLL and number of trained tokens of each row. A list of batches crosses the link once, together."""
-        self.settle()
+        """Summed NLL and number of trained tokens of each row. A list of batches is run together: each unit crosses the
+        link once."""
+        self.apply_deferred()
         batches = self.to_device(batch)
-        spine = self.clean(self.layout.spine)
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            self.binding.bind(unit, self.clean(unit) if unit else None, spine)
+            self.binding.bind(unit, self.acquire_weights(unit) if unit else None, spine)
             for i in range(len(batches)):
                 resume(i)
             if unit:
                 self.engine.release(unit.index)
 
         with self.sweep("evaluate"):
+            spine = self.acquire_weights(self.layout.spine)
             hidden = self.lockstep(batches, serve, lambda i, ids_M: self.table_rows(ids_M).to(self.dtype))
             running = [RunningNLL(b.target_N) for b in batches]
             for unit in self.layout.head_units:
-                self.binding.bind_head(unit, self.clean(unit), spine)
+                self.binding.bind_head(unit, self.acquire_weights(unit), spine)
                 for state, x in zip(running, hidden, strict=True):
                     self.head.add_nll(state, x, unit.rows[0])
                 self.engine.release(unit.index)
@@ -195,47 +198,55 @@ class Model:
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
-        """HF generation; a streamed model crosses the link once a token (the whole batch together)."""
-        self.settle()
+        """HF generation; a streamed model crosses the link once per token, for all rows of the batch."""
+        self.apply_deferred()
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)
         if self.is_plain:
-            self.engine.wait_for_homes()  # a method may be at work on them
+            self.engine.wait_for_homes()  # a method may still be updating them
             return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
-        with self.sweep("generate", learn=False), Solo(self) as solo, self._conducted_by(solo):
+        with self.sweep("generate", learn=False), Generation(self) as conductor, self._conducted_by(conductor):
             return self.module.generate(input_ids=input_ids, attention_mask=mask, **options)
 
     @property
     def is_plain(self) -> bool:
-        """Every unit is on the device in the dtype it is computed in: the module works as it stands."""
+        """Whether every unit is on the device in the dtype of compute, so that the module works without a conductor."""
         return not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
 
-    # -- looking at it, and saving ---------------------------------------------------------------------------------
+    # -- methods that train it -------------------------------------------------------------------------------------
 
-    def taken_by(self, method: str) -> None:
-        """A method is made on this model: what the one before has left is applied."""
-        self.settle()
+    def attach(self, method: Attached) -> None:
+        """A method is made on this model. What other methods have deferred is applied first."""
+        self.apply_deferred()
         if self.placed is not None:
-            self.placed.warn_if_planned_for_another(method)
+            self.placed.warn_if_planned_for_another(method.name)
+        self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # may step again
+        if method.deferred is not None:
+            self._deferred.append((weakref.ref(method), method.deferred))
+        self.addon = method.addon or self.addon  # adapters stay in the module
 
-    def settle(self) -> None:
-        """The weights are those after the last step, also where a method applies its update later, or is gone."""
-        if self.deferred is not None:
-            self.deferred()
+    def apply_deferred(self, before_step_of: Attached | None = None) -> None:
+        """Afterwards the weights at home are those after the last step of every method, or, before a step, of every
+        other method."""
+        for owner, apply in self._deferred:
+            if before_step_of is None or owner() is not before_step_of:
+                apply()
+
+    # -- reading and saving it -------------------------------------------------------------------------------------
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter at its home, a tied one once; with what the method adds on top."""
-        self.settle()
+        """Every parameter at its home, a tied one once, as it is saved."""
+        self.apply_deferred()
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
-            yield tensor.name, home if self.addon is None else self.addon.seen(tensor, home)
+            yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
         from keyhole.model.weights.save import save_model
 
-        self.settle()
+        self.apply_deferred()
         save_model(self, Path(path))
 
     def close(self) -> None:
@@ -244,12 +255,12 @@ class Model:
         if self.engine.gate is not None:
             self.engine.gate.close()
         if self.pinned:
-            arena.unpin(arena.whole(self.engine.homes[min(self.engine.streamed)]))
+            arena.unpin(arena.storage_of(self.engine.homes[min(self.engine.streamed)]))
             self.pinned = False
 
     def describe(self) -> list[str]:
-        """What was decided and why, a line each."""
-        return self.placed.reasons
+        """What the plan decided and why, one line per decision."""
+        return [] if self.placed is None else self.placed.reasons
 
 
 def _by_row(nll_N: torch.Tensor, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:

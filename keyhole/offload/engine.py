@@ -14,8 +14,8 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
     compute    (the caller's stream) waits for: the upload
     download   waits for: the kernels before commit;                              then copies slot -> home
 
-The order of pages is known ahead: it is that of the last sweep of the same name. As soon as a slot is free, the upload
-of the next page begins, also past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
+The order of pages is known ahead: it is that of the last sweep of the same name. As soon as a slot is free, the next
+page is uploaded, also past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
 
 A free slot keeps its page until the memory is needed (slots.py). Others may write homes, or must know when homes change
 (protocols.py). A resident page is acquired and committed like any other, so that they learn of it too.

@@ -48,6 +48,7 @@ class Exchange:
         self.staging = _staging(engine, pages)
         self.source = self.staging if masters is None else self.staging | masters
         self.leaving: set[int] = set()  # gradients are on their way out, no job yet
+        self.rewritten: set[int] = set()  # homes that change: a watch is to be told when they have
         self.wait_s = 0.0  # how long the launching thread has waited for jobs
         if self.cuda:
             self.down, self.up = torch.cuda.Stream(engine.device), torch.cuda.Stream(engine.device)
@@ -60,7 +61,10 @@ class Exchange:
 
     def put(self, page: int, begin: int, grad: torch.Tensor) -> None:
         """Sends a gradient to its place in the page's staging buffer. From here on the page is not ready."""
+        if page not in self.leaving:
+            self.engine.before_change(page)
         self.leaving.add(page)
+        self.rewritten.add(page)
         buffer = self.staging[page][begin : begin + grad.numel()]
         grad = grad.to(buffer.dtype).reshape(-1)
         self.engine.bytes_down += _bytes(grad)
@@ -110,8 +114,8 @@ class Exchange:
         on_device: DeviceJob | None = None,
     ) -> None:
         """Has the worker do the job and send these spans of the page back (at_once=False: `send_back` will be called).
-        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
-        worked on first: the engine numbers them in that order."""
+        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass
+        are worked on first: the engine numbers them in that order."""
 
         def work() -> None:
             job()
@@ -160,12 +164,17 @@ class Exchange:
             self.wait_s += time.perf_counter() - begin_s
         if self.cuda and page in self.uploaded and page not in self.engine.streamed:
             self.engine.compute.wait_event(self.uploaded[page])
+        if page in self.rewritten:
+            self.rewritten.discard(page)
+            self.engine.changed(page, self.engine.compute if self.cuda and page not in self.engine.streamed else None)
 
     def drain(self) -> None:
         """Returns when every job is done and everything sent back has arrived."""
         self.pool.drain()
         if self.cuda:
             self.up.synchronize()
+        while self.rewritten:
+            self.engine.changed(self.rewritten.pop(), None)
 
     def close(self) -> None:
         """Ends the worker; jobs that have not begun are dropped."""

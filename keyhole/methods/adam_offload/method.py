@@ -52,6 +52,7 @@ class AdamOffload(Method):
     """See the top of this file. `lr` may be changed between steps."""
 
     name = "adam-offload"
+    accumulates = False  # as a sink
 
     def __init__(
         self,
@@ -79,9 +80,9 @@ class AdamOffload(Method):
         self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
-        model.taken_by(self.name)
+        model.attach(self)
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
-        self.reverse = Reverse(model, keep=activations, fused=not compile, compiled=compile)
+        self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
         helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
         self.pool = Workers(threads, helper=helped)
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
@@ -102,10 +103,10 @@ class AdamOffload(Method):
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         self.exchange.wait_s = self.updates.host_s = 0.0
         with self.reverse.sweep():
-            self.exchange.wait(self.model.layout.spine.index)
             loss = self.reverse.forward(batches)
             self._settle()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)

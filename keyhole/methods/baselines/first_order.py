@@ -32,7 +32,7 @@ class TorchMethod(Method):
         activations: str = "none",
     ) -> None:
         self._require_plain(model)
-        model.taken_by(self.name)
+        model.attach(self)
         self.model, self.max_grad_norm, self.activations = model, max_grad_norm, activations
         own = {t.name: t.param for t in model.layout.tensors if t.param.requires_grad}
         self.params = own if params is None else params
@@ -62,6 +62,7 @@ class TorchMethod(Method):
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         token_count = max(1, sum(b.token_count for b in batches))
         total = torch.zeros((), device=self.model.device)

@@ -66,7 +66,6 @@ class LoRA(TorchMethod):
         super().__init__(model, max_grad_norm, adapters, activations)
         self.optimizer = torch.optim.AdamW(list(adapters.values()), lr=lr, weight_decay=weight_decay)
         self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
-        model.addon = self
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters. Returns the loss, unread."""
@@ -86,17 +85,21 @@ class LoRA(TorchMethod):
         for layer in self.layers.values():
             layer.lora_dropout.train(mode)
 
-    # -- what others see of it: Model.addon ------------------------------------------------------------------------
+    # -- what others see of it (model/attached.py) -----------------------------------------------------------------
+
+    @property
+    def addon(self) -> "LoRA":
+        return self
 
     @torch.no_grad()
-    def seen(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
+    def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
         """The tensor as it is saved: with its adapter added, on the host, or as it is."""
         layer = self._over.get(id(tensor.param))
         if layer is None or not self.merge:
             return home
         return (home.float() + layer.get_delta_weight(ADAPTER).float()).to(home.dtype).cpu()
 
-    def write(self, path: Path) -> None:
+    def write_files(self, path: Path) -> None:
         """Adds the adapters in peft's own layout to a model directory, unless they are in its weights."""
         if self.merge:
             return

@@ -57,7 +57,6 @@ class LOMOLoRA(LOMO):
         super().__init__(model, lr, seed=seed, **options)
         self.ratio = adapter_lr / lr
         self.optimizer = torch.optim.AdamW(list(self.adapters.values()), lr=adapter_lr, weight_decay=0.0)
-        model.addon = self
 
     # -- beside LOMO's reverses ------------------------------------------------------------------------------------
 
@@ -87,13 +86,17 @@ class LOMOLoRA(LOMO):
         """The adapters, for those who look whether they move."""
         return self.adapters
 
-    # -- what others see of it: Model.addon ------------------------------------------------------------------------
+    # -- what others see of it (model/attached.py) -----------------------------------------------------------------
 
-    def seen(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
+    @property
+    def addon(self) -> "LOMOLoRA":
+        return self
+
+    def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
         """The model's own weights are saved as they are."""
         return home
 
-    def write(self, path: Path) -> None:
+    def write_files(self, path: Path) -> None:
         """Adds the adapters in peft's own layout to a model directory."""
         lora.write_adapter(path, self.adapters, self.config)
 

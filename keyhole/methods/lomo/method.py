@@ -28,7 +28,7 @@ from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.updates import Squares, Updates
 from keyhole.model.backward.reverse import Reverse
-from keyhole.model.backward.tape import KEEPS
+from keyhole.model.backward.tape import ACTIVATIONS
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
@@ -65,8 +65,8 @@ class LOMO(Updates, Method):
         self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
-        model.taken_by(self.name)
-        self.reverse = Reverse(model, keep=activations, fused=fused, compiled=compile)
+        model.attach(self)
+        self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         self.step_count = 0
         self.trained = [t for t in model.layout.tensors if t.param.requires_grad]
@@ -88,6 +88,7 @@ class LOMO(Updates, Method):
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss."""
+        self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         reverses = 2 if self._looks_first else 1
         with self.reverse.sweep(reverses):
@@ -203,7 +204,7 @@ class LOMO(Updates, Method):
         clip = f"each tensor's norm at {self.clip_group_norm:g}" if self.clip_group_norm is not None else clip
         compiled = "; blocks compiled" if self.reverse.compiled is not None else ""
         return [
-            f"rounding: {rounded}; activations: {kept[self.reverse.keep]}; clipping: {clip}{compiled}",
+            f"rounding: {rounded}; activations: {kept[self.reverse.activations]}; clipping: {clip}{compiled}",
             *([] if self.loss_scale is None else ["loss scale: dynamic; every step looks for overflow first"]),
         ]
 
@@ -229,8 +230,8 @@ def _check(name: str, model: Any, rounding: str, activations: str, clips: tuple[
         raise UserError(f"{name}: found a {type(model).__name__}, expected the model that keyhole.load returns")
     if rounding not in ROUNDINGS:
         raise UserError(f"{name}.rounding: {rounding!r} is not one of {', '.join(ROUNDINGS)}")
-    if activations not in KEEPS:
-        raise UserError(f"{name}.activations: {activations!r} is not one of {', '.join(KEEPS)}")
+    if activations not in ACTIVATIONS:
+        raise UserError(f"{name}.activations: {activations!r} is not one of {', '.join(ACTIVATIONS)}")
     if rounding == "kahan" and model.engine.streamed:
         raise UserError(
             f"{name}.rounding: kahan keeps its compensation on the device; with streamed weights use stochastic, or "

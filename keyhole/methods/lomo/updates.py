@@ -21,6 +21,7 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 class Updates:
     """The second reverse, or the only one: every gradient updates its tensor. What it goes by is set by the method."""
 
+    accumulates = False
     model: Model
     lr: float
     weight_decay: float
@@ -102,6 +103,8 @@ class Updates:
 
 class Squares:
     """The sink of the first of two reverses: adds up squares and changes nothing."""
+
+    accumulates = False
 
     def __init__(self, method: Updates) -> None:
         self.method = method

@@ -28,6 +28,7 @@ check_freq steps a sample of the matrices is looked at again (learn.py).
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,10 +80,9 @@ class LSP(Method):
         self.d, self.r, self.kind, self.rounding, self.others = d, r, kind, rounding, others
         self.alpha, self.check_freq, self.check_share = alpha, check_freq, check_share
         self.fit_steps, self.learn, self.max_grad_norm = fit_steps, learn, max_grad_norm
-        model.taken_by(self.name)
         self.units = find_pieces(model, d, r, kind, others, seed)
         self.pieces = {piece.tensor.start: piece for members in self.units.values() for piece in members}
-        self.reverse = Reverse(model, keep=activations, compiled=compile)
+        self.reverse = Reverse(model, activations=activations, compiled=compile)
         self.optimizer = Updates(
             model,
             self.units,
@@ -97,11 +97,13 @@ class LSP(Method):
         arrival = weakly(self.optimizer.arrived) if self.optimizer.waits else None
         model.engine.arrival = arrival or model.engine.arrival
         self._end = weakref.finalize(self, _end, self.optimizer.host, model.engine, arrival)
+        model.attach(self)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
+        self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         looks = self.learn and self.step_count % self.check_freq == 0
         self.biases, optimizer = {}, self.optimizer
@@ -111,7 +113,7 @@ class LSP(Method):
         if optimizer.host is not None:
             optimizer.host.wait_s = 0.0
         with optimizer.spans.of("forward"):
-            optimizer.move(lambda unit: unit.kind in ("spine", "table"))  # read without being asked for
+            optimizer.move(lambda unit: unit.kind == "table")  # its rows are gathered without acquiring it
         with self.reverse.sweep(2 if looks else 1):
             with optimizer.spans.of("forward"):
                 loss = self.reverse.forward(batches)
@@ -137,6 +139,11 @@ class LSP(Method):
         self.optimizer.move(lambda unit: True)
         self.optimizer.drain()
         self.optimizer.outcomes.check(wait=True)
+
+    @property
+    def deferred(self) -> Callable[[], None]:
+        """While the method lives: what is due dies with it."""
+        return weakly(self.flush)
 
     @property
     def norm(self) -> torch.Tensor | None:

@@ -28,8 +28,8 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, Shared, checked_rate
 from keyhole.methods.zo.update import Pending, Update
-from keyhole.model.backward.compiled import compile_forward
 from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
@@ -58,7 +58,7 @@ class ZO(Method):
     ) -> None:
         if not eps > 0 or directions < 1:
             raise UserError(f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least 1")
-        self.whole = bool(compile)  # compiled code cannot stop inside a block
+        self.block_at_once = bool(compile)  # compiled code cannot stop inside a block
         if compile:
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
         self.model, self.lr, self.eps, self.directions = model, checked_rate(lr), eps, directions
@@ -66,9 +66,8 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        model.taken_by(self.name)
         self.update = Update(model, self.noise, self.decay, write_back_every if deferred_update else 1)
-        model.deferred = self.update.flush  # the model's from now on: it outlives the method
+        model.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
         model.binding.forget()
@@ -87,11 +86,13 @@ class ZO(Method):
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
         batches = self.model.to_device(batch)
+        self.model.apply_deferred(before_step_of=self)
         self.update.begin()
         with self.model.sweep("train"):
             self._perturb_spine()
             serve, passes = self._server(len(batches)), batches * (2 * self.directions)
-            hidden = self.model.lockstep(passes, serve, self._rows(batches), steady=True, whole=self.whole)
+            rows, at_once = self._rows(batches), self.block_at_once
+            hidden = self.model.lockstep(passes, serve, rows, steady=True, block_at_once=at_once)
             losses_q2 = self._losses(hidden, batches)
             self.update.apply_to_rest()
         self._defer(losses_q2)
@@ -189,6 +190,11 @@ class ZO(Method):
     def changed(self) -> torch.Tensor:
         """How many weights the last update moved."""
         return self.update.changed
+
+    @property
+    def deferred(self) -> Callable[[], None]:
+        """Of the update, which outlives the method."""
+        return self.update.flush
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""

@@ -1,1 +1,11 @@
-"""Gradients block by block, handed to a sink that keeps none."""
+"""Gradients block by block, handed to a sink that keeps none.
+
+reverse.py            the order of a step: forward, head, blocks in reverse, embedding, spine
+sink.py               what a method does with gradients
+vocabulary.py         loss, and gradients of embedding and head, in chunks of the vocabulary
+tape.py               what the forward leaves behind so that blocks can be differentiated one at a time
+activation_store.py   block inputs in host memory meanwhile
+recompute.py          the second run of a block, whose linear layers offer their gradients factor by factor
+compiled.py, compiled_linear.py    the same for blocks that run through torch.compile
+memory.py             the bytes of all this
+"""

@@ -1,14 +1,14 @@
 """Block inputs between forward and reverse, on the device or in host memory.
 
-Each block's input is [tokens, width]: for 32 blocks of width 4096 and 4096 tokens in 16 bit 1 GiB, and that fills a
-GPU once gradients and optimizer state are gone. In host memory it costs two copies a block, which hide behind the
-block's own work: 34 MB take 0.6 ms on a fast link, the block some 10 ms.
+Each block's input is [tokens, width]. For 32 blocks of width 4096 and 4096 tokens in 16 bit that is 1 GiB, most of what
+is left on the GPU once gradients and optimizer state are gone. In host memory it costs two copies per block, which hide
+behind the block's own work: 34 MB take 0.6 ms on a fast link, the block about 10 ms.
 
     put       compute stream -> side stream -> pinned buffer; the device copy is free as soon as the side stream is done
     prefetch  pinned buffer -> a new device tensor, on the side stream, while the block above is being differentiated
     get       the compute stream waits for that copy
 
-Pinned buffers are kept from step to step. On a CPU there is no other memory to go to: put and get do nothing.
+Pinned buffers are reused from step to step. On a CPU there is no other memory to go to: tensors stay where they are.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ import torch
 
 
 @dataclass
-class Kept:
-    """A tensor put away: where it is, and its device copy when it is on its way back."""
+class HostActivation:
+    """A tensor in host memory, and its device copy while it is on its way back."""
 
     on_host: torch.Tensor
     device: torch.device
@@ -26,15 +26,16 @@ class Kept:
     on_device: torch.Tensor | None = None
 
 
-class Keeper:
-    """Puts tensors away and brings them back. to_host=False: they stay where they are."""
+class ActivationStore:
+    """Moves tensors to host memory and back. to_host=False: they stay where they are."""
 
     def __init__(self, device: torch.device, to_host: bool) -> None:
         self.to_host = to_host and device.type == "cuda"
         self.free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self.side = torch.cuda.Stream(device) if self.to_host else None
 
-    def put(self, x: torch.Tensor) -> "torch.Tensor | Kept":
+    def put(self, x: torch.Tensor) -> torch.Tensor | HostActivation:
+        """Starts the way to the host; x itself where tensors stay."""
         if not self.to_host:
             return x
         x = x.contiguous()
@@ -44,25 +45,25 @@ class Keeper:
         with torch.cuda.stream(self.side):
             host.copy_(x.view(-1), non_blocking=True)
         x.record_stream(self.side)
-        return Kept(host.view(x.shape), x.device)
+        return HostActivation(host.view(x.shape), x.device)
 
-    def prefetch(self, kept: Kept) -> None:
+    def prefetch(self, stored: HostActivation) -> None:
         """Starts the way back. The copy's memory comes from the stream it is used on, which the copy waits for."""
-        if kept.on_device is not None:
+        if stored.on_device is not None:
             return
-        kept.on_device = torch.empty(kept.on_host.shape, dtype=kept.on_host.dtype, device=kept.device)
-        self.side.wait_stream(torch.cuda.current_stream(kept.device))
+        stored.on_device = torch.empty(stored.on_host.shape, dtype=stored.on_host.dtype, device=stored.device)
+        self.side.wait_stream(torch.cuda.current_stream(stored.device))
         with torch.cuda.stream(self.side):
-            kept.on_device.copy_(kept.on_host, non_blocking=True)
-            kept.arrived = torch.cuda.Event()
-            kept.arrived.record(self.side)
-        kept.on_device.record_stream(self.side)
+            stored.on_device.copy_(stored.on_host, non_blocking=True)
+            stored.arrived = torch.cuda.Event()
+            stored.arrived.record(self.side)
+        stored.on_device.record_stream(self.side)
 
-    def get(self, kept: Kept, last: bool) -> torch.Tensor:
-        """The tensor on the device; last: its buffer may be used for another."""
-        self.prefetch(kept)
-        torch.cuda.current_stream(kept.device).wait_event(kept.arrived)
-        x, kept.on_device = kept.on_device, None
+    def get(self, stored: HostActivation, last: bool) -> torch.Tensor:
+        """The tensor on the device. last: its buffer may be used for another one."""
+        self.prefetch(stored)
+        torch.cuda.current_stream(stored.device).wait_event(stored.arrived)
+        x, stored.on_device = stored.on_device, None
         if last:
-            self.free[x.numel(), x.dtype].append(kept.on_host.view(-1))
+            self.free[x.numel(), x.dtype].append(stored.on_host.view(-1))
         return x

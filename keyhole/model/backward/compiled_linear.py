@@ -1,14 +1,13 @@
-"""The linear layer of recompute.py for compiled blocks: its weight gradient is taken in the middle of a compiled reverse.
+"""The linear layer of recompute.py for compiled blocks: it offers its gradient in the middle of a compiled reverse.
 
-torch.compile sees two operations it does not look into:
+torch.compile sees two operations that it does not look into:
 
     linear(x, w, b)              y = x w^T + b
-    linear_reverse(dy, x, w)     dx = dy w; then dy and x go to whoever takes gradients now, and w may change in place
+    linear_reverse(dy, x, w)     dx = dy w; then dy and x go to the current receiver, and w may change in place
 
-One operation for both, so that w cannot change before it was used for dx, and so that the taker does not wait: whatever
-comes next needs dx. A second result is the "gradient" of an anchor, a zero that every linear layer has as an input: by
-it the operation is never useless, even where nobody wants dx. The weight itself gets no gradient. Which parameter w is,
-is told by its address.
+The reverse is one operation, so that w cannot change before dx has been computed from it. It has a second result, the
+"gradient" of an anchor: a zero that every linear layer has as an input. Because of it the operation is never dropped as
+useless, even where dx is not needed. The weight itself gets no gradient. The receiver knows a weight by its address.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-Take = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w, dy_MO, x_MI)
-_takers: list[Take] = []
+Receiver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w_OI, dy_MO, x_MI)
+_receivers: list[Receiver] = []  # the last one is current
 _anchors: dict[torch.device, torch.Tensor] = {}
 
 
@@ -38,7 +37,7 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
 def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         dx = dy @ w
-        _takers[-1](w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
+        _receivers[-1](w, dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1]))
     return dx, torch.zeros(1, device=dy.device)
 
 
@@ -71,7 +70,7 @@ def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def linears_offer(device: torch.device) -> Iterator[None]:
-    """Inside, linear layers are the operations above: for both runs of a compiled block."""
+    """A context for both runs of a compiled block, in which linear layers are the operations above."""
     if device not in _anchors:  # not by the compiled code itself
         _anchors[device] = torch.zeros(1, device=device, requires_grad=True)
     before, nn.Linear.forward = nn.Linear.forward, _forward
@@ -82,12 +81,12 @@ def linears_offer(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def taken_by(take: Take) -> Iterator[None]:
-    """Inside, gradients go to `take`: for the reverse of such a block."""
-    _takers.append(take)
+def offers_go_to(receiver: Receiver) -> Iterator[None]:
+    """A context for the reverse of such a block, in which its offers go to `receiver`."""
+    _receivers.append(receiver)
     try:
         yield
     finally:
-        _takers.pop()
-        for one in _anchors.values():
-            one.grad = None
+        _receivers.pop()
+        for anchor in _anchors.values():
+            anchor.grad = None

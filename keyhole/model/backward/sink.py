@@ -1,7 +1,7 @@
-"""Who takes gradients: the one thing that a method shows to the reverse sweep (reverse.py).
+"""What a method does with gradients: the one interface between a method and the reverse sweep (reverse.py).
 
-A tensor is named by its FlatTensor. A table that is visited in chunks of rows is given chunk by chunk, each as a tensor
-of its own: `name[first:last]`, with the element index it starts at.
+A tensor is named by its FlatTensor. A table that is visited in chunks of rows is handed over chunk by chunk, each as a
+tensor of its own: `name[first:last]`, with the element index at which it starts.
 """
 
 from dataclasses import replace
@@ -13,20 +13,20 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 
 
 class Sink(Protocol):
-    """What becomes of gradients. w is the tensor as it is stored, on the device for the time of the call.
+    """Receives every gradient once. w is the tensor as it is stored at home, on the device for the time of the call."""
 
-    A sink with an attribute `accumulates` that is true is offered every product dy^T x of a linear layer, one for each
-    micro-batch and use of the weight, and adds them up itself; any other only those that are the whole gradient.
-    """
+    accumulates: bool
+    """True: the sink is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and
+    adds them up itself. False: it is offered only products that are the complete gradient."""
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
-        """Offers a gradient dy^T x before it is made. True: taken. w may be changed, dx has been computed."""
+        """Offers a gradient dy^T x by its factors. True: accepted. w may be changed; dx has been computed."""
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Gives a whole gradient. w may be changed."""
+        """Hands over a complete gradient. w may be changed."""
 
     def finished(self, unit: Unit) -> bool:
-        """All gradients of the unit were given. True: its weights changed and must go home."""
+        """All gradients of the unit were handed over. True: its weights have changed, and must go home."""
 
 
 def chunk(unit: Unit) -> FlatTensor:

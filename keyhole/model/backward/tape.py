@@ -1,18 +1,18 @@
-"""What a forward pass leaves behind so that its blocks can be differentiated one at a time, in any company.
+"""What a forward pass leaves behind so that its blocks can be differentiated one at a time.
 
 Autograd would walk back through the whole model in one go and keep every activation for it. Here the graph is cut at
-every block. In the forward pass a block runs without a graph; what is kept is what went in (`keep`):
+every block. In the forward pass a block runs without a graph; kept between forward and reverse (`activations`) are
 
-    block    the block's inputs stay on the device; the block is run again when its turn comes in reverse
+    block    the block's inputs, on the device; the block is run again when its turn comes in reverse
     host     the same, with the inputs in host memory meanwhile (activation_store.py)
     none     the block's own graph: no second run, all activations in memory
 
 or, where blocks are compiled (compiled.py), a graph of the block that holds no more than its inputs.
 
 A block's outputs are handed on as fresh leaves, so what lies between two blocks (usually nothing: the next block gets
-that very tensor) is a little graph of its own, as are the embedding before the first block and the norm after the last.
+that very tensor) is a small graph of its own, as are the embedding before the first block and the norm after the last.
 Reverse is then: gradients of a block's outputs in, gradients of its inputs out, added to the outputs they came from.
-Passes may come in any order: all micro-batches can go through a block before the one below it is looked at.
+All micro-batches can go through a block, in any order, before the block below it is differentiated.
 
 A block that draws random numbers (dropout) starts its second run from the generator's state of the first.
 """
@@ -28,11 +28,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
-from keyhole.model.backward.activation_store import Keeper, Kept
+from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.compiled import Compiled, Saved
 
-KEEPS = ("none", "block", "host")
+ACTIVATIONS = ("none", "block", "host")
 Origin = tuple["Visit", int] | torch.Tensor
+"""Where an input came from: an output of a block, by its place among the outputs, or a graph between blocks."""
 
 
 class Visit:
@@ -40,8 +41,8 @@ class Visit:
 
     def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable) -> None:
         self.block, self.module, self.forward = block, module, forward
-        self.keeper, self.compiled = tape.keeper, tape.compiled
-        self.has_graph = tape.keep == "none" or tape.compiled is not None
+        self.store, self.compiled = tape.store, tape.compiled
+        self.has_graph = tape.activations == "none" or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
         self.outputs: list[TensorWeakRef] = []  # as the model got them; those it dropped are gone
@@ -60,7 +61,7 @@ class Visit:
             return self._leave(self._with_graph(values))
         with torch.no_grad():
             output = self.forward(*args, **kwargs)
-        self.values = [self.keeper.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
+        self.values = [self.store.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
         return self._leave(output)
 
     def _with_graph(self, values: list[Any]) -> Any:
@@ -71,7 +72,7 @@ class Visit:
         args, kwargs = tree_unflatten(values, self.spec)
         if self.compiled is None:
             return self.forward(*args, **kwargs)
-        self.saved = Saved(self.module, [values[i] for i in self.origins], self.keeper)
+        self.saved = Saved(self.module, [values[i] for i in self.origins], self.store)
         return self.compiled(self.module, args, kwargs, self.saved)
 
     def _leave(self, output: Any) -> Any:
@@ -88,21 +89,23 @@ class Visit:
 
     def restart(self) -> None:
         """Forgets gradients, before another reverse."""
-        self.given: list[torch.Tensor | None] = [None] * len(self.outputs)
+        self.output_grads: list[torch.Tensor | None] = [None] * len(self.outputs)
         for ref in self.outputs:
             if (leaf := ref()) is not None:
                 leaf.grad = None
 
-    def give(self, output: int, grad: torch.Tensor) -> None:
+    def add_grad(self, output: int, grad: torch.Tensor) -> None:
         """Adds to the gradient of an output."""
-        self.given[output] = grad if self.given[output] is None else self.given[output] + grad
+        before = self.output_grads[output]
+        self.output_grads[output] = grad if before is None else before + grad
 
-    def _output_grads(self) -> list[torch.Tensor | None]:
+    def _take_output_grads(self) -> list[torch.Tensor | None]:
         for i, ref in enumerate(self.outputs):
             leaf = ref()
             if leaf is not None and leaf.grad is not None:
-                self.give(i, leaf.grad)
-        return self.given
+                self.add_grad(i, leaf.grad)
+        grads, self.output_grads = self.output_grads, []
+        return grads
 
     def _call(self, inputs: list[Any]) -> Any:
         args, kwargs = tree_unflatten(inputs, self.spec)
@@ -110,18 +113,18 @@ class Visit:
             return self.forward(*args, **kwargs)
 
     def prefetch(self) -> None:
-        """Starts to bring back what was put away."""
-        values = self.saved.kept if self.saved is not None else [] if self.has_graph else self.values
+        """Starts to bring back what is in host memory."""
+        values = self.saved.on_host if self.saved is not None else [] if self.has_graph else self.values
         for value in values:
-            if isinstance(value, Kept):
-                self.keeper.prefetch(value)
+            if isinstance(value, HostActivation):
+                self.store.prefetch(value)
 
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
-        """Differentiates the block, its weights being at hand. run_again(call) runs the forward once more, in whatever
-        dress it should have. last: nobody will reverse this visit again."""
+        """Differentiates the block, whose parameters are bound. run_again(call) runs the forward once more
+        (recompute.py). last: this visit will not be reversed again."""
         inputs, outputs = {}, self.graph
         if not self.has_graph:
-            values = [self.keeper.get(v, last) if isinstance(v, Kept) else v for v in self.values]
+            values = [self.store.get(v, last) if isinstance(v, HostActivation) else v for v in self.values]
             inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
             again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
             outputs = [v for v in tree_flatten(again)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
@@ -129,12 +132,12 @@ class Visit:
         if self.saved is not None:
             self.saved.last = last
         edges = outputs if self.has_graph else [y if y.requires_grad else None for y in outputs]
-        grads = self._output_grads()
+        grads = self._take_output_grads()
         pairs = [(y, g) for y, g in zip(edges, grads, strict=True) if y is not None and g is not None]
-        self.given, self.arrived = [], {}
+        self.arrived: dict[int, torch.Tensor] = {}
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=self.has_graph and not last)
-        del outputs, edges, pairs
+        del outputs, edges, pairs, grads
         for i, origin in self.origins.items():
             grad = self.arrived.pop(i, None) if self.has_graph else inputs[i].grad
             if grad is not None:
@@ -142,11 +145,11 @@ class Visit:
 
 
 class _Entrance(torch.autograd.Function):
-    """Lets a tensor into a graph that does not keep it, and takes its gradient at the end of the way back."""
+    """Lets a tensor into a graph that does not keep it, and leaves its gradient in the visit."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, visit: Visit, place: int) -> torch.Tensor:
-        ctx.visit, ctx.place = weakref.ref(visit), place  # the visit holds the graph, and so this node
+        ctx.visit, ctx.place = weakref.ref(visit), place  # weak: the visit holds the graph, and so this node
         return x.view_as(x)
 
     @staticmethod
@@ -156,10 +159,10 @@ class _Entrance(torch.autograd.Function):
 
 
 def pass_on(origin: Origin, grad: torch.Tensor) -> None:
-    """Gives a gradient to where the tensor came from: a block's output, or a graph between blocks."""
+    """Adds a gradient to where the tensor came from."""
     if isinstance(origin, tuple):
         visit, output = origin
-        visit.give(output, grad)
+        visit.add_grad(output, grad)
     else:
         torch.autograd.backward(origin, grad, retain_graph=True)
 
@@ -167,13 +170,13 @@ def pass_on(origin: Origin, grad: torch.Tensor) -> None:
 class Tape:
     """The visits of all passes of one forward, in their order. A stop is a block with the visits of every pass."""
 
-    def __init__(self, keep: str, keeper: Keeper, compiled: Compiled | None = None) -> None:
-        self.keep, self.keeper, self.compiled = keep, keeper, compiled
+    def __init__(self, activations: str, store: ActivationStore, compiled: Compiled | None = None) -> None:
+        self.activations, self.store, self.compiled = activations, store, compiled
         self.stops: list[dict[int, Visit]] = []
 
     @contextmanager
     def recording(self, blocks: list[nn.Module], current_pass: Callable[[], int]) -> Iterator[None]:
-        """Has every call of a block recorded."""
+        """A context in which every call of a block is recorded."""
         before = [block.__dict__.get("forward") for block in blocks]
         for i, block in enumerate(blocks):
             block.forward = self._recorded(i, block, block.forward, current_pass)
@@ -189,10 +192,10 @@ class Tape:
     def _recorded(self, i: int, block: nn.Module, forward: Callable, current_pass: Callable[[], int]) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             visit, index = Visit(self, i, block, forward), current_pass()
-            last = self.stops[-1] if self.stops else {}
-            if not last or index in last or next(iter(last.values())).block != i:
-                self.stops.append(last := {})
-            last[index] = visit
+            stop = self.stops[-1] if self.stops else {}
+            if not stop or index in stop or next(iter(stop.values())).block != i:
+                self.stops.append(stop := {})
+            stop[index] = visit
             return visit.enter(args, kwargs)
 
         return call
@@ -214,7 +217,7 @@ def _random_state(device: torch.device) -> tuple[torch.device, torch.Tensor, tor
 
 @contextmanager
 def _replayed(state: Any) -> Iterator[None]:
-    """Runs with the generators as they were; they are put back to where they are now afterwards."""
+    """A context with the generators as they were then; afterwards they go on from where they are now."""
     if state is None:
         yield
         return

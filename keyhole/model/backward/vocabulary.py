@@ -1,14 +1,14 @@
-"""What lies before the first block and behind the last: the table that tokens are looked up in, and the head.
+"""Loss, and gradients of embedding and head, in chunks of the vocabulary.
 
-    loss       logits chunk after chunk of the vocabulary; of each token the running (max, sum) is kept, no logits
-    head       the same logits again, a chunk at a time, now with a graph: (softmax - onehot) / tokens goes back to the
-               hidden states, and to the rows of this chunk
-    table      a chunk's gradient is that of the tokens looked up in it, added up row by row; and if it is the head
-               too (tied), that of the head: its logits are made a third time, so that the gradient of the whole
-               vocabulary never exists
+    loss       logits are computed chunk by chunk; per token the running (max, sum) is kept, and no logits
+    head       the same logits are computed again, a chunk at a time, now with a graph: (softmax - onehot) / tokens goes
+               back to the hidden states, and to the rows of this chunk
+    embedding  a chunk's gradient is that of the tokens looked up in it, added up row by row. If the chunk is the head
+               too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
+               full vocabulary never exists.
 
 A vocabulary of one chunk is differentiated by torch's own cross entropy, to its last bit.
-Legend: N trained tokens of a pass, H width, R rows of a chunk of the vocabulary, M all tokens of a pass.
+Legend: N trained tokens of a pass, M all tokens of a pass, H width, R rows of a chunk of the vocabulary.
 """
 
 from collections.abc import Callable
@@ -26,19 +26,20 @@ from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
-Give = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]  # (unit, its stored memory, gradient of its rows)
+HandOver = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
+"""(unit, its stored memory, grad_RH): takes the gradient of a chunk, if there is one, and releases the unit."""
 
 
 @dataclass
 class _Embedded:
-    """Rows of the table that a pass looked up, as a leaf, and whose they are."""
+    """Rows of the table that a pass looked up, as a leaf, and their tokens."""
 
     ids_M: torch.Tensor
     rows_MH: nn.Parameter
 
 
-class Ends:
-    """Both ends of one step's passes. give(unit, stored, grad) takes the gradient of a chunk and lets the unit go."""
+class VocabularyGradients:
+    """Embedding, loss and head of the passes of one step, forward and in reverse."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.layout = model, model.layout
@@ -52,7 +53,7 @@ class Ends:
         self.embedded: dict[int, _Embedded] = {}
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
-        """Rows of the table for a pass, a leaf where they are trained."""
+        """[M, H] rows of the table for a pass, a leaf where they are trained."""
         rows_MH = self.model.table_rows(ids_M).to(self.model.dtype)
         if not self.layout.table.param.requires_grad:
             return rows_MH
@@ -61,12 +62,12 @@ class Ends:
 
     @torch.no_grad()
     def loss(self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor) -> torch.Tensor:
-        """The mean loss over all trained tokens of all passes."""
+        """The mean loss over all trained tokens of all passes; hidden: [N, H] per pass."""
         self.hidden, self.spine = hidden, spine
         self.token_count = max(1, sum(b.token_count for b in batches))
         self.running = [RunningNLL(b.target_N) for b in batches]
         for unit in self.layout.head_units:
-            self.model.binding.bind_head(unit, self.model.clean(unit), self.spine)
+            self.model.binding.bind_head(unit, self.model.acquire_weights(unit), self.spine)
             for state, hidden_NH in zip(self.running, self.hidden, strict=True):
                 self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
             self.model.engine.release(unit.index)
@@ -78,27 +79,27 @@ class Ends:
         for embedded in self.embedded.values():
             embedded.rows_MH.grad = None
 
-    def reverse_head(self, give: Give) -> list[torch.Tensor]:
-        """Gradients of the hidden states; the rows of an untied head are given on the way."""
+    def reverse_head(self, hand_over: HandOver) -> list[torch.Tensor]:
+        """Gradients of the hidden states, [N, H] per pass; gradients of an untied head are handed over on the way."""
         units, bias = self.layout.head_units, self.model.head.linear.bias
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
             stored = self.model.engine.acquire(unit.index)
-            weight = rows_view(unit, self.model.as_compute(unit, stored))
+            weight_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored))
             trained = unit.tensors[0].param.requires_grad and not self.layout.tied
-            dw = db = None
+            dw_RH = db_R = None
             for p in range(len(self.hidden)):
-                dx, dw_p, db_p = self._head_grads(unit, p, weight, wants=(True, trained, bias is not None))
+                dx, dw, db = self._head_grads(unit, p, weight_RH, wants=(True, trained, bias is not None))
                 total[p] = dx if len(units) == 1 else dx.float() if total[p] is None else total[p].add_(dx)
-                dw, db = _add(dw, dw_p), _add(db, db_p)
-            if db is not None and bias.requires_grad:
+                dw_RH, db_R = _add(dw_RH, dw), _add(db_R, db)
+            if db_R is not None and bias.requires_grad:
                 bias.grad = torch.zeros_like(bias) if bias.grad is None else bias.grad
-                bias.grad[unit.rows[0] : unit.rows[1]] += db
-            give(unit, stored, dw)
+                bias.grad[unit.rows[0] : unit.rows[1]] += db_R
+            hand_over(unit, stored, dw_RH)
         return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
-        """Gradients of the loss of pass p by way of one chunk of logits: of hidden states, rows and bias."""
+        """Gradients of the loss of pass p through one chunk of logits: of hidden states, rows and bias."""
         head, first = self.model.head, unit.rows[0]
         self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
         leaf, bias = nn.Parameter(weight_RH, requires_grad=wants[1]), head.linear.bias
@@ -124,33 +125,33 @@ class Ends:
         return torch.cat(dx) if dx else None, dw, db
 
     @torch.no_grad()
-    def reverse_table(self, give: Give) -> None:
-        """Chunk by chunk, after the first block."""
+    def reverse_embedding(self, hand_over: HandOver) -> None:
+        """Gradients of the table, chunk by chunk, after those of the first block."""
         if not self.layout.table.param.requires_grad:
             return
         for unit in self.layout.of_kind("table"):
             stored = self.model.engine.acquire(unit.index)
-            grad = self._embedding_grad(unit)
+            grad_RH = self._embedding_grad(unit)
             if self.layout.tied:
-                weight_RH, head = rows_view(unit, self.model.as_compute(unit, stored)), None
+                weight_RH, head_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored)), None
                 for p in range(len(self.hidden)):
-                    head = _add(head, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
-                grad = _add(head, grad)
-            give(unit, stored, grad)
+                    head_RH = _add(head_RH, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
+                grad_RH = _add(head_RH, grad_RH)
+            hand_over(unit, stored, grad_RH)
 
     def _embedding_grad(self, unit: Unit) -> torch.Tensor | None:
-        """[R, H]: what came back for looked-up rows of this chunk, added up row by row."""
+        """[R, H]: the gradients of looked-up rows of this chunk, added up row by row."""
         first, end = unit.rows
         found = [e for e in self.embedded.values() if e.rows_MH.grad is not None]
         if not found:
             return None
         ids_M = torch.cat([e.ids_M for e in found]) - first
-        rows_MH = torch.cat([e.rows_MH.grad for e in found])
+        grad_MH = torch.cat([e.rows_MH.grad for e in found])
         if self.padding_idx is not None:  # as torch's own embedding: this row is not trained by being looked up
             ids_M = torch.where(ids_M == self.padding_idx - first, end - first, ids_M)
-        ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # not ours: one row past the end
+        ids_M = torch.where((ids_M < 0) | (ids_M >= end - first), end - first, ids_M)  # other chunks: one past the end
         add_up = torch.ops.aten.embedding_dense_backward
-        return add_up(rows_MH, ids_M, end - first + 1, -1, False)[: end - first]
+        return add_up(grad_MH, ids_M, end - first + 1, -1, False)[: end - first]
 
 
 def _add(total: torch.Tensor | None, more: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,9 +1,9 @@
 """What parameters point to while units come and go.
 
 An HF module reads its weights through `nn.Parameter` objects. Re-pointing one (`param.data = view`) takes a
-microsecond and moves nothing, so a unit's weights can be swapped for other copies of themselves, perturbed or in
-another slot, between two calls of a block. The spine is swapped with them: its vectors outside of blocks whenever a
-pass runs on, those inside a block when that block is at work.
+microsecond and moves nothing, so between two calls of a block its parameters can be pointed to other copies of the
+weights, perturbed or in another slot. The spine's parameters are pointed with them: those outside of blocks whenever a
+pass is resumed, those inside a block when the pass enters that block.
 """
 
 import torch
@@ -22,7 +22,7 @@ def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
 
 
 class Binding:
-    """Points the parameters of a module into flat memory. keep_views: memory is reused, so views are made once."""
+    """Points the parameters of a module into flat memory. keep_views: memory is reused, so views of it are too."""
 
     def __init__(self, homes: Homes, head: Head, keep_views: bool) -> None:
         self.homes, self.layout, self.head, self.keep_views = homes, homes.layout, head, keep_views
@@ -33,13 +33,13 @@ class Binding:
         self._home_views: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def forget(self) -> None:
-        """Lets go of memory that a method brought, which views would keep alive after it: another one is coming."""
+        """Drops views, which keep the memory of an earlier method alive."""
         self._views.clear()
         for tensor in filter(self.homes.is_packed, self.layout.tensors):
             tensor.param.data = tensor.param.data.new_empty(0)
 
     def bind_homes(self) -> None:
-        """Points every parameter to its home; those of packed units have none to point to."""
+        """Points every parameter to its home, but for those of packed units: codes are no parameter."""
         if not self._home_views:
             plain = [t for t in self.layout.tensors if not self.homes.is_packed(t)]
             self._home_views = [(tensor.param, self.homes.read(tensor)) for tensor in plain]
@@ -59,12 +59,12 @@ class Binding:
                 self._point((unit.index, flat.data_ptr()), unit.tensors, flat, unit.start)
 
     def enter_block(self, block: int | None) -> None:
-        """Points the spine's parameters inside a block (None: outside of all) to where the running pass has them."""
+        """Points the spine's parameters in a block (None: outside of all) into the spine of the running pass."""
         key = ("spine", block, self.spine.data_ptr())
         self._point(key, self.spine_of[block], self.spine, self.layout.spine.start)
 
     def bind_head(self, unit: Unit, flat: torch.Tensor, spine: torch.Tensor) -> None:
-        """Lets the head hold the rows of a chunk, and that part of its bias."""
+        """Points the head to the rows of a chunk, and to their part of its bias."""
         bias = self.head.linear.bias
         if bias is not None:
             tensor = next(t for t in self.spine_of[None] if t.param is bias)

@@ -2,18 +2,18 @@
 
     y = max(x W^T + b, 0)
 
-The product has each y in a register when it is done. The ordinary way writes it, and a second kernel reads it, takes
-the maximum and writes it again: 2 M O numbers to and from memory for nothing (OPT-13B, 4 x 2048 tokens, 16 bit: 640 MiB
-a block and pass, and 320 MiB more at the peak). cuBLAS adds b and takes the maximum before it writes, with the same
-bits (H200: 704 -> 697 and 714 -> 701 ms a step of 40 blocks).
+The product kernel has each y in a register when it is done. Ordinarily it writes y, and a second kernel reads it, takes
+the maximum and writes it again: 2 M O more numbers to and from memory (OPT-13B, 4 x 2048 tokens, 16 bit: 640 MiB per
+block and pass, and 320 MiB more at the peak). cuBLAS adds b and takes the maximum before it writes, with the same bits
+(H200: 704 -> 697 and 714 -> 701 ms per step of 40 blocks).
 
-This is for passes without gradients, in lockstep: zeroth-order steps and evaluation. Elsewhere, and on the CPU, whose
-product has no such end, both layers do what they always did. So they do in compiled code, where the compiler decides,
-in a layer that is computed in tiles (row_tiles.py), and in one that something has come between: an adapter that holds
-the layer and adds to what it gives (lora.py), or a forward hook that looks at it.
+This is done in passes without gradients, in lockstep: zeroth-order steps and evaluation. Both layers are the ordinary
+ones elsewhere: on the CPU, whose product has no such option; in compiled code, where the compiler decides; in a layer
+that is computed in tiles (row_tiles.py); and where something stands between the two layers: an adapter that holds the
+linear layer and adds to its output (lora.py), or a forward hook on it.
 
-A ReLU that is taken twice changes nothing; one that is left out changes everything. So only the product decides: it
-marks its output, and the activation leaves alone what carries the mark, and nothing else.
+A ReLU that is applied twice changes nothing; one that is left out changes everything. So only the product decides: it
+marks its output, and the activation skips outputs with that mark and no others.
 Legend: M tokens, O outputs, I inputs.
 """
 
@@ -31,7 +31,7 @@ Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def fuse_relu(model: Any) -> None:
-    """Gives the layers of every such pair a forward that leaves the ReLU to the product where that is possible."""
+    """Gives the two layers of every such pair a forward that has the product apply the ReLU where possible."""
     for block in find_blocks(model.module):
         if pair := relu_pair(block):
             layer, activation = pair
@@ -47,14 +47,14 @@ def has_epilogue(x: torch.Tensor) -> bool:
 def _product(model: Callable[[], Any], block: nn.Module, layer: nn.Linear, activation: nn.ReLU) -> Forward:
     def without_gradients() -> bool:
         conductor = None if torch.is_grad_enabled() or (owner := model()) is None else owner.conductor
-        return isinstance(conductor, Lockstep) and not conductor.grad  # with: a first run, before one with a graph
+        return isinstance(conductor, Lockstep) and not conductor.grad  # grad: the block will be run again with a graph
 
-    def side_by_side() -> bool:
+    def nothing_between() -> bool:
         return relu_pair(block) == (layer, activation) and not layer._forward_hooks
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not (has_epilogue(x) and without_gradients() and side_by_side()):
-            return nn.Linear.forward(layer, x)  # looked up here: model/backward/compiled_linear.py puts another in its place
+        if torch.compiler.is_compiling() or not (has_epilogue(x) and without_gradients() and nothing_between()):
+            return nn.Linear.forward(layer, x)  # looked up now: model/backward/compiled_linear.py replaces it
         x_MI = x.reshape(-1, x.shape[-1])
         y_MO = torch._addmm_activation(layer.bias, x_MI, layer.weight.t(), use_gelu=False)
         y = y_MO.view(*x.shape[:-1], y_MO.shape[-1])

@@ -1,8 +1,8 @@
-"""One pass over a model whose units are not at hand: generation.
+"""Generation with a model whose units are not all on the device.
 
-Generation is a loop inside Transformers that calls the model once a token. There is nothing to run in lockstep with, so
-a unit is brought in when the pass enters it, on the caller's own thread, and the one before is given back. The head is
-computed chunk by chunk. Each token crosses the link once, for all rows of the batch.
+Transformers' generation is a loop that calls the model once per token. There is no second pass to run in lockstep with:
+a unit is brought in when the pass enters it, on the caller's own thread, and the unit before it is released. The head
+is computed chunk by chunk. Per token the model crosses the link once, for all rows of the batch.
 """
 
 from typing import Any
@@ -13,43 +13,50 @@ from torch import nn
 from keyhole.model.structure.layout import Unit
 
 
-class Solo:
-    """A conductor for one pass on the caller's thread: units come in as they are entered."""
+class Generation:
+    """The conductor of one pass on the caller's thread (and that pass itself): units come in as they are entered. A
+    context, inside of a sweep."""
 
     index = 0
-    whole = steady = False
+    block_at_once = steady = False
 
     def __init__(self, model: Any) -> None:
-        self.model, self.current, self.wants = model, self, None
-        self.spine = model.clean(model.layout.spine)
+        self.model = model
+        self.unit: Unit | None = None
+        self.spine = model.acquire_weights(model.layout.spine)
 
-    def __enter__(self) -> "Solo":
+    @property
+    def current(self) -> "Generation":
+        return self
+
+    def __enter__(self) -> "Generation":
         self.model.head.linear.forward = self._head
         self.model.binding.bind(None, None, self.spine)
         return self
 
     def __exit__(self, *exc: object) -> None:
         del self.model.head.linear.forward
-        self._leave()
+        self._release()
 
-    def _leave(self) -> None:
-        if self.wants is not None:
-            self.model.engine.release(self.wants.index)
-            self.wants = None
+    def _release(self) -> None:
+        if self.unit is not None:
+            self.model.engine.release(self.unit.index)
+            self.unit = None
 
     def meet(self, unit: Unit) -> None:
-        self._leave()
-        self.wants = unit
-        self.model.binding.bind(unit, self.model.clean(unit), self.spine)
+        self._release()
+        weights = self.model.acquire_weights(unit)
+        self.unit = unit  # only now: where that failed, nothing is held, and its error must be seen
+        self.model.binding.bind(unit, weights, self.spine)
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
         return self.model.table_rows(ids_M).to(self.model.dtype)
 
     def _head(self, x: torch.Tensor) -> torch.Tensor:
-        self._leave()
+        self._release()
         parts = []
         for unit in self.model.layout.head_units:
-            self.model.binding.bind_head(unit, self.model.clean(unit), self.spine)
+            self.model.binding.bind_head(unit, self.model.acquire_weights(unit), self.spine)
             parts.append(nn.functional.linear(x, self.model.head.linear.weight, self.model.head.linear.bias))
             self.model.engine.release(unit.index)
         return torch.cat(parts, dim=-1)

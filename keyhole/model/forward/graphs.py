@@ -1,18 +1,18 @@
-"""One launch for a block instead of dozens: CUDA graphs of whole blocks, shared by all blocks.
+"""One launch per block instead of dozens: CUDA graphs of blocks, shared by all blocks.
 
 A block's forward is some twenty kernels, each enqueued by Python in 10 to 40 us. On a fast GPU, with a small model or
-short sequences, the kernels themselves are shorter than that, and the host is the bound. A CUDA graph replays the whole
+short sequences, the kernels themselves are shorter than that, and the host is the bound. A CUDA graph replays the
 sequence by one call, but with the memory addresses it was recorded with. In our lockstep these are the same for every
-block: a pass always finds its unit's weights in the same perturbed buffer. So one graph a pass serves all blocks:
+block: a pass always finds its unit's weights in the same perturbed buffer. So one graph per pass serves all blocks:
 
     static input <- hidden states;   static vectors <- the block's part of the spine;   replay;   static output
 
 Blocks need not be alike (attention may be local in one and global in the next, a block may scale by its depth), and
-a graph is blind to Python. Hence: the first time a block would be replayed it is also computed in the ordinary way,
-and if a single bit differs, that block stays with the ordinary way for good. So does a block that cannot be recorded
-(data-dependent shapes, host reads). Graphs change no number.
+a graph does not run Python. Hence: the first time a block would be replayed it is also computed in the ordinary way,
+and if a single bit differs, that block is computed in the ordinary way from then on. So is a block that cannot be
+recorded (data-dependent shapes, host reads). Graphs change no number.
 
-Bytes: one input and output a pass, one block's activations in the graphs' pool, one block's vectors a pass.
+Bytes per pass: one input and output, one block's vectors. In the graphs' pool: one block's activations.
 """
 
 import gc
@@ -28,7 +28,7 @@ from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # of one block in one pass
 MAX_GRAPHS = 16
-WARM_UP_STEPS = 2  # the ordinary way first: libraries choose their kernels and reserve their workspaces
+WARM_UP_STEPS = 2  # in the ordinary way: libraries choose their kernels and reserve their workspaces
 
 
 class _Recorded:
@@ -42,7 +42,7 @@ class _Recorded:
 
 
 class BlockGraphs:
-    """Wraps the forward of every block of a model whose units are whole blocks."""
+    """Wraps the forward of every block of a model in which each block is one unit."""
 
     def __init__(self, model: Any, blocks: list[nn.Module]) -> None:
         self.model = weakref.proxy(model)  # the model holds us, through its blocks
@@ -61,17 +61,17 @@ class BlockGraphs:
         vectors = self.model.binding.spine_of[unit.block]
         first = vectors[0].start if vectors else 0
         span = vectors[-1].stop - first if vectors else 0
-        together = span <= sum(-(-t.shape.numel() // ALIGN) * ALIGN for t in vectors)  # side by side in the spine
+        adjacent = span <= sum(-(-t.shape.numel() // ALIGN) * ALIGN for t in vectors)  # in the spine
         shape = tuple((t.start - first, t.shape) for t in vectors)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             conductor, ordinary = self.model.conductor, self.ordinary[i]
             steady = conductor is not None and conductor.steady
-            if not (together and steady and args and self._is_small(unit, args[0])):
+            if not (adjacent and steady and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
-            where = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
-            what = tuple(_signature(value) for value in (*args, *kwargs.values()))
-            key = (conductor.current.index, conductor.whole, where, shape, tuple(kwargs), what)
+            addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
+            inputs = tuple(_signature(value) for value in (*args, *kwargs.values()))
+            key = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
             if self._must_wait(key) or self.checked.get((key, unit.index)) is False:
                 return ordinary(*args, **kwargs)
             self._use_own_vectors(vectors, first, span, key)
@@ -80,7 +80,7 @@ class BlockGraphs:
         return forward
 
     def _is_small(self, unit: Unit, hidden: Any) -> bool:
-        """Large products keep the GPU busy long enough for the host to run ahead; then a graph gains nothing."""
+        """Large products keep the GPU busy for longer than their launch takes; then a graph gains nothing."""
         return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
 
     def _must_wait(self, key: tuple) -> bool:
@@ -107,7 +107,7 @@ class BlockGraphs:
         for i, tensor in enumerate(_tensors([*args, *kwargs.values()])):
             if tensor is not one.last[i]:  # masks and rotary tables are the same object from block to block
                 one.inputs[i].copy_(tensor)
-                one.last[i] = tensor if i else None  # the hidden states come first, and always change
+                one.last[i] = tensor if i else None  # the hidden states are first, and always change
         one.graph.replay()
         if (key, unit) not in self.checked:
             expected = ordinary(*args, **kwargs)
@@ -121,7 +121,7 @@ class BlockGraphs:
         one.last = [None] * len(one.inputs)
         template = ordinary(*args, **kwargs)
         outputs = [torch.empty_like(tensor) for tensor in _tensors(template)]
-        one.output = _replace(template, iter(outputs))  # outside of the pool, where other graphs would write over it
+        one.output = _replace(template, iter(outputs))  # not in the pool, where other graphs would overwrite it
         static = iter(one.inputs)
         static_args = tuple(_replace(value, static) for value in args)
         static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
@@ -144,8 +144,8 @@ class BlockGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's garbage stays until later: there may be a graph in it, of a model that is gone, and freeing one
-    spoils what is being recorded."""
+    """Without Python's garbage collector: it might free a graph of a model that is gone, and that would invalidate the
+    recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -182,6 +182,6 @@ def _replace(value: Any, tensors: Any) -> Any:
 
 
 def _same(mine: Any, theirs: Any) -> bool:
-    """Whether two outputs are equal to the bit (this waits for the device; once a block)."""
+    """Whether two outputs are equal to the bit. Waits for the device, once per block."""
     a, b = _tensors(mine), _tensors(theirs)
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

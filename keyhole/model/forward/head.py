@@ -42,8 +42,8 @@ def _decoder_returns(decoder: nn.Module, hidden_1NH: torch.Tensor) -> Iterator[N
 
 
 def _find_decoder(module: nn.Module) -> nn.Module:
-    """What the causal LM calls for hidden states. Where Transformers' own lookup comes back with the LM itself (it
-    does for Llama 4), it is the child that holds the input embedding."""
+    """What the causal LM calls for hidden states. Where Transformers' own lookup returns the LM itself (it does for
+    Llama 4), it is the child that holds the input embedding."""
     decoder, embedding = module.get_decoder(), module.get_input_embeddings()
     if decoder is not module:
         return decoder
@@ -65,14 +65,14 @@ class Head:
             return self.module(input_ids=token, use_cache=False).logits[0]
 
     def bind(self, weight_RH: torch.Tensor, bias_R: torch.Tensor | None) -> None:
-        """Lets the head hold these rows."""
+        """Points the head to these rows."""
         self.linear.weight.data = weight_RH
         if bias_R is not None:
             self.linear.bias.data = bias_R
 
     @contextmanager
     def holding(self, weight_RH: nn.Parameter, bias_R: nn.Parameter | None) -> Iterator[None]:
-        """Lets the head hold other parameters for a while: leaves of a graph of their own."""
+        """A context in which the head has other parameters: leaves of a graph of their own."""
         own = self.linear._parameters
         before = own["weight"], own.get("bias")
         own["weight"], own["bias"] = weight_RH, bias_R

@@ -1,13 +1,13 @@
 """Where an ordinary forward of the module meets the engine: hooks, and not a line of model code rewritten.
 
-Without a conductor (lockstep.py, generate.py) they do nothing. With one,
+Without a conductor they do nothing. With one, a pass that enters
 
-    a module of a unit that the pass does not hold    the pass waits there until the unit is bound (`meet`)
-    a block                                           the spine's vectors in it are pointed to where this pass has them;
-                                                      whole: all units of the block are met here, at its door
-    the input embedding                               looks up rows that were gathered where the table lives
+    a module of a unit whose weights it does not hold    waits there until the unit is bound (`meet`)
+    a block                                              has the spine's vectors in it pointed to its own copy of them;
+                                                         block_at_once: it first waits for all units of the block
+    the input embedding                                  looks up rows that were gathered where the table lives
 
-Compiled code cannot stop inside a block, so there units are met at the door and the hooks inside say nothing.
+Compiled code cannot stop inside a block: with block_at_once the hooks inside do nothing.
 """
 
 from collections.abc import Callable
@@ -20,11 +20,21 @@ from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import Unit
 
 
-class Conductor(Protocol):
-    """Who decides what parameters point to while passes run: lockstep.py, or generate.py for one pass."""
+class RunningPass(Protocol):
+    """The pass whose code is executed at the moment."""
 
-    current: Any  # the pass that runs: its index, the unit it holds (wants), and meet(unit)
-    whole: bool  # passes meet all units of a block at its door
+    index: int
+    unit: Unit | None  # the one whose weights it holds
+
+    def meet(self, unit: Unit) -> None:
+        """Returns when the unit is bound for this pass."""
+
+
+class Conductor(Protocol):
+    """Decides what parameters point to while passes run: lockstep.py for several passes, generate.py for one."""
+
+    current: RunningPass
+    block_at_once: bool  # a pass waits for all units of a block before it enters the block
     steady: bool  # a pass finds a unit's weights at the same address in every block
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
@@ -36,10 +46,10 @@ def install_hooks(model: Any) -> None:
 
     def on_enter(unit: Unit) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
-            if torch.compiler.is_compiling():  # met at the door
+            if torch.compiler.is_compiling():  # the block's units were met before it was entered
                 return
             current = model.conductor and model.conductor.current
-            if current and not model.conductor.whole and current.wants is not unit:
+            if current and not model.conductor.block_at_once and current.unit is not unit:
                 current.meet(unit)
 
         return hook
@@ -48,7 +58,7 @@ def install_hooks(model: Any) -> None:
         def hook(module: nn.Module, args: tuple) -> None:
             if model.conductor is None:
                 return
-            for unit in units if model.conductor.whole else ():
+            for unit in units if model.conductor.block_at_once else ():
                 model.conductor.current.meet(unit)
             model.binding.enter_block(block)
 
@@ -69,6 +79,6 @@ def install_hooks(model: Any) -> None:
     for unit in blocks:
         for owner in unit.modules:
             owner.register_forward_pre_hook(on_enter(unit))
-    for block, owner in enumerate(find_blocks(model.module)):  # after on_enter: the unit's pass is bound by then
+    for block, owner in enumerate(find_blocks(model.module)):  # after on_enter: the unit is bound by then
         owner.register_forward_pre_hook(on_block(block, [u for u in blocks if u.block == block]))
     model.embedding.register_forward_pre_hook(on_embed)

@@ -1,22 +1,22 @@
 """Several forward passes that advance together, unit by unit.
 
-A zeroth-order step needs f(w + eps z) and f(w - eps z), and 2q such passes for q directions, times the number of
-micro-batches. Run one after the other, each pass would pull every unit over the link again. In lockstep each unit
-arrives once, all passes go through it, and only then the next unit is looked at.
+A zeroth-order step needs f(w + eps z) and f(w - eps z): 2q passes for q directions, times the number of micro-batches.
+Run one after the other, each pass would bring every unit over the link again. In lockstep each unit arrives once, all
+passes go through it, and only then the next unit is brought in.
 
 Each pass is an ordinary call of the model's own forward. It runs on a thread of its own, but never beside another:
-whoever holds the turn hands it over and sleeps. A pass gives its turn back when it is about to enter a module of
-a unit it does not hold (`meet`), or when it has finished. So no model code is rewritten, there is no real
-concurrency, and the order of the work is the same every time. A handover takes about 10 us.
+exactly one thread has the turn, all others sleep. A pass returns the turn when it is about to enter a module of a unit
+whose weights it does not hold (`meet`), or when it has finished. So no model code is rewritten, there is no real
+concurrency, and the order of the work is the same every time. Passing the turn takes about 10 us.
 
     conductor:  serve(unit, resume)  ->  prepare weights, resume(pass) for each, ...
-    pass i:                              ... runs through the unit, meets the next one, gives the turn back
+    pass i:                              ... runs through the unit, meets the next one, returns the turn
 
-PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings by thread, so each pass takes them
-from the conductor. CUDA libraries keep handles and compiled plans by thread too (cuDNN's attention plan takes 90 ms to
-build), so the threads stay from step to step. And on a GPU all of them stay on one core: launching kernels is what they
-do, and each launch takes twice as long on a core that has just been woken, with cold caches (62 -> 38 ms a step of a
-1.3B model).
+PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings per thread, so each pass takes them
+from the conductor. CUDA libraries keep handles and compiled plans per thread too (cuDNN's attention plan takes 90 ms to
+build), so the threads stay from step to step. On a GPU all of them stay on one core: they do nothing but launch
+kernels, and a launch takes twice as long on a core that has just been woken, with cold caches (62 -> 38 ms per step of
+a 1.3B model).
 """
 
 import ctypes
@@ -33,11 +33,12 @@ import torch
 T = TypeVar("T")
 
 
-def _closed_gate() -> threading.Lock:
-    """A lock used as a gate: `release` opens it for one `acquire`. (Five times faster than a Semaphore.)"""
-    gate = threading.Lock()
-    gate.acquire()
-    return gate
+def _turn() -> threading.Lock:
+    """A lock that is acquired by whoever waits for a turn and released by whoever gives it. (Five times faster than a
+    Semaphore.)"""
+    turn = threading.Lock()
+    turn.acquire()
+    return turn
 
 
 def _this_core() -> set[int] | None:
@@ -66,8 +67,8 @@ class Pass:
 
     def __init__(self, index: int, conductor: "Lockstep") -> None:
         self.index, self.conductor = index, conductor
-        self.turn = _closed_gate()
-        self.given = self.returned = 0  # turns, counted by the conductor and by the pass
+        self.turn = _turn()
+        self.turns_given = self.turns_returned = 0  # counted by the conductor, and by the pass
         self.begin(None)
         self.thread = threading.Thread(target=self._main, name=f"keyhole pass {index}", daemon=True)
         self.thread.start()
@@ -75,7 +76,7 @@ class Pass:
     def begin(self, run: Callable[[], Any] | None) -> None:
         """Gives the thread something to run; it starts when it gets the turn."""
         self.run = run
-        self.wants: Any = None  # None at first: the pass stands at the door
+        self.unit: Any = None  # that it holds or waits for; None: it has not entered any
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = run is None
@@ -93,60 +94,61 @@ class Pass:
             except BaseException as error:
                 self.error = error
             self.done = True
-            self._give_back()
+            self._return_turn()
 
-    def _give_back(self) -> None:
+    def _return_turn(self) -> None:
         self.conductor.turn.release()
-        self.returned += 1
+        self.turns_returned += 1
 
     def meet(self, unit: Any) -> None:
-        """Called on the pass's thread: gives the turn back until the unit is bound for this pass."""
-        self.wants = unit
-        self._give_back()
+        """Called on the pass's thread: returns the turn, and comes back when the unit is bound for this pass."""
+        self.unit = unit
+        self._return_turn()
         self.turn.acquire()
         if self.conductor.abandoned:
             raise _Abandoned
 
 
 class Lockstep:
-    """Runs passes in lockstep; `current` is the pass that holds the turn. Threads are kept between runs."""
+    """Runs passes in lockstep; `current` is the pass that has the turn. Threads are kept between runs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.turn = _closed_gate()
+        self.turn = _turn()
         self.device = device
         self.passes: list[Pass] = []
         self.current: Pass | None = None
-        self.abandoned = self.whole = self.steady = False
+        self.abandoned = self.block_at_once = self.steady = False
 
     def thread_state(self) -> Any:
+        """A context that gives the calling thread the conductor's core, grad mode and stream."""
         _stay_on(self.core)
         torch.set_grad_enabled(self.grad)
         return torch.cuda.stream(self.stream)  # a no-op for None
 
     def _resume(self, one: Pass) -> None:
         self.current = one
-        self._hand_over(one)
+        self._give_turn(one)
         self.current = None
         if one.error is not None:
             raise one.error
 
-    def _hand_over(self, one: Pass) -> None:
-        """Gives the pass its turn and waits to get it back. Ctrl-C meanwhile is raised when the pass has given it
-        back, at the next unit at the latest: a pass that went on by itself would turn up in the next run."""
-        one.given += 1
+    def _give_turn(self, one: Pass) -> None:
+        """Gives the pass the turn and waits until it is returned. Ctrl-C meanwhile is raised after that, at the next
+        unit at the latest: a pass that went on by itself would interfere with the next run."""
+        one.turns_given += 1
         try:
             one.turn.release()
             self.turn.acquire()
         except KeyboardInterrupt:
-            while one.returned < one.given:
+            while one.turns_returned < one.turns_given:
                 time.sleep(1e-4)
-            self.turn.acquire(blocking=False)  # closed again, whether or not we had it
+            self.turn.acquire(blocking=False)  # locked again, whether or not the interrupted acquire had it
             raise
 
     def run(self, runs: list[Callable[[], T]], serve: Callable[[Any, Callable[[int], None]], None]) -> list[T]:
         """Runs all passes to their end. serve(unit, resume) must call resume(i) for every pass i, in any order;
         resume(i) does nothing for a pass that is not waiting for this unit (passes may differ in what they visit).
-        The first call has unit None: the passes stand at the door, before any unit."""
+        The first call has unit None: no pass has entered a unit yet."""
         self.grad, self.context = torch.is_grad_enabled(), copy_context()
         self.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.core = _this_core() if self.stream is not None else None
@@ -159,14 +161,14 @@ class Lockstep:
             one.begin(run)
         try:
             while waiting := [one for one in everyone if not one.done]:
-                self._serve(waiting[0].wants, waiting, serve)
+                self._serve(waiting[0].unit, waiting, serve)
             return [one.result for one in everyone]
         finally:
             self._abandon(everyone)
             _stay_on(before)
 
     def _serve(self, unit: Any, waiting: list[Pass], serve: Callable[[Any, Callable[[int], None]], None]) -> None:
-        here = {one.index: one for one in waiting if one.wants is unit}
+        here = {one.index: one for one in waiting if one.unit is unit}
 
         def resume(i: int) -> None:
             if i in here:
@@ -176,12 +178,12 @@ class Lockstep:
         assert not here, f"serve() left passes {sorted(here)} waiting"
 
     def _abandon(self, everyone: list[Pass]) -> None:
-        """Unwinds every unfinished pass, after a failure; forgets what the others returned."""
+        """Unwinds every unfinished pass, after a failure, and forgets what the others returned."""
         self.abandoned = True
         for one in everyone:
-            if not one.done and one.wants is not None:
+            if not one.done and one.unit is not None:
                 with suppress(KeyboardInterrupt):  # one more changes nothing
-                    self._hand_over(one)
+                    self._give_turn(one)
             one.begin(None)
 
     def close(self) -> None:

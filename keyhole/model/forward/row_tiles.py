@@ -3,12 +3,12 @@
     y = x W^T + b        y[:, r0:r1] = x W[r0:r1]^T + b[r0:r1]        for each tile [r0, r1)
 
 A tile is a unit of its own: the pass meets tile after tile, and slots and perturbed copies need room for one tile only
-(OPT-175B: 288 MiB instead of 1152, in 16 bit). The bias is on the spine, where it is at hand for all tiles.
+(OPT-175B in 16 bit: 288 MiB instead of 1152). The bias belongs to the spine, since all tiles need it.
 
-A product of some rows may differ in its last bits from those rows of the whole product: a library may choose another
+The product of some rows may differ in its last bits from those rows of the full product: a library may choose another
 kernel for another shape. So that streamed and resident stay equal to the bit, the tiles depend on the layer's shape
-alone (blocks.row_tiles), and a layer that has tiles is always computed in them, wherever it lives. Within rounding that
-is what the ordinary layer gives. Only with gradients the product is whole: those methods hold whole matrices.
+alone (find.row_tiles), and a layer that has tiles is always computed in them, wherever it lives. Within rounding that
+is what the ordinary layer gives. Only with gradients the product is not tiled: those methods hold full matrices.
 """
 
 import weakref
@@ -39,16 +39,16 @@ def compute_in_tiles(model: Any) -> None:
 def _forward(
     model: Callable[[], Any], layer: nn.Linear, tiles: list[tuple[int, int]], units: list[Unit] | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """units: one a tile, where the layer is cut; None where its weight is bound whole."""
+    """units: one per tile, where the layer is cut; None where all of its weight is bound."""
 
     def weight_of(tile: int) -> torch.Tensor:
         conductor = model().conductor
         if units is None or conductor is None:
             return layer.weight[slice(*tiles[tile])]
         current = conductor.current
-        if current.wants is not units[tile]:
+        if current.unit is not units[tile]:
             current.meet(units[tile])
-        return layer.weight  # what is bound now is these rows
+        return layer.weight  # bound to these rows now
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():

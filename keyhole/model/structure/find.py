@@ -1,7 +1,7 @@
-"""What there is to find in a decoder: its blocks, the modules in them that own matrices, and layers of special kinds.
+"""Finds the parts of a decoder: its blocks, the modules in them that own matrices, and layers of special kinds.
 
-Nothing goes by the model's name but PAIRS: blocks are the list of modules that holds the most parameters. All of it
-works on the meta device, and depends on the architecture alone.
+Parts are found by their structure, not by the model's name (but for PAIRS): blocks are the list of modules that holds
+the most parameters. Everything here works on the meta device, and depends on the architecture alone.
 """
 
 from torch import nn
@@ -9,8 +9,8 @@ from torch import nn
 TILE_NUMEL = 160 * 2**20
 TILE_ROWS = 256  # tiles are a multiple of this
 PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
-"""Class of a block -> its linear layer and the activation after it (model/forward/fused_relu.py). To add one, read the block's
-forward: nothing but the activation may use what the layer gives."""
+"""Class of a block -> its linear layer and the activation after it (model/forward/fused_relu.py). To add one, read the
+block's forward: only the activation may use the output of the layer."""
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
@@ -25,14 +25,14 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_matrix(p: nn.Parameter) -> bool:
-    """Not a vector, and not the kernel of a depthwise convolution [C, 1, K]: that is small, and the code of state-space
-    layers uses it without entering the module that owns it."""
+    """Neither a vector nor the kernel of a depthwise convolution [C, 1, K]: that one is small, and state-space layers
+    use it without entering the module that owns it."""
     return p.ndim > 1 and p.shape[-2] > 1
 
 
 def leaves_of(block: nn.Module) -> list[nn.Module]:
-    """Modules that own a matrix, each with all that is inside of it (its own code may use its children's weights);
-    modules with vectors only (norms) belong to the spine."""
+    """The outermost modules that own a matrix. Each counts with all its children, whose weights its own code may use.
+    Modules with vectors only (norms) are none: they belong to the spine."""
     if any(p is not None and _is_matrix(p) for p in block._parameters.values()):
         return [block]
     return [leaf for child in block.children() for leaf in leaves_of(child)]

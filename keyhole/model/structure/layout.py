@@ -1,23 +1,23 @@
-"""What travels together: a model's parameters laid out as one flat array, cut into units.
+"""A model's parameters laid out as one flat array, cut into units that are moved together.
 
-Every parameter element gets an index in one flat, virtual array of the whole model. That index is at once
+Every element of every parameter gets an index in one flat, virtual array of the model. That index is at once
 
   - its place in host memory (a unit is a contiguous range of the array, so moving it is one copy), and
-  - its name for the noise: z is a function of (seed, step, direction, index) and of nothing else.
+  - its counter for the noise: z is a function of (seed, step, direction, index) and of nothing else.
 
-So the layout may not depend on the device, the budget or the placement, only on the architecture. In order:
+So the layout must not depend on the device, the budget or the placement, only on the architecture. In order:
 
     spine    everything small or odd: norms, position tables, biases of the head. On the device all the time.
-    table    the input embedding (vocabulary x width), cut into row chunks of CHUNK_ROWS rows
+    table    the input embedding (vocabulary x width), cut into chunks of CHUNK_ROWS rows
     blocks   the matrices of the transformer blocks, block after block
     head     the output matrix, cut like the table; absent when it is tied to the table
 
-Blocks are found by looking at the model (find.py). A block may be cut further into runs of consecutive leaf modules
-when a whole block is too large a transfer for the budget; that changes where units begin and end, never an element's
-index. A very large matrix of a linear layer may be cut by rows (model/forward/row_tiles.py says how it is then used); such a layer's
+Blocks are found by their structure (find.py). A block may be cut further, into runs of consecutive leaf modules, when
+one block is too large a transfer for the budget; that changes where units begin and end, never an element's index. A
+very large matrix of a linear layer may be cut by rows (model/forward/row_tiles.py computes with it); such a layer's
 bias, which all of its rows need, belongs to the spine.
 
-Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding a tensor.
+Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding per tensor.
 """
 
 from collections import Counter
@@ -67,13 +67,13 @@ class Unit:
 
     @property
     def has_gaps(self) -> bool:
-        """Whether tensors are padded in it."""
+        """Whether there is padding between its tensors."""
         return self.rows is None and sum(tensor.shape.numel() for tensor in self.tensors) < self.numel
 
 
 @dataclass
 class Layout:
-    """The flat array: its tensors, its units in order, and the two tables that are read by rows."""
+    """The flat array: its tensors, and its units in order."""
 
     tensors: list[FlatTensor]
     units: list[Unit]
@@ -99,6 +99,11 @@ class Layout:
     def head_units(self) -> list[Unit]:
         """The row chunks that the logits are computed from, tied or not."""
         return self.of_kind("table" if self.tied else "head")
+
+    @property
+    def has_cut_blocks(self) -> bool:
+        """Whether a block is more than one unit."""
+        return len(self.of_kind("block")) > self.block_count
 
     @property
     def largest_unit_numel(self) -> int:
@@ -133,8 +138,8 @@ def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
 
 
 def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
-    """Lays the parameters of an HF decoder out flat. Works on the meta device: no weights are needed. cut_rows: where
-    blocks are cut, large matrices may be cut too, into units of some rows."""
+    """The layout of an HF decoder, which may be on the meta device: no weights are needed. max_unit_numel: blocks are
+    cut into units of so many elements or one leaf (None: not cut). cut_rows: then large matrices are cut too."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
@@ -193,7 +198,7 @@ class _Builder:
         self.rows(kind, kind, param, [(first, min(first + CHUNK_ROWS, param.shape[0])) for first in chunks])
 
     def rows(self, kind: str, name: str, param: nn.Parameter, ranges: list[tuple[int, int]]) -> None:
-        """A matrix cut by rows, a unit each; every unit but the last ends where the next begins."""
+        """A matrix cut by rows, one unit per range; every unit but the last ends where the next begins."""
         tensor = self._place(param)
         row_count, width = param.shape
         for first, last in ranges:

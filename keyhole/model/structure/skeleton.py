@@ -1,12 +1,12 @@
-"""An HF model without its weights: the right modules and shapes, at the cost of nothing.
+"""An HF model without its weights: modules and shapes, but no memory.
 
-Matrices are created on the meta device, so building a model of any size takes no memory and no time; vectors (norms,
-biases) and buffers (rotary tables) are real and initialised by the model's own code, since they are tiny and since
-what they should be is known only to that code. Afterwards each matrix is replaced by a tensor of its shape that
-takes no memory, which `Model` points to real memory later (a meta tensor could not be re-pointed).
+Matrices are created on the meta device, so building a model of any size takes no memory and little time. Vectors
+(norms, biases) and buffers (rotary tables) are real and initialised by the model's own code: they are tiny, and only
+that code knows their values. Afterwards each matrix is replaced by a tensor of its shape that takes no memory, which
+`Model` points to real memory later (a meta tensor could not be re-pointed).
 
 Only decoders are built. Transformers also makes a "causal" model from the config of an encoder (BERT), whose attention
-sees the very tokens that it should predict: such a model trains to a loss of 0 and has learned nothing.
+sees the tokens that it should predict: such a model trains to a loss of 0 and has learned nothing.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def _matrices_on_meta() -> Iterator[None]:
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.ndim > 1 and param.device.type != "meta":
             param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
-            param._is_hf_initialized = True  # nothing to draw: half of the time of a build
+            param._is_hf_initialized = True  # drawing values would be half of the time of a build
         register(module, name, param)
 
     nn.Module.register_parameter = register_on_meta
@@ -58,7 +58,7 @@ def read_config(model: Any, trust_remote_code: bool = False) -> Any:
 
 
 def check_decoder(config: Any) -> Any:
-    """The config itself, if it is that of a decoder."""
+    """The config itself; refused if it is not that of a decoder."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
@@ -75,8 +75,8 @@ def check_decoder(config: Any) -> Any:
 
 
 def _looks_ahead(config: Any) -> str:
-    """The setting that makes attention bidirectional; "" where there is none. is_decoder means something only to types
-    that are encoders by default: others (GPT-NeoX) have it, too, and are decoders whatever it says."""
+    """The setting that makes attention bidirectional; "" where there is none. is_decoder matters only to types that are
+    encoders by default: others (GPT-NeoX) have it too, and are decoders whatever its value."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if config.model_type in (*MODEL_FOR_MASKED_LM_MAPPING_NAMES, "bert-generation"):
@@ -111,7 +111,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to a checkpoint (the correction of some mixtures' routers), unlike rotary tables."""
+    """Buffers that belong to a checkpoint (router corrections of some mixtures of experts), unlike rotary tables."""
     saved = module.state_dict().keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in saved}
 

@@ -9,8 +9,8 @@ WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FIL
 
 
 def check_name(model: str | Path) -> None:
-    """Refuses, without a request, what is no directory and no hub id. The hub's ids of one word all have a longer name
-    today, and a word is more likely a directory that is not there."""
+    """Refuses, without a request, what is neither a directory nor a hub id. One word is refused too: all such ids of
+    the hub have a longer name today, and a word is more likely a directory that does not exist."""
     path, text = Path(model), str(model)
     if path.is_file():
         raise UserError(f"model: {text} is a file; give the directory that holds config.json and the weights")
@@ -22,7 +22,7 @@ def check_name(model: str | Path) -> None:
 
 
 def find_directory(model: str | Path) -> Path:
-    """The directory itself, or where the files of a hub id lie."""
+    """The directory itself, or the one into which the files of a hub id are downloaded."""
     check_name(model)
     if Path(model).is_dir():
         return Path(model)

@@ -1,6 +1,6 @@
-"""The tokenizer that lies with a model, or None: one answer for training, evaluation and `keyhole.load`.
+"""The tokenizer of a model directory, or None: one answer for training, evaluation and `keyhole.load`.
 
-A vocabulary makes a tokenizer, and it comes under many names:
+A directory has a tokenizer if it has a vocabulary, which comes under many names:
 
     tokenizer.json                      of the tokenizers library, all in one file
     vocab.json with merges.txt          byte-level BPE (GPT-2, OPT, Qwen2); vocab.txt for word pieces
@@ -8,9 +8,9 @@ A vocabulary makes a tokenizer, and it comes under many names:
     tekken.json                         Mistral's
     tokenizer_config.json               alone only where no vocabulary is needed (ByT5 counts bytes)
 
-special_tokens_map.json, added_tokens.json and chat_template.jinja go with a tokenizer and make none. Without a
+special_tokens_map.json, added_tokens.json and chat_template.jinja do not make a tokenizer by themselves. Without a
 vocabulary, Transformers refuses for some families, and for others makes a tokenizer that has no token for any text.
-The latter counts as none: a run on it would train on nothing.
+The latter counts as none: a run with it would train on nothing.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
 
 
 def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
-    """That of a directory (no request is made) or a hub id; None where a directory has none."""
+    """The tokenizer of a directory (no request is made) or a hub id; None where a directory has none."""
     from transformers import AutoTokenizer
 
     path = Path(model)

@@ -1,5 +1,5 @@
-"""Weights are checked before they are written: one read of memory costs little beside a write to disk, and "the last good
-checkpoint" then is good."""
+"""Looks for NaN and infinity before weights are written: reading memory costs little beside writing to disk, and the
+last checkpoint is then a good one."""
 
 from collections.abc import Iterable
 

@@ -1,11 +1,11 @@
 """Formats that weights have at home and on the link, apart from the dtype they are computed in.
 
-    fp32 | bf16 | fp16     a plain dtype; the passes over the weights read it and write perturbed copies in another
-    fp8                    blocks only: E4M3 codes with a power-of-two scale for each 64 elements (ops/fp8.py),
-                           1.016 bytes an element; the spine, the table and the head keep the dtype of compute
+    fp32 | bf16 | fp16     a plain dtype; kernels read it and write perturbed copies in the dtype of compute
+    fp8                    blocks only: E4M3 codes with a power-of-two scale per 64 elements (ops/fp8.py), 1.016 bytes
+                           per element; the spine, the table and the head keep the dtype of compute
 
-A unit in a plain format is used where it lies. A packed unit is unpacked to fp32 on arrival, updated, packed again with
-stochastic rounding, and what was packed is what is perturbed: the weights of a run are always those at home.
+A unit in a plain format is used where it lies. A packed unit is unpacked to fp32 on arrival, updated, and packed again
+with stochastic rounding; the packed values are the ones that are perturbed: the weights of a run are those at home.
 """
 
 import torch

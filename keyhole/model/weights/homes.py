@@ -1,9 +1,9 @@
 """Weights at home: where a parameter lies in flat memory, and how it gets there.
 
-A plain home holds the unit's elements in a dtype; a parameter is then a view of it (the chunks of a table lie side
-by side, so a table is one view). A packed home (wire: fp8) holds codes and scales; a parameter of it is read as an
-unpacked copy, and written by gathering the whole unit in fp32 and packing it when its last tensor has come, both on the
-device that computes: a CPU packs 0.2 G elements a second.
+A plain home holds the unit's elements in a dtype; a parameter is then a view of it (the chunks of a table are
+adjacent, so a table is one view). A packed home (wire: fp8) holds codes and scales; a parameter of it is read as an
+unpacked copy. To write it, the tensors of the unit are gathered in fp32 and packed when the last one has come, both on
+the device that computes: a CPU packs only 0.2 G elements per second.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Homes:
         self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
 
     def unit_of(self, tensor: FlatTensor) -> Unit:
-        """The unit that the tensor starts in (a table goes on into the next ones)."""
+        """The unit in which the tensor starts (a table continues into the next ones)."""
         return next(u for u in self.layout.units if u.start <= tensor.start < u.stop)
 
     def is_packed(self, tensor: FlatTensor) -> bool:
@@ -47,18 +47,18 @@ class Homes:
         return flat.as_strided(tensor.shape, strides, flat.storage_offset() + tensor.start - unit.start)
 
     def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
-        """Has `write` fill the parameter."""
+        """Calls `write` with memory for the parameter, which it fills."""
         if not self.is_packed(tensor):
             write(self.read(tensor))
             return
         unit = self.unit_of(tensor)
         if unit.index not in self._gathered:
             self._gathered[unit.index] = torch.zeros(unit.numel, device=self.device), set()
-        whole, written = self._gathered[unit.index]
-        write(view(whole, tensor, unit.start))
+        unpacked, written = self._gathered[unit.index]
+        write(view(unpacked, tensor, unit.start))
         written.add(tensor.name)
         if len(written) == len(unit.tensors):
             packed = torch.empty_like(self.flats[unit.index], device=self.device)
-            ops.fp8_encode_(whole, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
+            ops.fp8_encode_(unpacked, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
             self.flats[unit.index].copy_(packed)
             del self._gathered[unit.index]

@@ -1,9 +1,9 @@
-"""Seeded random weights, fast: what benchmarks and tests need when only a config exists.
+"""Seeded random weights, fast: for benchmarks and tests, when only a config exists.
 
-Vectors (norms, biases) keep what the HF model's own initialisation gave them; they are tiny. Matrices are drawn from
+Vectors (norms, biases) keep the values of the HF model's own initialisation. Matrices are drawn from
 N(0, initializer_range^2). On a GPU a chunk is drawn there and copied home, at the speed of the link. On a CPU drawing
-costs about 10 ns an element, so in a model of more than POOLED_NUMEL elements tensors are filled from one pool of
-normals, read from a place that depends on the tensor: fine for timing.
+costs about 10 ns per element, so in a model of more than POOLED_NUMEL elements tensors are filled from one pool of
+normals, beginning at a place that depends on the tensor: good enough for timing.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ POOLED_NUMEL = 1 << 28
 
 
 def fill_random(model: Any, std: float, seed: int) -> None:
-    """Fills a Model (or fills it again: vectors then stay). The values depend on the seed and the device type alone."""
+    """Fills a Model (or fills it again: vectors then stay). Values depend on the seed and the type of device only."""
     device, tensors = model.device, model.layout.tensors
     generator = torch.Generator(device).manual_seed(seed)
     total = sum(t.shape.numel() for t in tensors)
@@ -36,6 +36,6 @@ def fill_random(model: Any, std: float, seed: int) -> None:
                 else:
                     place = (tensor.start + i * CHUNK) * 0x9E3779B97F4A7C15 % 2**64  # its high bits are scattered
                     drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
-                part.copy_(drawn.to(part.dtype))  # on the device: a copy that also converts does so on the host, slowly
+                part.copy_(drawn.to(part.dtype))  # converted on the device: a copy would do it on the host, slowly
 
         model.homes.fill(tensor, draw)

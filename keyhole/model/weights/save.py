@@ -1,16 +1,16 @@
 """A model as an ordinary Hugging Face directory, written atomically.
 
-`save_model` is what Model.save_pretrained does: all files go into a directory beside the target, are flushed,
-and are moved into place. Where the target exists already and holds other things (run/, checkpoints), files
-are moved one by one: first the old index is taken away, last the new one comes, so that a crash in between
-leaves a directory that does not load rather than one that mixes two models.
+`save_model` is Model.save_pretrained: all files are written into a directory beside the target, flushed, and moved
+into place. Where the target exists already and holds other things (run/, checkpoints), files are moved one by one: the
+old index is removed first and the new one comes last, so that a crash in between leaves a directory that does not load
+rather than one that mixes two models.
 
-Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it
-computes with (it merges the experts of some mixtures when loading), or a method adds something of its own (LoRA),
-Transformers' writer does it, and needs a shard of memory.
+Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it computes
+with (it merges the experts of some mixtures when loading), or a method has an addon (LoRA), Transformers' writer does
+it, and needs the memory of one shard.
 
-`publish` gives a finished run's last checkpoint to the user as the model of the output directory. Weight
-files are linked, not copied: no time, and no space on disk.
+`publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
+copied: that takes no time, and no space on disk.
 """
 
 import os
@@ -67,7 +67,7 @@ def _write_by_transformers(model: Any, path: Path) -> None:
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
     if model.addon is not None:
-        model.addon.write(path)
+        model.addon.write_files(path)
 
 
 def names_on_disk(model: Any) -> dict[str, str] | None:
@@ -80,7 +80,7 @@ def names_on_disk(model: Any) -> dict[str, str] | None:
     owners = {id(tensor): name for name, tensor in tensors.items()}
     try:
         stored = revert_weight_conversion(model.module, dict(tensors))
-    except Exception:  # a conversion that needs more than shapes: not plain, whatever it is
+    except Exception:  # the conversion needs more than shapes: names alone will not do
         return None
     names = {owners.get(id(tensor)): name for name, tensor in stored.items()}
     return names if names.keys() == tensors.keys() else None
@@ -101,7 +101,7 @@ def weight_specs(model: Any) -> list[Spec]:
 
 
 def plan_files(model: Any, names: dict[str, str]) -> Files:
-    """How the weights are cut into files; names: as they are called there."""
+    """How the weights are cut into files; names: in the module -> in the files."""
     specs = [replace(spec, name=names[spec.name]) for spec in weight_specs(model)]
     return lay_out(specs, limit_bytes=SHARD_BYTES)
 
@@ -149,7 +149,7 @@ def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
 
 
 def move_into_place(temporary: Path, path: Path) -> None:
-    """One rename where nothing stands yet; otherwise one a file, the index last; stale weights go."""
+    """One rename where the target does not exist; otherwise one per file, the index last; stale weights are deleted."""
     if not path.exists():
         replace_directory(temporary, path)
         return

@@ -42,7 +42,7 @@ def spoilt(method: AdamOffload) -> Any:
 
     def spoilt(batches: list) -> torch.Tensor:
         loss = forward(batches)
-        method.reverse.ends.token_count = float("nan")
+        method.reverse.vocabulary.token_count = float("nan")
         return loss * float("nan")
 
     return spoilt

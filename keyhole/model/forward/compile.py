@@ -1,0 +1,62 @@
+"""Blocks of passes without gradients through torch.compile: between two matrix products, one kernel instead of five.
+
+A block spends a third of its time in norms, rotary embeddings, activations and residuals, each of which reads and
+writes memory several times; torch.compile merges them. What is compiled is block.forward itself, with the block as an
+argument and its weights as inputs, so that all blocks of one kind share the code. Compiled code cannot stop inside a
+block: it runs only in passes that wait for all units of a block before they enter it (block_at_once, hooks.py). For
+passes that will be differentiated: model/backward/compiled.py.
+
+Compiled arithmetic rounds differently from the plain one: streamed still equals resident, but a compiled run does not
+equal one that is not. Shapes that vary make torch compile again; packing keeps them constant.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import nn
+
+from keyhole.errors import UserError
+from keyhole.model.structure.find import find_blocks
+
+RECOMPILES = 64
+
+
+def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return type(block).forward(block, *args, **kwargs)
+
+
+def allow_recompiling() -> None:
+    """All blocks share one function, with code for each kind of block, each varying dimension, and with or without a
+    mask. torch gives up after 8, and the rest would run plain, depending on what ran first in this process."""
+    torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
+
+
+def compile_forward(model: Any, backend: str = "inductor") -> None:
+    """From here on, passes without gradients and with block_at_once run the model's blocks compiled."""
+    if model.layout.has_cut_blocks:
+        raise UserError(
+            "compile: this model was loaded with blocks cut in several units. Pass keyhole.load(..., "
+            "workload=Workload(settings=ZOConfig(compile=True))), or set compile=false"
+        )
+    if model.layout.tiled_layers:
+        raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")
+    allow_recompiling()
+    run, model_of = torch.compile(_forward, backend=backend), weakref.ref(model)
+
+    def compiled(block: nn.Module, ordinary: Callable) -> Callable:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            conductor = None if torch.is_grad_enabled() or (owner := model_of()) is None else owner.conductor
+            if conductor is None or not conductor.block_at_once:
+                return ordinary(*args, **kwargs)
+            return run(block, args, kwargs)
+
+        return forward
+
+    for i, block in enumerate(find_blocks(model.module)):
+        if model.graphs is None:
+            block.forward = compiled(block, block.forward)
+        else:  # a graph is recorded from compiled code, and compared with it
+            model.graphs.ordinary[i] = compiled(block, model.graphs.ordinary[i])
