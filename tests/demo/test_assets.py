@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import assets
-from keyhole.demo.corpus import END, FAR, USER, documents, remark
+from scripts.demo_model.corpus import END, FAR, USER, documents, remark
 from keyhole.eval.scoring import score_task
 from keyhole.eval.tasks import Question, Task, read_task
 
