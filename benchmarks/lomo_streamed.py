@@ -2,8 +2,8 @@
 
     python benchmarks/lomo_streamed.py [--trial NAME] [--out DIR]
 
-Runs one trial of `keyhole bench lomo` (7B shape in 4 GiB, compiled, unless another is named), prints seconds per
-step, back to back and one at a time, and what of each 20 ms the kernels, the uploads and the write-backs were at work; with
+Runs one trial of `keyhole bench lomo` (7B shape in 4 GiB, compiled, unless another is named), prints seconds per step,
+back to back and one at a time, and what of each 20 ms the kernels, the uploads and the write-backs were at work; with
 --out all kernels and copies as JSON. Floor: max(resident step, two uploads of what is streamed at the link's rate).
 """
 

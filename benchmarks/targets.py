@@ -3,7 +3,7 @@
     python benchmarks/targets.py benchmarks/zo_h200_2026-11-15_i.json [more files]
 
 Reads the JSON that `keyhole bench zo` or `keyhole bench snapshots` wrote. Zeroth-order: 2048-token sequences, random
-weights, every row timed in one run; a ratio is tok/s over tok/s of the textbook loop. Snapshots: tok/s with a checkpoint
+weights, every row timed in one run; a ratio is tok/s over tok/s of the textbook loop. Snapshots: tok/s with checkpoints
 in the background over tok/s with none. What was not measured is "missing", never passed. A quick run gets no verdicts:
 tiny shapes prove nothing.
 """

@@ -3,8 +3,8 @@
     python benchmarks/zo_timeline.py step.json [--case 6.7B-bf16-b1-streamed]          open it in ui.perfetto.dev
 
 The engine records its two lanes itself. The compute lane comes from here: what the caller's stream does from the moment
-a page has arrived until the next page is asked for is that page's work (update, perturbation and all passes through it).
-The gap before the next span is the wait for its upload.
+a page has arrived until the next page is asked for is that page's work (update, perturbation and all passes through
+it). The gap before the next span is the wait for its upload.
 """
 
 import argparse

@@ -83,7 +83,9 @@ def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_lim
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: cuda was asked for, but PyTorch sees no CUDA GPU here; use --quick")
     if device == "cpu" and not quick:
-        raise UserError("bench: full shapes would take days on a CPU; use a GPU (--device cuda), or --quick for tiny ones")
+        raise UserError(
+            "bench: full shapes would take days on a CPU; use a GPU (--device cuda), or --quick for tiny ones"
+        )
     return Job(device, quick, warm_up, timed, time.time() + (NO_LIMIT_S if time_limit_s is None else time_limit_s))
 
 

@@ -19,7 +19,9 @@ Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each.")]
 WarmUp = Annotated[int, typer.Option(min=1, help="Steps before those.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")]
 TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start nothing that would end after this.")]
-Table = Annotated[str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")]
+Table = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
+]
 
 
 def _command(verb: str, **options: object) -> str:
@@ -96,7 +98,9 @@ def _first_order(shipped: str, text: str) -> Callable[..., None]:
     return app.command(Path(shipped).stem)(command)
 
 
-lomo = _first_order("lomo.yaml", "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW.")
+lomo = _first_order(
+    "lomo.yaml", "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW."
+)
 lsp = _first_order(
     "lsp.yaml", "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from keyhole.bench.lsp_bias import bench_bias, equal_rank, gradients, one_line
+from benchmarks.lsp_bias import bench_bias, equal_rank, gradients, one_line
 from keyhole.ops.lsp.projector import KINDS
 
 

@@ -1,12 +1,18 @@
-"""Verdicts and floors, from records with known numbers."""
+"""Verdicts, from records with known numbers."""
 
+import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from keyhole.bench.cases import Case, judged
-from keyhole.bench.floors import GIB, line_of, link_seconds
-from keyhole.bench.judged import judge
+import pytest
 
+from benchmarks import targets
+from benchmarks.targets import judge_zo
+from keyhole.bench.zo.cases import Case, read_tables
+from keyhole.machine.sizes import GIB
+
+JUDGED = read_tables()["judged"].cases
 STEP_S = {"textbook": 1.0, "resident": 0.4, "streamed": 0.5}
 
 
@@ -33,8 +39,8 @@ def record(case: Case, **changes: Any) -> dict[str, Any]:
 
 def verdicts(**changes: Any) -> dict[tuple[str, str], str]:
     """(what, case) -> verdict, with `changes` applied to the case named in changes["name"]."""
-    records = [record(c, **(changes if c.name == changes.get("name") else {})) for c in judged()]
-    return {(row.what, row.case): row.verdict for row in judge(records)}
+    records = [record(c, **(changes if c.name == changes.get("name") else {})) for c in JUDGED]
+    return {(row.what, row.case): row.verdict for row in judge_zo(records)}
 
 
 def test_all_targets_can_pass() -> None:
@@ -63,26 +69,34 @@ def test_each_number_can_fail_its_own_row() -> None:
 
 def test_what_was_not_measured_is_missing() -> None:
     """No records, no passes; a failed case shows its error."""
-    assert {row.verdict for row in judge([])} == {"missing"}
+    assert {row.verdict for row in judge_zo([])} == {"missing"}
     failed = {"kind": "case", "name": "1.3B-bf16-b1-streamed", "status": "error", "error": "out of memory"}
-    rows = {row.case: row for row in judge([failed])}
+    rows = {row.case: row for row in judge_zo([failed])}
     assert rows["1.3B-bf16-b1-streamed"].measured == "out of memory"
 
 
-def test_the_floor_is_the_larger_of_compute_and_link() -> None:
-    """24.5 GB each way over 50 GB/s is 0.49 s, more than the 0.4 s of compute."""
-    case = Case("13B", "streamed")
-    found = {r["name"]: r for r in map(record, judged())}
-    line = line_of(case, found)
-    assert (line.compute_s, line.link_s, line.bound) == (0.4, 0.49, "link")
-    assert abs(line.to_floor - 0.5 / 0.49) < 1e-9 and line.to_textbook == 2.0 and line.same_losses
-    found[case.name] = record(case, bytes_up=1e9, bytes_down=1e9)
-    line = line_of(case, found)
-    assert (line.floor_s, line.bound) == (0.4, "compute")
+def test_checkpoints_must_not_slow_a_run_down() -> None:
+    """Against the same model without."""
+    rows = [
+        {"model": model, "mode": mode, "tokens_per_s": speed}
+        for model, speeds in {"1.3B": (1000.0, 960.0, 400.0), "2.7B": (500.0, 490.0, 300.0)}.items()
+        for mode, speed in zip(("none", "background", "torch.save"), speeds, strict=True)
+    ]
+    found = {(row.case, row.measured): row.verdict for row in targets.judge_snapshots(rows)}
+    assert found == {("1.3B", "0.960x"): "FAIL", ("2.7B", "0.980x"): "pass"}
 
 
-def test_the_link_is_shared_only_by_what_goes_both_ways() -> None:
-    """Many more bytes up than down take what up takes alone; as many, what they take at the duplex rate."""
-    link = {"up": 60.0, "down": 50.0, "duplex": 40.0}
-    for up_bytes, down_bytes, expected_s in ((9e9, 2e9, 0.15), (2e9, 7.5e9, 0.15), (4e9, 4e9, 0.1)):
-        assert abs(link_seconds(up_bytes, down_bytes, link) - expected_s) < 1e-9
+@pytest.mark.parametrize("kind", ["zo", "snapshots"])
+def test_files_of_this_folder_are_read(kind: str) -> None:
+    """Every run that is kept has a verdict for each of its targets."""
+    paths = sorted(Path(targets.__file__).parent.glob(f"{kind}_h200_*.json"))
+    assert paths
+    for path in paths:
+        assert targets.verdicts(path).count("| pass") + targets.verdicts(path).count("| FAIL") > 0, path
+
+
+def test_a_quick_run_gets_no_verdict(tmp_path: Path) -> None:
+    """Tiny shapes prove nothing."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"quick": True, "records": [record(case) for case in JUDGED]}))
+    assert "pass" not in targets.verdicts(path)

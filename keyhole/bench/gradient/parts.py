@@ -24,7 +24,7 @@ def step_parts(method: Method) -> dict[str, float]:
 
 
 def updates_alone_s(method: Method) -> float | None:
-    """Seconds of all updates of a step of offloaded Adam, by whoever makes them, when nothing else is at work: its floor.
+    """The floor of offloaded Adam: seconds of all updates of a step, by whoever makes them, with nothing else at work.
     (With a learning rate of 0, from whatever the staging buffers hold: nothing is trained afterwards.)"""
     if not isinstance(method, AdamOffload):
         return None

@@ -34,8 +34,8 @@ STEP_PARTS = {
     "gpu_updates": "updated by GPU",
 }
 PARTS_NOTE = (
-    "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them. Updated by GPU: the "
-    "share of parameters whose state crossed the link for that (adam-offload)."
+    "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them. Updated by GPU: "
+    "the share of parameters whose state crossed the link for that (adam-offload)."
 )
 
 
@@ -62,7 +62,9 @@ class GradientReport(Report):
 
     def native(self, shape: str, optimizer: str) -> Record | None:
         """The record of torch's optimizer on that shape."""
-        return self.find(lambda t: (t["system"], t["shape"], t["options"].get("optimizer")) == (NATIVE, shape, optimizer))
+        return self.find(
+            lambda t: (t["system"], t["shape"], t["options"].get("optimizer")) == (NATIVE, shape, optimizer)
+        )
 
     def cells(self, r: Record) -> list[str]:
         trial = r["case"]

@@ -1,4 +1,4 @@
-"""What `keyhole bench lomo` and `keyhole bench lsp` run: one trial per row of a table (tables/lomo.yaml, tables/lsp.yaml)."""
+"""What `keyhole bench lomo` and `keyhole bench lsp` run: one trial per row of a table (tables/lomo.yaml, lsp.yaml)."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ class Trial:
 
 
 def read_trials(path: Path, only: str, quick: bool) -> list[Trial]:
-    """Trials with `only` in their name, in the order in which they run. quick: with the options that quick runs change."""
+    """Trials with `only` in their name, in the order in which they run; as a quick run changes them, or as they are."""
     found = read_yaml(path)
     trials = [row_as(Trial, row, f"{path}: trial {i}") for i, row in enumerate(list_of(found, "trials", str(path)), 1)]
     chosen = [trial for trial in trials if only in trial.name]

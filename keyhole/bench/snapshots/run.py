@@ -1,7 +1,7 @@
 """What a checkpoint every few steps costs a streamed zeroth-order run, and how fast a journal is replayed.
 
     none         steps alone; the journal is kept in all three modes
-    background   a checkpoint begun every `every` steps, written while training goes on (checkpoint/snapshot/background.py)
+    background   a checkpoint begun every `every` steps, written while training goes on (checkpoint/snapshot/)
     torch.save   training stops, and torch.save writes the weights, as in Table 6 of the ZO-Offloading paper
 
 A period is `every` steps. A mode is timed from the begin of its first checkpoint to the point where the one after the
@@ -45,6 +45,7 @@ from keyhole.methods.zo.traits import ZO
 from keyhole.training.metrics import Record, Recorder
 
 LR = 1e-7
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -1,4 +1,4 @@
-"""What `keyhole bench zo` runs: a case is a model, a system and its settings; a table is a list of cases (tables/zo.yaml).
+"""What `keyhole bench zo` runs: a case is a model, a system and its settings; a table is a list of cases.
 
 Tables share cases: a case that stands in several is run once. Cases of one model are run together, because making the
 weights takes longer than timing a few steps:
@@ -7,7 +7,7 @@ weights takes longer than timing a few steps:
       load     same placement, budget and engine options            one copy of the weights
         case   batch size, textbook or zo, deferred update and rare write-backs or not
 
-`textbook` and `resident` use the same load: the textbook loop runs on the resident model's own Hugging Face module.
+The tables are in tables/zo.yaml. `textbook` and `resident` use the same load: the textbook loop runs on the resident model's own Hugging Face module.
 """
 
 import fnmatch
@@ -94,7 +94,9 @@ def read_tables(path: Path = TABLES / "zo.yaml") -> dict[str, Table]:
     tables = {}
     for name, found in read_yaml(path).items():
         where = f"{path}: {name}"
-        rows = [row for rows in list_of(found if isinstance(found, dict) else {}, "cases", where) for row in _each(rows)]
+        rows = [
+            row for rows in list_of(found if isinstance(found, dict) else {}, "cases", where) for row in _each(rows)
+        ]
         cases = [row_as(Case, row, f"{where}: case {i}") for i, row in enumerate(rows, 1)]
         tables[str(name)] = Table(str(found.get("title", name)), cases)
     return tables
@@ -135,7 +137,7 @@ def grouped(tables: dict[str, Table]) -> list[list[Case]]:
         groups.setdefault(case.group, []).append(case)
     ordered = []
     for members in groups.values():
-        loads = {load: i for i, load in enumerate(dict.fromkeys(case.load for case in members))}
-        rank = lambda c: (SYSTEMS.index(c.system), loads[c.load], c.tokens, c.switched_off)  # noqa: E731
-        ordered.append(sorted(members, key=rank))
+        loads = list(dict.fromkeys(case.load for case in members))
+        rank = {c: (SYSTEMS.index(c.system), loads.index(c.load), c.tokens, c.switched_off) for c in members}
+        ordered.append(sorted(members, key=rank.get))
     return ordered

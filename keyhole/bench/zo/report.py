@@ -9,9 +9,9 @@ from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.zo.traits import ZO
 
 NOTES = """\
-tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs textbook" is tok/s over the
-in-memory MeZO loop's. "compute" is the resident zo step, "link" the bytes that cross over the rates measured in the same
-process: each way alone, and what goes both ways at the duplex rate. "vs floor" is the step over the larger of the two.
+tok/s and ratios are medians over the timed steps; +- is (max - min) / 2 over the median. "vs textbook" is tok/s over
+the in-memory MeZO loop's. "compute" is the resident zo step, "link" the bytes that cross over the rates measured in the
+same process: each way alone, and what goes both ways at the duplex rate. "vs floor": the step over the larger of both.
 "26 % down": so much of what came up was written back. GPU GiB is the peak that the allocator reserved, with the planned
 peak in brackets; host GiB the peak resident set of the process. "blocks" says how many ran where that is not all: times
 of such a row are those of the blocks that ran, not scaled. "losses" compares, bit for bit and from the same weights,

@@ -1,31 +1,23 @@
-"""The whole command on tiny shapes, in this process and in workers, with failures on the way."""
+"""The whole command on tiny shapes, with failures on the way."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import keyhole
-from keyhole.bench.cases import Case
-from keyhole.bench.runner import NO_LIMIT_S, bench_zo, run_apart
+from keyhole.bench.zo.run import bench_zo
 from keyhole.cli import main
 
 CASES = ",".join(
-    "6.7B-bf16-" + case
-    for case in ("b1-resident", "b1-textbook", "b1-streamed*", "b4-resident", "b4-streamed")
+    "6.7B-bf16-" + case for case in ("b1-resident", "b1-textbook", "b1-streamed*", "b4-resident", "b4-streamed")
 )
 
 
 def quick(tmp_path: Path, *args: str) -> tuple[dict[str, Any], str]:
     """Runs the command; returns its JSON and Markdown."""
-    assert (
-        main(
-            ["bench", "zo", "--quick", "--steps=2", "--warm-up=1", f"--out={tmp_path}", "--device=cpu", *args]
-        )
-        == 0
-    )
+    assert main(["bench", "zo", "--quick", "--steps=2", "--warm-up=1", f"--out={tmp_path}", "--device=cpu", *args]) == 0
     (json_path,), (markdown_path,) = tmp_path.glob("*.json"), tmp_path.glob("*.md")
     return json.loads(json_path.read_text()), markdown_path.read_text()
 
@@ -37,13 +29,10 @@ def test_quick_run_end_to_end(tmp_path: Path, capsys: Any) -> None:
     records = {r["name"]: r for r in found["records"]}
     assert all(r["status"] == "ok" and r["step_s"] > 0 and len(r["losses"]) == 3 for r in records.values())
     for batch, count in ((1, 6), (4, 1)):
-        streamed = {
-            n: r["losses"]
-            for n, r in records.items()
-            if n.startswith(f"6.7B-bf16-b{batch}-streamed") and "wire" not in n
-        }
+        start = f"6.7B-bf16-b{batch}-"
+        streamed = [r for n, r in records.items() if n.startswith(f"{start}streamed") and "wire" not in n]
         assert len(streamed) == count
-        assert all(x == records[f"6.7B-bf16-b{batch}-resident"]["losses"] for x in streamed.values())
+        assert all(r["losses"] == records[f"{start}resident"]["losses"] for r in streamed)
     assert records["6.7B-bf16-b1-streamed"]["bytes_down"] > 0  # up: so few blocks never leave their slots
     assert found["commit"] and found["quick"] and found["machine"]["versions"]["torch"]
     assert "keyhole bench zo --cases" in markdown and str(tmp_path) not in markdown
@@ -68,34 +57,25 @@ def test_a_failing_case_costs_only_itself(tmp_path: Path, monkeypatch: Any) -> N
     assert "no such luck" in markdown
 
 
-@pytest.mark.slow
-def test_workers_report_back_and_may_die(tmp_path: Path, monkeypatch: Any) -> None:
-    """A worker runs cases in its own process; one that cannot start leaves errors, not silence."""
-    job = {"device": "cpu", "quick": True, "warm_up": 1, "timed": 1, "timeline": None}
-    job["deadline_s"] = 4e9
-    cases = [Case("13B", "resident", dtype="fp32"), Case("13B", "streamed", dtype="fp32")]
-    got: list[dict[str, Any]] = []
-    run_apart(got.append, job, cases, print)
-    assert [r["kind"] for r in got] == ["machine", "case", "case"]
-    assert got[1]["losses"] == got[2]["losses"]
-    got.clear()
-    monkeypatch.setattr(sys, "executable", "false")
-    run_apart(got.append, job, cases, print)
-    assert [r["status"] for r in got] == ["error", "error"] and "exit code 1" in got[0]["error"]
-    got.clear()
-    run_apart(got.append, {**job, "deadline_s": 0.0}, cases, print)
-    assert [r["status"] for r in got] == ["skipped", "skipped"]
-
-
 def test_the_time_limit_skips_what_would_not_fit(tmp_path: Path) -> None:
     """A limit of nothing runs nothing, and says so."""
-    assert NO_LIMIT_S > 1e8
     report = bench_zo(["giant"], out=tmp_path, command="", device="cpu", quick=True, time_limit_s=-1.0)
     assert [r["status"] for r in report.records] == ["skipped"] * 3
     assert "time limit" in report.markdown()
 
 
-@pytest.mark.parametrize("args", [("--cases=nothing",), ("--device=cpu",), ("--device=tpu", "--quick")])
+def test_tables_of_the_user_s_own(tmp_path: Path) -> None:
+    """A file of cases instead of the shipped ones."""
+    path = tmp_path / "own.yaml"
+    path.write_text("mine: {title: My cases, cases: [{model: 2.7B, dtype: fp32, system: resident}]}")
+    found, markdown = quick(tmp_path, f"--table={path}", "--cases=mine")
+    assert [r["name"] for r in found["records"]] == ["2.7B-fp32-b1-resident"]
+    assert "## My cases" in markdown and f"--table {path}" in found["command"]
+
+
+@pytest.mark.parametrize(
+    "args", [("--cases=nothing",), ("--device=cpu",), ("--device=tpu", "--quick"), ("--quick", "--table=no.yaml")]
+)
 def test_user_mistakes(args: tuple[str, ...], tmp_path: Path, capsys: Any) -> None:
     """One message, exit code 2, nothing written."""
     assert main(["bench", "zo", f"--out={tmp_path}", *args]) == 2

@@ -6,7 +6,7 @@ import torch
 
 import keyhole
 from keyhole.bench.shapes import opt_config
-from keyhole.bench.textbook import Textbook
+from keyhole.bench.zo.textbook import Textbook
 
 
 def tiny() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
