@@ -55,11 +55,10 @@ def main() -> None:
         method = method_of(trial, model)
         step_s = seconds(method, model)
         peak = torch.cuda.max_memory_allocated(device) / GIB
-        print(
-            f"threads {threads:>2}: {step_s:.4f} s, {native_s / step_s:.2f}x of native AdamW; updates "
-            f"{step_parts(method)['update_s']:.3f} s (alone {updates_alone_s(method) or float('nan'):.3f}); peak {peak:.2f} GiB",
-            flush=True,
-        )
+        update_s, alone_s = step_parts(method)["update_s"], updates_alone_s(method) or float("nan")
+        ratio = f"{step_s:.4f} s, {native_s / step_s:.2f}x of native AdamW"
+        updates = f"updates {update_s:.3f} s (alone {alone_s:.3f})"
+        print(f"threads {threads:>2}: {ratio}; {updates}; peak {peak:.2f} GiB", flush=True)
         method.flush()
         method.close()
         del method

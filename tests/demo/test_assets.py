@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import assets
-from scripts.demo_model.corpus import END, FAR, USER, documents, remark
 from keyhole.eval.scoring import score_task
 from keyhole.eval.tasks import Question, Task, read_task
+from scripts.demo_model.corpus import END, FAR, USER, documents, remark
 
 
 @pytest.fixture(scope="module")
