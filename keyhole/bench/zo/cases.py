@@ -7,7 +7,8 @@ weights takes longer than timing a few steps:
       load     same placement, budget and engine options            one copy of the weights
         case   batch size, textbook or zo, deferred update and rare write-backs or not
 
-The tables are in tables/zo.yaml. `textbook` and `resident` use the same load: the textbook loop runs on the resident model's own Hugging Face module.
+The tables are in tables/zo.yaml. `textbook` and `resident` use the same load: the textbook loop runs on the resident
+model's own Hugging Face module.
 """
 
 import fnmatch
