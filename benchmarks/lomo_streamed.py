@@ -2,7 +2,7 @@
 
     python benchmarks/lomo_streamed.py [--trial NAME] [--out DIR]
 
-Runs one trial of `keyhole bench lomo` (7B shape in 4 GiB, compiled, unless another is named), prints seconds a step,
+Runs one trial of `keyhole bench lomo` (7B shape in 4 GiB, compiled, unless another is named), prints seconds per step,
 back to back and one at a time, and what of each 20 ms the kernels, the uploads and the write-backs were at work; with
 --out all kernels and copies as JSON. Floor: max(resident step, two uploads of what is streamed at the link's rate).
 """
@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from keyhole.bench import gradient
-from keyhole.bench.gradient_trials import LOMO, VOCABULARY
+from keyhole.bench.gradient.trials import read_trials
+from keyhole.bench.gradient.worker import load_trial, method_of, random_batch
+from keyhole.bench.rows import TABLES
 
 STEPS, BIN_US = 4, 20e3
 
@@ -43,12 +44,10 @@ def main() -> None:
     ask.add_argument("--out", type=Path)
     args = ask.parse_args()
     device = torch.device("cuda", 0)
-    trial = next(t for t in LOMO if t.name == args.trial)
-    model = gradient.load_trial(trial, device, False, trial.batch * trial.length)
-    method = gradient.method_of(trial, model, False)
-    shape = (trial.batch, trial.length)
-    ids = torch.randint(4, VOCABULARY, shape, generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids}
+    trial = next(t for t in read_trials(TABLES / "lomo.yaml", "", quick=False) if t.name == args.trial)
+    model = load_trial(trial, device, trial.length)
+    method = method_of(trial, model)
+    batch = random_batch(trial.batch, trial.length, model.config.vocab_size)
 
     def run(steps: int) -> float:
         begin_s = time.perf_counter()
@@ -63,7 +62,7 @@ def main() -> None:
     print(*model.describe(), sep="\n")
     print(f"one at a time {min(alone):.4f} to {max(alone):.4f} s, back to back {run(STEPS):.4f} s")
     up, peak = model.engine.bytes_up - up_before, torch.cuda.max_memory_allocated()
-    print(f"up {up / 2 / STEPS / 2**30:.2f} GiB a step; peak {peak / 2**30:.2f} GiB handed out")
+    print(f"up {up / 2 / STEPS / 2**30:.2f} GiB per step; peak {peak / 2**30:.2f} GiB handed out")
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         run(2)
     with tempfile.TemporaryDirectory() as scratch:

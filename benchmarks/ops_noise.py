@@ -28,8 +28,18 @@ from keyhole.ops.noise import philox, tiles
 from keyhole.ops.noise.gaussian import SCALE, turn
 from keyhole.ops.zo import flat as zo
 
-VARIANTS = ["", "--warps 4", "--warps 16", "--registers 128", "--registers 64", "--rounds 10", "--fma",
-            "--normal mixed --fma", "--normal fast", "--normal fast --fma"]
+VARIANTS = [
+    "",
+    "--warps 4",
+    "--warps 16",
+    "--registers 128",
+    "--registers 64",
+    "--rounds 10",
+    "--fma",
+    "--normal mixed --fma",
+    "--normal fast",
+    "--normal fast --fma",
+]
 SIZES = {torch.bfloat16: (1 << 22, 1 << 26, 1 << 29), torch.float32: (1 << 28,)}
 
 
@@ -134,15 +144,20 @@ def passes(n: int, dtype: torch.dtype, distribution: str) -> dict[str, tuple]:
     return {
         "update": (lambda: ops.zo_update_(w, step=1, **same, **update), 2 * w.nbytes, textbook_pass),
         "perturb": (lambda: ops.zo_perturb(w, plus, minus, **perturb), 3 * w.nbytes, textbook_pass),
-        "fused": (lambda: ops.zo_update_perturb_(w, plus, minus, update_step=1, **perturb, **update),
-                  4 * w.nbytes, textbook_step),
+        "fused": (
+            lambda: ops.zo_update_perturb_(w, plus, minus, update_step=1, **perturb, **update),
+            4 * w.nbytes,
+            textbook_step,
+        ),
     }
 
 
 def table(bytes_per_s: float) -> None:
     """One line per op, dtype, distribution and size."""
-    print(f"{'op':8} {'dtype':9} {'noise':11} {'elements':>12} {'ms':>9} {'floor ms':>9} {'x floor':>8} "
-          f"{'textbook ms':>12}")
+    print(
+        f"{'op':8} {'dtype':9} {'noise':11} {'elements':>12} {'ms':>9} {'floor ms':>9} {'x floor':>8} "
+        f"{'textbook ms':>12}"
+    )
     for dtype, sizes in SIZES.items():
         for n in sizes:
             for distribution in tiles.DISTRIBUTIONS:
@@ -150,8 +165,11 @@ def table(bytes_per_s: float) -> None:
                     if n < max(sizes) and (name != "fused" or distribution != "gaussian"):
                         continue
                     took, floor, book = seconds(run), must_move / bytes_per_s, seconds(textbook, 5)
-                    print(f"{name:8} {str(dtype)[6:]:9} {distribution:11} {n:12,} {took * 1e3:9.3f} "
-                          f"{floor * 1e3:9.3f} {took / floor:8.2f} {book * 1e3:12.3f}", flush=True)
+                    print(
+                        f"{name:8} {str(dtype)[6:]:9} {distribution:11} {n:12,} {took * 1e3:9.3f} "
+                        f"{floor * 1e3:9.3f} {took / floor:8.2f} {book * 1e3:12.3f}",
+                        flush=True,
+                    )
 
 
 def accuracy(n: int = 1 << 22) -> None:
@@ -170,21 +188,25 @@ def accuracy(n: int = 1 << 22) -> None:
         error = (made[start : start + tiles.CHUNK].double() - exact).abs()
         worst, total = max(worst, error.max().item()), total + error.sum().item()
     equal = torch.equal(made.cpu(), ops.noise(n, offset=0, **draw))
-    print(f"gaussian on the GPU against float64: largest error {worst:.2e}, mean {total / n:.2e}; "
-          f"bit for bit the CPU's: {'yes' if equal else 'no'}")
+    print(
+        f"gaussian on the GPU against float64: largest error {worst:.2e}, mean {total / n:.2e}; "
+        f"bit for bit the CPU's: {'yes' if equal else 'no'}"
+    )
 
 
 def cpu() -> None:
     """The reference on one core, milliseconds for 2^20 elements."""
     torch.set_num_threads(1)
     n, coef = 1 << 20, torch.tensor([1e-3, 0.5])
-    runs = {f"noise {d}": lambda d=d: ops.noise(n, offset=0, seed=1, step=2, distribution=d)
-            for d in tiles.DISTRIBUTIONS}
+    runs = {
+        f"noise {d}": lambda d=d: ops.noise(n, offset=0, seed=1, step=2, distribution=d) for d in tiles.DISTRIBUTIONS
+    }
     for dtype in DTYPES:
         w = (torch.randn(n) * 0.02).to(dtype)
         plus, minus = torch.empty_like(w), torch.empty_like(w)
         runs[f"fused {str(dtype)[6:]}"] = lambda w=w, plus=plus, minus=minus: ops.zo_update_perturb_(
-            w, plus, minus, offset=0, coef=coef, eps=1e-3, seed=1, update_step=1, step=2)
+            w, plus, minus, offset=0, coef=coef, eps=1e-3, seed=1, update_step=1, step=2
+        )
     for name, run in runs.items():
         times = []
         for _ in range(5):

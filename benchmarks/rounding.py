@@ -40,7 +40,7 @@ STYLES = ("k-", "C0--", "C3:", "C2-.")
 
 
 def run(method: str, wire: str, rounding: str, steps: int, lr: float, every: int) -> dict[str, Any]:
-    """One run; held-out losses at multiples of `every`, and the mean share of weights changed a step."""
+    """One run; held-out losses at multiples of `every`, and the mean share of weights changed per step."""
     model = keyhole.load(assets.MODEL, dtype="float32", wire=wire, device="cpu")
     opt = METHODS[method].load()(model, lr, seed=1, rounding=rounding)
     loader = Loader(prepare(str(assets.TRAIN), model.tokenizer, max_length=128), 16, seed=1, pad_to_multiple_of=1)
@@ -72,7 +72,7 @@ def main() -> None:
     results = {name: run(args.method, *how, steps, lr, args.every) for name, how in default["runs"].items()}
     for name, result in results.items():
         first, last = result["losses"][0], result["losses"][-1]
-        print(f"{name:28} held-out loss {first:.4f} -> {last:.4f}, {result['changed']:.2%} of weights changed a step")
+        print(f"{name:28} held-out loss {first:.4f} -> {last:.4f}, {result['changed']:.2%} of weights changed per step")
     machine = {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()}
     settings = {"method": args.method, "steps": steps, "lr": lr, "every": args.every}
     path = args.out / f"rounding_{args.method}.json"
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def draw(method: str, results: dict[str, Any], every: int, path: Path) -> None:
-    """One curve a run."""
+    """One curve per run."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Seconds a step of a method that updates on the CPU, by the number of threads that do it.
+"""Seconds per step of a method that updates on the CPU, by the number of threads that do it.
 
     python benchmarks/threads.py [--trial "7B lsp d=2048 17GB compiled"] [--threads 12,10,14,15]
 
@@ -13,24 +13,22 @@ import dataclasses
 
 import torch
 
-from keyhole.bench import gradient, measure
-from keyhole.bench.gradient_trials import VOCABULARY
-from keyhole.bench.lsp import TRIALS, updates_alone_s
+import keyhole
+from keyhole.bench import measure
+from keyhole.bench.gradient.parts import step_parts, updates_alone_s
+from keyhole.bench.gradient.trials import read_trials
+from keyhole.bench.gradient.worker import load_trial, method_of, random_batch
+from keyhole.bench.rows import TABLES
+from keyhole.machine.sizes import GIB
+from keyhole.methods.base import Method
 
 WARM_UP, TIMED = 3, 5
 
 
-def seconds(method: object, device: torch.device) -> float:
+def seconds(method: Method, model: keyhole.Model) -> float:
     """Of a step, one after the other without a wait between, as a run makes them."""
-    ids = torch.randint(4, VOCABULARY, (4, 1024), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "labels": ids}
-    return measure.time_steps(lambda: method.step(batch), device, WARM_UP, TIMED, lambda: None)["wall_s"]
-
-
-def update_s(method: object) -> float:
-    """Of all updates of the last step, on the CPU."""
-    spans = getattr(getattr(method, "optimizer", None), "spans", None)
-    return method.updates.host_s if spans is None else spans.read()["update"]
+    batch = random_batch(4, 1024, model.config.vocab_size)
+    return measure.time_steps(lambda: method.step(batch), model.engine, WARM_UP, TIMED)["wall_s"]
 
 
 def main() -> None:
@@ -39,29 +37,28 @@ def main() -> None:
     ask.add_argument("--threads", default="12,10,14,15")
     args = ask.parse_args()
     device = torch.device("cuda", 0)
-    trials = {trial.name: trial for trial in TRIALS}
+    trials = {trial.name: trial for trial in read_trials(TABLES / "lsp.yaml", "", quick=False)}
     if args.trial not in trials:
         ask.error(f"--trial: one of {', '.join(name for name in trials if 'native' not in name)}")
     chosen = trials[args.trial]
     native = trials[f"{chosen.shape} native adamw"]
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {chosen.name}", flush=True)
-    model = gradient.load_trial(native, device, False, 4096)
-    native_s = seconds(gradient.method_of(native, model, False), device)
+    model = load_trial(native, device, 1024)
+    native_s = seconds(method_of(native, model), model)
     print(f"native AdamW {native_s:.4f} s", flush=True)
     del model
     measure.clean_up(device)
-    model = gradient.load_trial(chosen, device, False, 4096)
+    model = load_trial(chosen, device, 1024)
     for threads in args.threads.split(","):
         measure.clean_up(device)
         trial = dataclasses.replace(chosen, options=chosen.options | {"threads": int(threads)})
-        method = gradient.method_of(trial, model, False)
-        step_s = seconds(method, device)
-        peak = torch.cuda.max_memory_allocated(device) / 2**30
-        print(
-            f"threads {threads:>2}: {step_s:.4f} s, {native_s / step_s:.2f}x of native AdamW; updates "
-            f"{update_s(method):.3f} s (alone {updates_alone_s(method) or float('nan'):.3f}); peak {peak:.2f} GiB",
-            flush=True,
-        )
+        method = method_of(trial, model)
+        step_s = seconds(method, model)
+        peak = torch.cuda.max_memory_allocated(device) / GIB
+        update_s, alone_s = step_parts(method)["update_s"], updates_alone_s(method) or float("nan")
+        ratio = f"{step_s:.4f} s, {native_s / step_s:.2f}x of native AdamW"
+        updates = f"updates {update_s:.3f} s (alone {alone_s:.3f})"
+        print(f"threads {threads:>2}: {ratio}; {updates}; peak {peak:.2f} GiB", flush=True)
         method.flush()
         method.close()
         del method

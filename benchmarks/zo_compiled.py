@@ -12,8 +12,8 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.gradient import product_rate
-from keyhole.bench.gradient_trials import SHAPES, VOCABULARY, config_of
+from keyhole.bench.gradient.worker import product_rate, random_batch
+from keyhole.bench.shapes import LLAMA, LLAMA_VOCABULARY, llama_config
 
 WARM_UP, TIMED = 4, 5
 
@@ -24,17 +24,16 @@ def main() -> None:
     ask.add_argument("--length", type=int, default=1024)
     args = ask.parse_args()
     device = torch.device("cuda", 0)
-    width, blocks, _, mlp = SHAPES["7B"]
+    width, blocks, _, mlp = LLAMA["7B"]
     tokens = args.batch * args.length
-    flop = 2 * 2 * tokens * (blocks * (4 * width**2 + 3 * width * mlp) + VOCABULARY * width)
+    flop = 2 * 2 * tokens * (blocks * (4 * width**2 + 3 * width * mlp) + LLAMA_VOCABULARY * width)
     floor_s = flop / product_rate(device)
-    model = keyhole.load(config_of("7B"), init="random", dtype="bfloat16", device=device)
-    ids_BT = torch.randint(4, VOCABULARY, (args.batch, args.length), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids_BT, "labels": ids_BT}
+    model = keyhole.load(llama_config("7B"), init="random", dtype="bfloat16", device=device)
+    batch = random_batch(args.batch, args.length, LLAMA_VOCABULARY)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {args.batch} x {args.length} tokens")
     for compiled in (False, True):
         method = keyhole.ZO(model, 1e-7, compile=compiled)
-        found = measure.time_steps(lambda m=method: m.step(batch), device, WARM_UP, TIMED, lambda: None)
+        found = measure.time_steps(lambda m=method: m.step(batch), model.engine, WARM_UP, TIMED)
         what = "compiled" if compiled else "plain"
         print(f"{what:>8}: {found['step_s']:.4f} s, {found['step_s'] / floor_s:.2f}x of its products", flush=True)
         method.flush()

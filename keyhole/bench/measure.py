@@ -1,14 +1,12 @@
-"""Seconds a step, and bytes on the device and on the host.
+"""Seconds per step, and bytes on the device and on the host.
 
 Warm-up steps are waited for, one by one: what is decided by what a step was like (write-backs) is decided then. Steps
-are timed as a run would make them: enqueued one after the other, a CUDA event between each two, and no wait until
-the last. The upload of step t + 1 may begin in step t; in the steady state every step gains
-what the one before lost. The wall clock over all timed steps, waiting at the end for every stream, is
-reported beside the median of the events.
+are timed as a run would make them: enqueued one after the other, a CUDA event between each two, and no wait until the
+last. The upload of step t + 1 may begin in step t; in the steady state every step gains what the one before lost. The
+wall clock over all timed steps, waiting at the end for every stream, is reported beside the median of the events.
 
-Device memory is the peak that PyTorch's allocator reserved and handed out from the first step on (what
-making random weights took is given back before). Host memory is the peak resident set of the process,
-pinned weights included.
+Device memory is the peak that PyTorch's allocator reserved and handed out from the first step on (what making random
+weights took is given back before). Host memory is the peak resident set of the process, pinned weights included.
 """
 
 import gc
@@ -20,19 +18,18 @@ from typing import Any
 
 import torch
 
+from keyhole.offload.engine import Engine
+
 _can_reset_host_peak = True
-Step = Callable[[], torch.Tensor]
 
 
-def time_steps(
-    step: Step, device: torch.device, warm_up: int, timed: int, between: Callable[[], None]
-) -> dict[str, Any]:
-    """Runs warm_up + timed steps; `between` is called after the warm-up. Losses are those of all steps."""
-    losses = []
+def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, timed: int) -> dict[str, Any]:
+    """Runs warm_up + timed steps: seconds and bytes over the link of a timed step, the losses of all of them."""
+    device, losses = engine.device, []
     for _ in range(warm_up):
         losses.append(step())
         _wait(device)
-    between()
+    up, down = engine.bytes_up, engine.bytes_down
     begin_s = time.perf_counter()
     marks = [_mark(device)]
     for _ in range(timed):
@@ -48,6 +45,8 @@ def time_steps(
         "wall_s": wall_s,
         "steps_s": steps_s,
         "losses": [float(loss) for loss in losses],
+        "bytes_up": (engine.bytes_up - up) // timed,
+        "bytes_down": (engine.bytes_down - down) // timed,
     }
 
 
@@ -76,6 +75,13 @@ def clean_up(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     reset_host_peak()
+
+
+def clear_device(device: torch.device) -> None:
+    """The same after a model is gone: its budget goes too."""
+    clean_up(device)
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def device_memory(device: torch.device) -> dict[str, int]:

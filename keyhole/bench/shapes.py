@@ -1,13 +1,12 @@
-"""OPT configs by name, from 125M to 175B: true shapes, no download.
+"""Configs of true shape by name, without a download: OPT from 125M to 175B, and Llama.
 
-    parameters = layers x (12 H^2 + 13 H) + (vocabulary + positions + 2) x H + 2 H         H: width
+    OPT     layers x (12 H^2 + 13 H) + (vocabulary + positions + 2) x H + 2 H parameters         H: width
 
-(4 H^2 of a block are attention, 8 H^2 the MLP of width 4H; the head is tied to the embedding.) 350M is odd:
-its embedding is 512 wide, projected to 1024, and its norms stand behind the sublayers.
+(4 H^2 of a block are attention, 8 H^2 the MLP of width 4 H; the head is tied to the embedding.) 350M is odd: its
+embedding is 512 wide, projected to 1024, and its norms stand behind the sublayers.
 
-`fewer_blocks` keeps the width and drops blocks, for a model that host memory cannot hold. GPU memory of a
-streamed step does not depend on the number of blocks (but for their norms), so it carries over; seconds do
-not, and are never scaled.
+`blocks` keeps the width and drops blocks, for a model that host memory cannot hold. GPU memory of a streamed step does
+not depend on the number of blocks (but for their norms), so it carries over; seconds do not, and are never scaled.
 """
 
 from typing import Any
@@ -28,6 +27,13 @@ SHAPES = {  # width, blocks, heads
 QUICK = (32, 3, 2)
 QUICK_VOCABULARY = 128
 QUICK_SHRINK = 128  # of sequences
+LLAMA_VOCABULARY = 32000
+LLAMA = {  # width, blocks, heads, width of the MLP
+    "3.5B": (4096, 16, 32, 11008),
+    "7B": (4096, 32, 32, 11008),
+    "30B": (6656, 60, 52, 17920),
+}
+LLAMA_QUICK = (64, 3, 4, 160)
 
 
 def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, quick: bool = False) -> Any:
@@ -36,9 +42,9 @@ def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, qu
 
     width, layers, heads = QUICK if quick else SHAPES[name]
     odd = name == "350M" and not quick
-    config = OPTConfig(
+    return OPTConfig(
         hidden_size=width,
-        num_hidden_layers=layers,
+        num_hidden_layers=min(layers, blocks or layers),
         num_attention_heads=heads,
         ffn_dim=4 * width,
         vocab_size=QUICK_VOCABULARY if quick else VOCABULARY,
@@ -49,26 +55,25 @@ def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, qu
         attention_dropout=0.0,
         layerdrop=0.0,
     )
-    return config if blocks is None else fewer_blocks(config, blocks)
-
-
-def fewer_blocks(config: Any, count: int) -> Any:
-    """The same config with at most `count` blocks."""
-    config.num_hidden_layers = min(count, config.num_hidden_layers)
-    return config
 
 
 def parameter_count(name: str, blocks: int | None = None) -> int:
-    """Parameters by the formula above (350M as if it were a regular one)."""
+    """Parameters of an OPT by the formula above (350M as if it were a regular one)."""
     width, layers, _ = SHAPES[name]
     layers = min(layers, blocks or layers)
     return layers * (12 * width**2 + 13 * width) + (VOCABULARY + POSITIONS + 2) * width + 2 * width
 
 
-def blocks_within(name: str, element_bytes: int, limit_bytes: int, few_bytes: int) -> int | None:
-    """None when all blocks fit the limit; else the even number of blocks that fits few_bytes."""
-    _, layers, _ = SHAPES[name]
-    if parameter_count(name) * element_bytes <= limit_bytes:
-        return None
-    fitting = [n for n in range(2, layers, 2) if parameter_count(name, n) * element_bytes <= few_bytes]
-    return max(fitting, default=2)
+def llama_config(name: str, quick: bool = False) -> Any:
+    """The LlamaConfig of a size. quick: the same kind of model, tiny."""
+    from transformers import LlamaConfig
+
+    width, blocks, heads, mlp = LLAMA_QUICK if quick else LLAMA[name]
+    return LlamaConfig(
+        hidden_size=width,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        intermediate_size=mlp,
+        vocab_size=QUICK_VOCABULARY if quick else LLAMA_VOCABULARY,
+        max_position_embeddings=2048,
+    )

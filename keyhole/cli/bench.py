@@ -1,5 +1,7 @@
 """keyhole bench zo | lomo | lsp | snapshots [--quick] ..."""
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,56 +13,25 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-
-Only = Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")]
 Out = Annotated[str, typer.Option(metavar="DIR", help="Where JSON and Markdown go.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Tiny shapes, on a CPU too: shows that it runs.")]
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each.")]
 WarmUp = Annotated[int, typer.Option(min=1, help="Steps before those.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU where there is one.")]
-TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start no trial after this.")]
+TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start nothing that would end after this.")]
+Table = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
+]
 
 
-def _gradient(table: str, only: str, out: str, quick: bool, steps: int, warm_up: int, time_limit: float | None) -> None:
-    from keyhole.bench.gradient import bench_gradient
-
-    command = f"keyhole bench {table} --steps {steps} --warm-up {warm_up}"
-    command += f" --only '{only}'" if only else ""
-    options = {"only": only, "quick": quick, "steps": steps, "warm_up": warm_up, "time_limit_s": time_limit}
-    typer.echo("\n" + bench_gradient(table, out=Path(out), command=command, say=typer.echo, **options))
-
-
-@app.command()
-def lomo(
-    only: Only = "",
-    out: Out = "benchmarks",
-    quick: Quick = False,
-    steps: Steps = 5,
-    warm_up: WarmUp = 2,
-    time_limit: TimeLimit = None,
-) -> None:
-    """LOMO and AdaLOMO on Llama shapes: native SGD and AdamW, resident and streamed."""
-    _gradient("lomo", only, out, quick, steps, warm_up, time_limit)
-
-
-@app.command()
-def lsp(
-    only: Only = "",
-    out: Out = "benchmarks",
-    quick: Quick = False,
-    steps: Steps = 5,
-    warm_up: WarmUp = 2,
-    bias: Annotated[
-        bool, typer.Option("--bias", help="Instead: how well projectors hold on unseen gradients (CPU, minutes).")
-    ] = False,
-    time_limit: TimeLimit = None,
-) -> None:
-    """LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."""
-    if not bias:
-        return _gradient("lsp", only, out, quick, steps, warm_up, time_limit)
-    from keyhole.bench.lsp_bias import bench_bias
-
-    typer.echo("\n" + bench_bias(out=Path(out), quick=quick, say=typer.echo))
+def _command(verb: str, **options: object) -> str:
+    """The command line that a report gives to reproduce it, without what is not set."""
+    words = ["keyhole", *verb.split()]
+    for name, value in options.items():
+        if value not in (None, "", False):
+            words.append(f"--{name.replace('_', '-')}")
+            words += [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
 
 
 @app.command()
@@ -68,44 +39,71 @@ def zo(
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
     ] = "judged",
+    table: Table = None,
     out: Out = "benchmarks",
     quick: Quick = False,
     steps: Steps = 5,
     warm_up: WarmUp = 6,
-    time_limit: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Start no case that would end after this.")
-    ] = None,
-    timeline: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Save the trace of one streamed step (Perfetto).")
-    ] = None,
+    time_limit: TimeLimit = None,
     device: Device = None,
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
     Tables: judged, sizes, ablation, wire, batches, compiled, lengths, budgets, giant.
     """
-    from keyhole.bench.runner import bench_zo
+    from keyhole.bench.rows import TABLES
+    from keyhole.bench.zo.run import bench_zo
 
-    words = [word for word in cases.split(",") if word]
-    command = f"keyhole bench zo --cases {cases} --steps {steps} --warm-up {warm_up}"
-    command += " --quick" if quick else ""
-    command += f" --time-limit {time_limit:g}" if time_limit is not None else ""
+    how = {"cases": cases, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
     report = bench_zo(
-        words,
+        [word for word in cases.split(",") if word],
         out=Path(out),
-        command=command,
+        command=_command("bench zo", **how),
+        table=Path(table) if table else TABLES / "zo.yaml",
         device=device,
         quick=quick,
         steps=steps,
         warm_up=warm_up,
         time_limit_s=time_limit,
-        timeline=Path(timeline) if timeline else None,
         say=typer.echo,
     )
     typer.echo("\n" + report.summary())
     if differing := report.differing():
         typer.echo(f"keyhole: losses differ where they must not: {', '.join(differing)}", err=True)
         raise typer.Exit(1)
+
+
+def _first_order(shipped: str, text: str) -> Callable[..., None]:
+    """The command that runs a shipped table of trials, or one of the user's own."""
+
+    def command(
+        only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
+        table: Table = None,
+        out: Out = "benchmarks",
+        quick: Quick = False,
+        steps: Steps = 5,
+        warm_up: WarmUp = 2,
+        time_limit: TimeLimit = None,
+    ) -> None:
+        from keyhole.bench.gradient.run import bench_gradient
+        from keyhole.bench.rows import TABLES
+
+        how = {"steps": steps, "warm_up": warm_up, "quick": quick, "only": only}
+        told = _command(f"bench {Path(shipped).stem}", **how, table=table, time_limit=time_limit)
+        path = Path(table) if table else TABLES / shipped
+        report = bench_gradient(path, out=Path(out), command=told, time_limit_s=time_limit, say=typer.echo, **how)
+        typer.echo("\n" + report.markdown())
+
+    command.__doc__ = text
+    return app.command(Path(shipped).stem)(command)
+
+
+lomo = _first_order(
+    "lomo.yaml", "LOMO and AdaLOMO on Llama shapes, resident and streamed, beside native SGD and AdamW."
+)
+lsp = _first_order(
+    "lsp.yaml", "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."
+)
 
 
 @app.command()
@@ -115,7 +113,7 @@ def snapshots(
     scratch: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where checkpoints go meanwhile; default: /tmp or so.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of 2048 tokens a step.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of 2048 tokens per step.")] = 16,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 10,
     periods: Annotated[int, typer.Option(min=1, help="Checkpoints that are timed.")] = 2,
     replay_steps: Annotated[int, typer.Option(min=0, help="Length of the journal that is replayed.")] = 1000,
@@ -123,18 +121,16 @@ def snapshots(
     device: Device = None,
 ) -> None:
     """Streamed zeroth-order steps with a checkpoint every 10, beside none and torch.save."""
-    from keyhole.bench.snapshots import bench_snapshots
+    from keyhole.bench.snapshots.run import bench_snapshots
 
+    how = {"batch": batch, "every": every, "periods": periods, "replay_steps": replay_steps, "quick": quick}
     report = bench_snapshots(
         [size for size in sizes.split(",") if size],
         out=Path(out),
+        command=_command("bench snapshots", sizes=sizes, **how),
         scratch=Path(scratch) if scratch else None,
-        batch=batch,
-        every=every,
-        periods=periods,
-        replay_steps=replay_steps,
         device=device,
-        quick=quick,
         say=typer.echo,
+        **how,
     )
-    typer.echo(f"\n{report.read_text()}")
+    typer.echo("\n" + report.markdown())

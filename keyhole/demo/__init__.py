@@ -1,1 +1,1 @@
-"""The embedded default: a model of our own, its corpus and task, and the demo that trains it."""
+"""What `keyhole demo` runs: every method on the embedded model and task, with a table and a page at the end."""

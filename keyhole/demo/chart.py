@@ -1,13 +1,14 @@
 """Line charts as inline SVG: text in, text out, nothing to install and nothing to load from elsewhere.
 
-A line is drawn twice: as measured, faint, and smoothed by a running mean, strong. The smoothed value at i
-is the mean of the points within `reach` of i, fewer at the ends, so the curve neither lags nor starts from
-a made-up value:
+A line is drawn twice: as measured, faint, and smoothed by a running mean, strong. The smoothed value at i is the mean
+of the points within `reach` of i, fewer at the ends, so the curve neither lags nor starts from a made-up value:
 
     s_i = mean(y_j : |i - j| <= min(reach, i, n - 1 - i))
 
-Colours are CSS classes (`c0`, `c1`, ...) that the page defines, so that a chart follows its light and dark
-themes.
+Curves may end anywhere, and many at the same height; so their names stand in a column right of the plot, in the order
+of their ends, each as near to its end as the others allow, and a dot marks where a curve ends.
+
+Colours are CSS classes (`c0`, `c1`, ...) that the page defines, so that a chart follows its light and dark themes.
 """
 
 import math
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 560, 320
-LEFT, RIGHT, TOP, BOTTOM = 58, 84, 14, 42
+LEFT, RIGHT, TOP, BOTTOM = 58, 104, 14, 42
+NAME_HEIGHT = 16.0  # of a line of text
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,9 @@ def line_chart(lines: list[Line], title: str, x_label: str, y_label: str) -> str
         body.append(f'<polyline class="raw c{line.colour}" points="{scale.points(line.x, line.y)}"/>')
     for line in lines:
         points = scale.points(line.x, smoothed[line.name])
-        body.append(
-            f'<polyline class="line c{line.colour}" points="{points}"><title>{escape(line.name)}</title></polyline>'
-        )
-    body += _labels(scale, lines, smoothed)
+        name = f"<title>{escape(line.name)}</title>"
+        body.append(f'<polyline class="line c{line.colour}" points="{points}">{name}</polyline>')
+    body += _names(scale, lines, smoothed)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">' + "".join(body) + "</svg>"
 
 
@@ -103,12 +104,27 @@ def _axes(scale: Scale, x_label: str, y_label: str) -> list[str]:
     return parts
 
 
-def _labels(scale: Scale, lines: list[Line], smoothed: dict[str, list[float]]) -> list[str]:
-    """The name at the end of each curve, pushed up where two would overlap."""
-    ends = [(scale.y(smoothed[line.name][-1]), line) for line in lines if line.x]
-    parts, last = [], float(HEIGHT)
-    for y, line in sorted(ends, key=lambda end: -end[0]):
-        last = min(y, last - 15)
-        x = scale.x(line.x[-1])
-        parts.append(f'<text class="name f{line.colour}" x="{x + 6:.1f}" y="{last + 4:.1f}">{escape(line.name)}</text>')
+def _names(scale: Scale, lines: list[Line], smoothed: dict[str, list[float]]) -> list[str]:
+    """A dot at the end of each curve, and the names in their column."""
+    drawn = sorted((line for line in lines if line.x), key=lambda line: -smoothed[line.name][-1])
+    ends = [(scale.x(line.x[-1]), scale.y(smoothed[line.name][-1])) for line in drawn]
+    heights = apart([y for _, y in ends], TOP + 4, HEIGHT - BOTTOM)
+    parts = []
+    for line, (x, y), height in zip(drawn, ends, heights, strict=True):
+        parts.append(f'<circle class="f{line.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
+        place = f'x="{WIDTH - RIGHT + 12}" y="{height + 4:.1f}"'
+        parts.append(f'<text class="name f{line.colour}" {place}>{escape(line.name)}</text>')
     return parts
+
+
+def apart(heights: list[float], top: float, bottom: float) -> list[float]:
+    """Sorted heights, moved as little as it takes to stand NAME_HEIGHT apart (less where they would not fit)."""
+    gap = min(NAME_HEIGHT, (bottom - top) / max(1, len(heights) - 1))
+    placed: list[float] = []
+    for y in heights:
+        placed.append(max(y, placed[-1] + gap if placed else top))
+    lowest = bottom
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], lowest)
+        lowest = placed[i] - gap
+    return placed

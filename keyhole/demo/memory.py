@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from keyhole.errors import UserError
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 STEPS = 3
 Peaks = dict[str, tuple[int, int]]  # method -> bytes on the host, bytes on the GPU
@@ -78,8 +80,7 @@ def measure(names: list[str], device: str | None) -> Peaks:
     """Peaks of the methods that can run here, one after the other in this process."""
     import torch
 
-    from keyhole.demo.run import settings_of, start, train
-    from keyhole.errors import UserError
+    from keyhole.demo.train import settings_of, start, train
 
     torch.set_num_threads(1)
     peaks: Peaks = {}

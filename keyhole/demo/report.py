@@ -5,38 +5,26 @@ with examples, and everything needed to run it again (settings, seed, versions, 
 reader's light or dark theme.
 """
 
+import json
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from keyhole import assets
 from keyhole.demo.chart import Line, line_chart
-from keyhole.demo.task import read_rows
-
-if TYPE_CHECKING:
-    from keyhole.demo.run import Result
+from keyhole.demo.train import Result
+from keyhole.machine.sizes import GIB, MIB
 
 COLUMNS = ("method", "steps", "accuracy", "held-out loss", "seconds", "host memory", "GPU memory", "moved")
-COLOURS = (
-    "#3465d9",
-    "#d9642b",
-    "#16917a",
-    "#a3489b",
-    "#b8901a",
-    "#c23b4e",
-    "#4aa3c7",
-    "#6b7a1f",
-    "#7a5cc9",
-    "#777777",
-)
+COLOURS = "#3465d9 #d9642b #16917a #a3489b #b8901a #c23b4e #4aa3c7 #6b7a1f #7a5cc9 #777777".split()
 EXAMPLES = 4
 
 
 def size(count: int) -> str:
     """Bytes for people; a dash for none."""
-    return f"{count / 2**20:.1f} MiB" if 0 < count < 2**30 else f"{count / 2**30:.2f} GiB" if count else "-"
+    return f"{count / MIB:.1f} MiB" if 0 < count < GIB else f"{count / GIB:.2f} GiB" if count else "-"
 
 
-def cells(result: "Result") -> list[str]:
+def cells(result: Result) -> list[str]:
     """One row of the table, as text; the terminal and the page show the same."""
     if result.skipped:
         return [result.method, "skipped", *["-"] * (len(COLUMNS) - 2)]
@@ -52,18 +40,17 @@ def cells(result: "Result") -> list[str]:
     ]
 
 
-def make_report(results: list["Result"], seed: int, environment: dict[str, Any]) -> str:
+def make_report(results: list[Result], seed: int, environment: dict[str, Any]) -> str:
     """The page."""
     done = [(i, r) for i, r in enumerate(results) if not r.skipped]
     steps = [Line(r.method, i % len(COLOURS), [float(n + 1) for n in range(len(r.losses))], r.losses) for i, r in done]
     seconds = [Line(r.method, i % len(COLOURS), r.times_s, r.losses) for i, r in done]
-    y_label = "training loss"
     sections = [
         _summary(results),
         _table(results),
         "<h2>Loss curves</h2><div class='charts'>"
-        f"<figure>{line_chart(steps, 'loss by step', 'step', y_label)}</figure>"
-        f"<figure>{line_chart(seconds, 'loss by time', 'seconds', y_label)}</figure></div>"
+        f"<figure>{line_chart(steps, 'loss by step', 'step', 'training loss')}</figure>"
+        f"<figure>{line_chart(seconds, 'loss by time', 'seconds', 'training loss')}</figure></div>"
         "<p class='note'>Faint: each step as measured. Strong: running mean. A step costs differently by method, "
         "so the left chart compares what a step teaches and the right one what a second does. The training loss is the "
         "mean over the stamp and the end mark after it, so it starts elsewhere than the held-out loss.</p>",
@@ -77,7 +64,7 @@ def make_report(results: list["Result"], seed: int, environment: dict[str, Any])
     )
 
 
-def _summary(results: list["Result"]) -> str:
+def _summary(results: list[Result]) -> str:
     done = [result for result in results if not result.skipped]
     text = "No method could run."
     if done:
@@ -90,7 +77,7 @@ def _summary(results: list["Result"]) -> str:
     return f"<header><h1>keyhole demo</h1><p class='lead'>{text}</p></header>"
 
 
-def _table(results: list["Result"]) -> str:
+def _table(results: list[Result]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in (COLUMNS[0], "", *COLUMNS[1:]))
     rows = []
     for i, result in enumerate(results):
@@ -109,7 +96,7 @@ def _table(results: list["Result"]) -> str:
     )
 
 
-def _bar(result: "Result", index: int) -> str:
+def _bar(result: Result, index: int) -> str:
     """Accuracy from 0 to 100 %, with a mark where the model stood before."""
     before, after = 100 * result.accuracy_before, 100 * result.accuracy_after
     return (
@@ -119,7 +106,7 @@ def _bar(result: "Result", index: int) -> str:
 
 
 def _task() -> str:
-    rows = read_rows(assets.TEST)[:EXAMPLES]
+    rows = [json.loads(line) for line in assets.TEST.read_text(encoding="utf-8").splitlines()[:EXAMPLES]]
     items = "".join(
         f"<tr><td class='left'>{escape(row['prompt'].partition(chr(10))[0])}</td>"
         f"<td class='left stamp{row['label']}'>{escape(row['completion'].strip())}</td></tr>"
@@ -133,7 +120,7 @@ def _task() -> str:
     )
 
 
-def _again(results: list["Result"], seed: int, environment: dict[str, Any]) -> str:
+def _again(results: list[Result], seed: int, environment: dict[str, Any]) -> str:
     rows = "".join(
         f"<tr><th scope='row'>{escape(r.method)}</th><td>{r.settings.steps}</td><td>{r.settings.batch_size}</td>"
         f"<td>{r.settings.lr:g}</td><td class='left'>{escape(_options(r.settings.options))}</td></tr>"
@@ -144,7 +131,7 @@ def _again(results: list["Result"], seed: int, environment: dict[str, Any]) -> s
     cpu = environment["cpu"]
     machine = f"{cpu['name']}, {cpu['cores']} cores; {gpus}; {environment['os']}"
     return (
-        "<h2>What was run</h2><table class='task'><thead><tr><th>method</th><th>steps</th><th>notes a step</th>"
+        "<h2>What was run</h2><table class='task'><thead><tr><th>method</th><th>steps</th><th>notes per step</th>"
         f"<th>learning rate</th><th>options</th></tr></thead><tbody>{rows}</tbody></table>"
         f"<p class='note'>Seed {seed}, float32, rate falling linearly to 0. {escape(machine)}.<br>"
         f"{escape(versions)}.</p><pre>keyhole demo                     this page again\n"

@@ -1,8 +1,8 @@
 """`keyhole demo`: every method on the embedded model and task, one table, one HTML page.
 
-For each name in METHODS the embedded model is loaded fresh, scored on the held-out notes, trained, and
-scored again. A method that joins the table joins the demo, with the rate of its row. One that cannot run here (it says so with a UserError) gets its reason in the
-table instead of numbers.
+For each method the embedded model is loaded fresh, scored on the held-out notes, trained (train.py), and scored again.
+A method that joins the table METHODS joins the demo, with the settings of its row. One that cannot run here (it says so
+with a UserError) gets its reason in the table instead of numbers.
 
     accuracy    share of held-out notes whose right stamp is the likelier one; the score of `keyhole eval`
     loss        NLL of the right stamp on held-out notes; the curves show the training loss, step by step
@@ -14,44 +14,27 @@ Matrices here are so small that more threads only wait for each other: the demo 
 """
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+import torch
 
 import keyhole
-from keyhole import assets
+from keyhole.demo import memory
+from keyhole.demo.report import COLUMNS, cells, make_report
+from keyhole.demo.train import Result, settings_of, start, train
+from keyhole.disk.files import write_text
 from keyhole.errors import UserError
+from keyhole.eval import tasks
+from keyhole.eval.scoring import score_task
+from keyhole.machine.probe import environment
 from keyhole.methods import METHODS
-from keyhole.methods.base import Demo
+from keyhole.training.rundir import FORMAT, inspect
 
 THREADS = 1
-MAX_LENGTH = 128
 TABLE_WIDTH = 110  # a narrower terminal wraps it, which beats cutting numbers off
-
-
-@dataclass
-class Result:
-    """What one method did. `skipped` says why it could not run; then the numbers mean nothing."""
-
-    method: str
-    settings: Demo
-    skipped: str = ""
-    accuracy_before: float = 0.0
-    accuracy_after: float = 0.0
-    loss_before: float = 0.0
-    loss_after: float = 0.0
-    host_bytes: int = 0
-    gpu_bytes: int = 0
-    moved_bytes: int = 0
-    losses: list[float] = field(default_factory=list)
-    times_s: list[float] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        return self.times_s[-1] if self.times_s else 0.0
 
 
 def run_demo(
@@ -61,20 +44,17 @@ def run_demo(
     steps: int | None = None,
     device: str | None = None,
 ) -> list[Result]:
-    """Train with every method (or those named), print the table, write report.html, results.json and the models.
+    """Trains with every method (or those named), prints the table, writes report.html, results.json and the models.
 
     `steps` caps the steps of every method; only tests want that.
     """
-    from keyhole.demo.memory import measured_beside
-    from keyhole.demo.report import make_report
-    from keyhole.machine.probe import environment
     names = list(methods or METHODS)
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise UserError(f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}")
     root = _own_directory(Path(output_dir))
     _say(f"the embedded model and task, {len(names)} methods, seed {seed}; everything goes to {root}/")
-    with measured_beside(names, device) as peaks, _threads(THREADS):
+    with memory.measured_beside(names, device) as peaks, _threads(THREADS):
         results = [_run_method(Result(name, settings_of(name, steps)), root, seed, device) for name in names]
         found = peaks()
     for result in results:
@@ -86,46 +66,13 @@ def run_demo(
     return results
 
 
-def settings_of(name: str, steps: int | None = None) -> Demo:
-    """How a method is run; `steps` caps its steps."""
-    settings = METHODS[name].demo
-    return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
-
-
-def start(name: str, settings: Demo, seed: int, device: str | None) -> tuple[Any, Any]:
-    """The embedded model, fresh, and the method that will train it."""
-    model = keyhole.load(assets.MODEL, dtype="float32", device=device)
-    return model, METHODS[name].load()(model, settings.lr, seed=seed, **settings.options)
-
-
-def train(model: Any, method: Any, settings: Demo, seed: int) -> list[tuple[float, float]]:
-    """The training loop: a rate, a batch, a step. Gives loss and time (s) of each step."""
-    from keyhole.data import Loader, prepare
-    from keyhole.training.schedule import Schedule
-
-    dataset = prepare(str(assets.TRAIN), model.tokenizer, max_length=MAX_LENGTH)
-    loader = Loader(dataset, settings.batch_size, seed=seed, pad_to_multiple_of=1)
-    schedule = Schedule("linear", settings.lr, settings.steps)
-    curve, begin_s = [], time.perf_counter()
-    for step in range(settings.steps):
-        method.lr = schedule.rate(step)
-        loss = float(method.step(loader.next_step()))
-        curve.append((loss, time.perf_counter() - begin_s))
-    method.flush()
-    return curve
-
-
 def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Result:
-    """Load, score, train, score, save; fills in the result."""
-    from keyhole.eval.scoring import score_task
-    from keyhole.eval.tasks import read_task
-
+    """Loads, scores, trains, scores, saves; fills in the result."""
     try:
         model, method = start(result.method, result.settings, seed, device)
-        task = read_task("demo")
+        task = tasks.read_task("demo")
         before, moved_bytes = score_task(model, task), _moved_bytes(model)
-        curve = train(model, method, result.settings, seed)
-        result.losses, result.times_s = [loss for loss, _ in curve], [time_s for _, time_s in curve]
+        result.losses, result.times_s = train(model, method, result.settings, seed)
         result.moved_bytes = _moved_bytes(model) - moved_bytes
         after = score_task(model, task)
         result.accuracy_before, result.loss_before = before.accuracy, before.loss
@@ -138,7 +85,7 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
     return result
 
 
-def _moved_bytes(model: Any) -> int:
+def _moved_bytes(model: keyhole.Model) -> int:
     return model.engine.bytes_up + model.engine.bytes_down
 
 
@@ -151,8 +98,6 @@ def _line(result: Result) -> str:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(min(count, before))
     try:
@@ -163,8 +108,6 @@ def _threads(count: int) -> Iterator[None]:
 
 def _own_directory(root: Path) -> Path:
     """The directory, marked as ours; one with somebody else's files is refused."""
-    from keyhole.training.rundir import FORMAT, inspect
-
     found = inspect(str(root), resume=True)
     try:
         found.run.mkdir(parents=True, exist_ok=True)
@@ -175,8 +118,6 @@ def _own_directory(root: Path) -> Path:
 
 
 def _write(path: Path, text: str) -> None:
-    from keyhole.disk.files import write_text
-
     try:
         write_text(path, text)
     except OSError as error:
@@ -192,12 +133,9 @@ def _print_table(results: list[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from keyhole.demo.report import COLUMNS, cells
-
     table = Table(box=SIMPLE_HEAD)
     for column in COLUMNS:
         table.add_column(column, justify="left" if column == COLUMNS[0] else "right", no_wrap=True)
     for result in results:
         table.add_row(*cells(result))
-    width = Console().width
-    Console(width=max(width, TABLE_WIDTH)).print(table)
+    Console(width=max(Console().width, TABLE_WIDTH)).print(table)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keyhole.bench.shapes import SHAPES, blocks_within, fewer_blocks, opt_config, parameter_count
+from keyhole.bench.shapes import SHAPES, opt_config, parameter_count
 from keyhole.model.structure.skeleton import build
 
 PUBLISHED = {
@@ -36,16 +36,8 @@ def test_positions_suffice_and_dropout_is_off() -> None:
     assert opt_config("125M", length=128).max_position_embeddings == 2048
 
 
-def test_fewer_blocks_keeps_the_width() -> None:
+def test_fewer_blocks_keep_the_width() -> None:
     """A smaller number of blocks, never a larger one."""
-    config = fewer_blocks(opt_config("175B"), 4)
+    config = opt_config("175B", blocks=4)
     assert (config.num_hidden_layers, config.hidden_size, config.ffn_dim) == (4, 12288, 49152)
-    assert fewer_blocks(opt_config("1.3B"), 99).num_hidden_layers == 24
-
-
-def test_blocks_within_a_limit() -> None:
-    """All blocks when they fit, else the largest even number that fits the smaller limit."""
-    assert blocks_within("13B", 2, 2**36, 2**35) is None
-    count = blocks_within("175B", 2, 2**36, 2**35)
-    assert count % 2 == 0
-    assert parameter_count("175B", count) * 2 <= 2**35 < parameter_count("175B", count + 2) * 2
+    assert opt_config("1.3B", blocks=99).num_hidden_layers == 24

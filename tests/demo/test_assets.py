@@ -1,10 +1,6 @@
-"""The embedded files: small, complete, loadable without a network, and what the script makes."""
+"""The embedded files: small, complete, and loadable without a network."""
 
-import importlib.util
-import json
 import random
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -12,20 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
 from keyhole import assets
-from keyhole.demo.corpus import END, FAR, USER, documents, remark
 from keyhole.eval.scoring import score_task
 from keyhole.eval.tasks import Question, Task, read_task
-
-SCRIPT = Path(__file__).parents[2] / "scripts/make_demo_model.py"
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    """The script that made the files, as a module."""
-    spec = importlib.util.spec_from_file_location("make_demo_model", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts.demo_model.corpus import END, FAR, USER, documents, remark
 
 
 @pytest.fixture(scope="module")
@@ -93,23 +78,3 @@ def test_it_answers_in_chat(model: keyhole.Model) -> None:
     out = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
     assert out[-1] == model.tokenizer.eos_token_id
     assert model.tokenizer.decode(out, skip_special_tokens=True).startswith("Mara lives in ")
-
-
-def test_script_remakes_the_tokenizer(script: ModuleType) -> None:
-    """Vocabulary and merges of the shipped tokenizer are those that the script trains today."""
-    made = json.loads(script.make_tokenizer(script.SEED).backend_tokenizer.to_str())
-    shipped = json.loads((assets.MODEL / "tokenizer.json").read_text())
-    assert made["model"]["vocab"] == shipped["model"]["vocab"]
-    assert made["model"]["merges"] == shipped["model"]["merges"]
-
-
-def test_script_is_deterministic(script: ModuleType) -> None:
-    """Two short trainings give the same weights, bit for bit, and a falling loss."""
-    tokenizer = AutoTokenizer.from_pretrained(assets.MODEL)
-    runs = []
-    for _ in range(2):
-        model = script.make_model(tokenizer, 1)
-        loss = script.train(model, tokenizer, 4, 1)
-        runs.append((loss, {name: w.clone() for name, w in model.state_dict().items()}))
-    assert runs[0][0] == runs[1][0] < 7.4
-    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])

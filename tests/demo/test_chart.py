@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.demo.chart import HEIGHT, WIDTH, Line, line_chart, smooth, ticks
+from keyhole.demo.chart import BOTTOM, HEIGHT, NAME_HEIGHT, TOP, WIDTH, Line, apart, line_chart, smooth, ticks
 
 values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60)
 
@@ -63,12 +63,28 @@ def test_nothing_to_draw() -> None:
     assert "<svg" in line_chart([Line("a", 0, [], [])], "t", "x", "y")
 
 
-def test_names_do_not_overlap() -> None:
-    """Curves that end at the same value get their names one above the other, inside the picture."""
-    lines = [Line(f"m{i}", i, [0.0, 1.0], [1.0, 0.0]) for i in range(6)]
-    heights = [float(y) for y in re.findall(r'class="name[^>]* y="([0-9.]+)"', line_chart(lines, "t", "x", "y"))]
-    gaps = [abs(a - b) for i, a in enumerate(heights) for b in heights[:i]]
-    assert len(heights) == 6 and min(gaps) >= 15 and max(heights) < HEIGHT
+@pytest.mark.parametrize("count", [1, 6, 12, 40])
+def test_names_stand_apart_in_a_column_beside_the_curves(count: int) -> None:
+    """Curves that end at the same value, at different steps, get names that cover neither each other nor a curve."""
+    lines = [Line(f"m{i}", i, [0.0, 1.0 + i % 3], [1.0, 0.0]) for i in range(count)]
+    svg = line_chart(lines, "t", "x", "y")
+    names = [(float(x), float(y)) for x, y in re.findall(r'class="name[^>]* x="([0-9.]+)" y="([0-9.]+)"', svg)]
+    assert len(names) == count and len({x for x, _ in names}) == 1
+    assert names[0][0] > max(x for x, _ in points(svg))
+    heights = sorted(y for _, y in names)
+    gaps = [b - a for a, b in zip(heights, heights[1:], strict=False)]
+    assert all(gap >= (NAME_HEIGHT - 0.11 if count <= 12 else 5) for gap in gaps)
+    assert TOP <= heights[0] and heights[-1] < HEIGHT - BOTTOM + 8
+
+
+@given(st.lists(st.floats(0, 300), max_size=12))
+def test_names_keep_their_order_and_stay_at_their_ends_where_they_can(heights: list[float]) -> None:
+    """Nothing moves that has room already."""
+    heights = sorted(heights)
+    placed = apart(heights, 0.0, 300.0)
+    assert placed == sorted(placed)
+    if all(b - a >= NAME_HEIGHT for a, b in zip(heights, heights[1:], strict=False)):
+        assert placed == heights
 
 
 def test_text_is_escaped() -> None:

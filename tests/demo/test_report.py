@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from keyhole.demo.report import COLOURS, cells, make_report, size
-from keyhole.demo.run import Result
+from keyhole.demo.train import Result
 from keyhole.methods.base import Demo
 
 ENVIRONMENT = {
@@ -19,9 +19,7 @@ ENVIRONMENT = {
 
 def result(name: str, **changes: object) -> Result:
     steps = 20
-    made = Result(
-        name, Demo(steps=steps), accuracy_before=0.5, accuracy_after=0.975, loss_before=0.75, loss_after=0.1
-    )
+    made = Result(name, Demo(steps=steps), accuracy_before=0.5, accuracy_after=0.975, loss_before=0.75, loss_after=0.1)
     made.losses = [1.0 - i / 40 for i in range(steps)]
     made.times_s = [0.1 * (i + 1) for i in range(steps)]
     made.host_bytes = 30 * 2**20

@@ -12,7 +12,8 @@ import torch
 
 from keyhole import assets
 from keyhole.demo.memory import Peaks
-from keyhole.demo.run import run_demo, settings_of
+from keyhole.demo.run import run_demo
+from keyhole.demo.train import settings_of
 from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.demo.task import make_rows, rows_as_jsonl
+from scripts.demo_model.task import make_rows, rows_as_jsonl
 from keyhole.errors import UserError
 from keyhole.eval.tasks import is_task, read_task, task_name
 

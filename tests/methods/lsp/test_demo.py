@@ -1,6 +1,6 @@
 """LSP on the embedded model and task: as good as AdamW, with a seventh of its numbers in the optimizer."""
 
-from keyhole.demo.run import settings_of, start, train
+from keyhole.demo.train import settings_of, start, train
 from keyhole.eval.scoring import score_task
 from keyhole.eval.tasks import read_task
 

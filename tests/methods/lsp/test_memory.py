@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
-from keyhole.bench.gradient_trials import config_of
+from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.lsp.memory import Numbers, choose_units, count_numbers, device_bytes
@@ -26,7 +26,7 @@ MEASURED = [("gpu", 22.69), ("cpu", 14.03)]  # GiB handed out at most, Llama-7B 
 @pytest.mark.parametrize("where, peak_gib", MEASURED)
 def test_planned_is_near_measured(where: str, peak_gib: float) -> None:
     """Within 5 %, where 10 % are promised."""
-    layout = find_layout(build(config_of("7B"), torch.bfloat16))
+    layout = find_layout(build(llama_config("7B"), torch.bfloat16))
     own = LSPConfig(d=2048, optimizer_on=where, learn=False, activations="host")
     room = Room(Wire(torch.bfloat16, None), 32 * MIB)
     assert device_bytes(layout, set(), Workload("lsp", 4096, 1, own), room).total / GIB == pytest.approx(peak_gib, rel=0.05)

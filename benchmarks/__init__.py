@@ -1,0 +1,1 @@
+"""Our own benchmarks: run them from the root of the repository. Measurements and commands: README.md."""

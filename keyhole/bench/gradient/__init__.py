@@ -1,0 +1,1 @@
+"""`keyhole bench lomo | lsp`: first-order methods beside torch's own optimizers."""

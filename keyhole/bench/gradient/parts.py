@@ -1,0 +1,41 @@
+"""Where the time of a step went, of the methods that update on the CPU and measure it."""
+
+import time
+
+from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.methods.adam_offload.state import Step
+from keyhole.methods.base import Method
+from keyhole.methods.lsp.method import LSP
+
+SPANS = ("forward", "reverse", "down", "update", "up", "exposed down", "exposed update", "exposed up")
+
+
+def step_parts(method: Method) -> dict[str, float]:
+    """Seconds of the last step by part, as far as the method knows; the device has been waited for."""
+    found = {key: float(value) for key, value in method.metrics().items()}
+    if isinstance(method, AdamOffload):
+        found["update_s"] = method.updates.host_s
+    if isinstance(method, LSP):
+        spans = method.optimizer.spans
+        seconds = spans.read()
+        found |= {f"{name.replace(' ', '_')}_s": seconds.get(name, 0.0) for name in SPANS}
+        found["layer_update_s"] = spans.mean("update")
+    return found
+
+
+def updates_alone_s(method: Method) -> float | None:
+    """The floor of offloaded Adam: seconds of all updates of a step, by whoever makes them, with nothing else at work.
+    (With a learning rate of 0, from whatever the staging buffers hold: nothing is trained afterwards.)"""
+    if not isinstance(method, AdamOffload):
+        return None
+    method.flush()
+    numbers = method.exchange.small(len(method.slots) + 2).zero_()
+    step = Step(0.0, numbers, numbers, method.slots, whole=False)
+    tensors: dict[int, list[int]] = {}
+    for start, trained in sorted(method.state.trained.items()):
+        tensors.setdefault(trained.unit.index, []).append(start)
+    begin_s = time.perf_counter()
+    for unit in method.state.units:
+        method.updates.submit(step, unit, tensors[unit.index], None)
+    method.exchange.drain()
+    return time.perf_counter() - begin_s

@@ -1,0 +1,122 @@
+"""The tables of `keyhole bench lomo` and `keyhole bench lsp`.
+
+Floors:
+    products   operations of the matrix products at the rate of a large product of the same run (product_flop)
+    updates    of offloaded Adam: all updates of a step with nothing else at work in the machine
+    link       two uploads of what is streamed, or the bytes that crossed if more (what is still there at the turn from
+               forward to reverse does not cross again), at the duplex rate of the same run
+    compute    the resident step of the same method, or its products
+
+A resident step is compared with the larger of products and updates, a streamed one with max(compute, link). GPU GiB:
+the peak handed out, and reserved, by the allocator.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keyhole.bench.gradient.trials import NATIVE, Trial
+from keyhole.bench.report import Record, Report, grid
+from keyhole.bench.shapes import LLAMA, LLAMA_VOCABULARY
+from keyhole.machine.sizes import GIB
+
+STEP_PARTS = {
+    "forward_s": "forward, GPU",
+    "reverse_s": "reverse, GPU",
+    "down_s": "down",
+    "update_s": "updates, CPU",
+    "up_s": "up",
+    "exposed_down_s": "exposed: down",
+    "exposed_update_s": "exposed: CPU",
+    "exposed_up_s": "exposed: up",
+    "host_wait_s": "host waited",
+    "layer_update_s": "one update, CPU",
+    "gpu_updates": "updated by GPU",
+}
+PARTS_NOTE = (
+    "Seconds of the last step. Forward and reverse include what is exposed; the rest ran beside them. Updated by GPU: "
+    "the share of parameters whose state crossed the link for that (adam-offload)."
+)
+
+
+def product_flop(shape: str, tokens: int) -> float:
+    """Operations of the matrix products of a step that runs every block twice, forward 2, again 2, backward 4 per
+    parameter and token, minus the one product of a block that is left out; the head's logits are made twice as well."""
+    width, blocks, _, mlp = LLAMA[shape]
+    block = 4 * width**2 + 3 * width * mlp
+    return tokens * (blocks * (8 * block - 2 * width * mlp) + 8 * LLAMA_VOCABULARY * width)
+
+
+class GradientReport(Report):
+    """One line per trial, beside torch's own optimizers on the same shape."""
+
+    def __init__(self, name: str, out: Path, trials: list[Trial], command: str, quick: bool) -> None:
+        super().__init__(name, out, command, quick)
+        self.baselines = list(dict.fromkeys(t.options["optimizer"] for t in trials if t.system == NATIVE))
+        self.header = ["trial", "s/step", "+-", "tok/s", *(f"vs {optimizer}" for optimizer in self.baselines)]
+        self.header += "floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB".split("|")
+
+    def find(self, fits: Callable[[dict[str, Any]], bool]) -> Record | None:
+        """The record of a trial that fits, if it was measured."""
+        return next((r for r in self.records if r["status"] == "ok" and fits(r["case"])), None)
+
+    def native(self, shape: str, optimizer: str) -> Record | None:
+        """The record of torch's optimizer on that shape."""
+        return self.find(
+            lambda t: (t["system"], t["shape"], t["options"].get("optimizer")) == (NATIVE, shape, optimizer)
+        )
+
+    def cells(self, r: Record) -> list[str]:
+        trial = r["case"]
+        if r["status"] != "ok":
+            return [trial["name"], f"{r['status']}: {r['error']}", *[""] * (len(self.header) - 2)]
+        ratios = [self.native(trial["shape"], optimizer) for optimizer in self.baselines]
+        floor_s, bound = self.floor(r)
+        device, planned = r["device"], r["planned_bytes"]
+        return [
+            trial["name"],
+            f"{r['step_s']:.4f}",
+            f"{50 * (r['max_s'] - r['min_s']) / r['step_s']:.1f} %",
+            f"{r['tokens'] / r['step_s']:,.0f}",
+            *(f"{b['step_s'] / r['step_s'] * r['tokens'] / b['tokens']:.2f}x" if b else "" for b in ratios),
+            f"{floor_s:.4f}" if floor_s else "",
+            f"{r['step_s'] / floor_s:.2f}x" if floor_s else "",
+            bound,
+            f"{device['allocated_bytes'] / GIB:.2f} ({device['reserved_bytes'] / GIB:.2f})",
+            f"{planned / GIB:.2f}" if planned else "",
+            f"{r['weights_bytes'] / GIB:.2f}",
+            f"{r['host_bytes'] / GIB:.1f}",
+        ]
+
+    def floor(self, r: Record) -> tuple[float | None, str]:
+        """What the step could cost at best, and what that is."""
+        rate, trial = self.machine.get("product_rate"), r["case"]
+        products_s = product_flop(trial["shape"], r["tokens"]) / rate if rate else None
+        if not trial["streamed"]:
+            updates_s = r["updates_alone_s"] or 0.0
+            return (updates_s, "updates") if updates_s > (products_s or 0.0) else (products_s, "products")
+        other = self.find(lambda t: t["name"] == trial["compare"])
+        compute_s = other["step_s"] if other else products_s
+        crossed = max(2 * r["streamed_bytes"], r["bytes_up"], r["bytes_down"])
+        link_s = crossed / r["link"]["duplex"] / 1e9 if r.get("link") else 0.0
+        if compute_s is None:
+            return None, ""
+        return max(compute_s, link_s), "link" if link_s > compute_s else "compute"
+
+    def sections(self) -> list[str]:
+        rate = f"bf16 product of this run: {(self.machine.get('product_rate') or 0.0) / 1e12:.0f} TFLOP/s"
+        return [rate, grid(self.header, [self.cells(r) for r in self.records]), *self.breakdown()]
+
+    def breakdown(self) -> list[str]:
+        """Seconds of each part of a step, where they were measured, and for how long the kernels stood still for it."""
+        rows = [
+            [
+                r["name"],
+                f"{r['step_s']:.4f}",
+                *(f"{r['parts'][key]:.4f}" if key in r["parts"] else "" for key in STEP_PARTS),
+                *(f"{r[key] / GIB:.2f}" for key in ("bytes_up", "bytes_down")),
+            ]
+            for r in self.records
+            if {"host_wait_s", "reverse_s"} & r.get("parts", {}).keys()
+        ]
+        return [PARTS_NOTE, grid(["trial", "step", *STEP_PARTS.values(), "GiB up", "GiB down"], rows)] if rows else []

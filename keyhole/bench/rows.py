@@ -1,0 +1,59 @@
+"""Tables of what a benchmark runs: YAML files, shipped (tables/) or the user's own, whose rows become dataclasses.
+
+The types of a dataclass's fields are what a row is checked against; `one_of` limits a field to some words. A mistake is
+told with the file, the row and the key.
+"""
+
+from collections.abc import Iterable
+from dataclasses import MISSING, field, fields
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import yaml
+
+from keyhole.errors import UserError
+
+TABLES = Path(__file__).parent / "tables"
+T = TypeVar("T")
+
+
+def one_of(words: Iterable[str], **options: Any) -> Any:
+    """A field that holds one of these words."""
+    return field(metadata={"one_of": tuple(words)}, **options)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping at the top of a file."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"--table: cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: a mapping is needed at the top; the tables in {TABLES} are examples")
+    return found
+
+
+def list_of(found: dict[str, Any], key: str, where: str) -> list[Any]:
+    """A list that is not empty."""
+    if not isinstance(found.get(key), list) or not found[key]:
+        raise UserError(f"{where}: a list `{key}` is needed; the tables in {TABLES} are examples")
+    return found[key]
+
+
+def row_as(kind: type[T], row: Any, where: str) -> T:
+    """The row as a dataclass, every key and value checked."""
+    types, known = get_type_hints(kind), {f.name: f for f in fields(kind)}
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: {row!r} is no row; a row has the keys {', '.join(known)}")
+    for key, value in row.items():
+        if key not in known:
+            raise UserError(f"{where}: {key!r} is not one of {', '.join(known)}")
+        words = known[key].metadata.get("one_of")
+        if not isinstance(value, types[key]) or (isinstance(value, bool) and types[key] is not bool):
+            raise UserError(f"{where}: {key}: {value!r} is not of type {getattr(types[key], '__name__', types[key])}")
+        if words is not None and value not in words:
+            raise UserError(f"{where}: {key}: {value!r} is not one of {', '.join(words)}")
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [key for key in required if key not in row]:
+        raise UserError(f"{where}: {missing[0]!r} is missing")
+    return kind(**row)

@@ -1,0 +1,1 @@
+"""`keyhole bench snapshots`: checkpoints written while training goes on."""

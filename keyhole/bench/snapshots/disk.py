@@ -1,0 +1,42 @@
+"""What the disk takes, with nobody training: the floor of a checkpoint is its bytes at this rate.
+
+Threads write one file, each its share, and it is flushed from the first piece on, as by a snapshot's workers
+(checkpoint/snapshot/snapshot.py), but without checksums or a look at the numbers. The bytes are random, since some file
+systems are faster with bytes that are alike.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from keyhole.checkpoint.snapshot.page_writer import PIECE_BYTES, write_at
+from keyhole.checkpoint.snapshot.snapshot import FLUSH_EVERY_S, WORKERS, flush_data
+
+PROBE_BYTES = 4 * 2**30  # at most
+
+
+def disk_rate(directory: Path, size_bytes: int) -> float:
+    """Bytes per second, flushed, of a file of about this size that is deleted afterwards."""
+    pieces = max(WORKERS, min(size_bytes, PROBE_BYTES) // PIECE_BYTES)
+    data, path = memoryview(os.urandom(PIECE_BYTES)), directory / "probe"
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.truncate(file, pieces * PIECE_BYTES)
+        begin_s = time.perf_counter()
+
+        def work(first: int) -> None:
+            for piece in range(first, pieces, WORKERS):
+                write_at(file, data, piece * PIECE_BYTES)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(WORKERS)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            flush_data(file)
+            threads[0].join(FLUSH_EVERY_S)
+        flush_data(file)
+        return pieces * PIECE_BYTES / (time.perf_counter() - begin_s)
+    finally:
+        os.close(file)
+        path.unlink()

@@ -1,0 +1,144 @@
+"""What `keyhole bench zo` runs: a case is a model, a system and its settings; a table is a list of cases.
+
+Tables share cases: a case that stands in several is run once. Cases of one model are run together, because making the
+weights takes longer than timing a few steps:
+
+    group      same model, dtype, number of blocks, positions       one process, in the order of importance
+      load     same placement, budget and engine options            one copy of the weights
+        case   batch size, textbook or zo, deferred update and rare write-backs or not
+
+The tables are in tables/zo.yaml. `textbook` and `resident` use the same load: the textbook loop runs on the resident
+model's own Hugging Face module.
+"""
+
+import fnmatch
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from keyhole.bench.rows import TABLES, list_of, one_of, read_yaml, row_as
+from keyhole.bench.shapes import POSITIONS, SHAPES, parameter_count
+from keyhole.errors import UserError
+
+SYSTEMS = ("resident", "textbook", "streamed")  # in the order in which a group runs them
+ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+SWITCHES = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table."""
+
+    model: str = one_of(SHAPES)
+    system: str = one_of(SYSTEMS)
+    dtype: str = one_of(ELEMENT_BYTES, default="bf16")
+    batch: int = 1
+    length: int = 2048
+    blocks: int | None = None  # None: all of them
+    gpu_memory: str | None = None
+    overlap: bool = True
+    reuse_slots: bool = True
+    deferred_update: bool = True
+    rare_write_backs: bool = True
+    wire: str | None = None
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        words = [self.model, self.dtype, f"b{self.batch}"]
+        words += [f"t{self.length}"] if self.length != POSITIONS else []
+        words += [f"{self.blocks}blocks"] if self.blocks else []
+        words += [self.system]
+        words += [self.gpu_memory] if self.gpu_memory else []
+        words += [f"no_{switch}" for switch in self.switched_off]
+        words += [f"wire_{self.wire}"] if self.wire else []
+        words += ["compiled"] if self.compiled else []
+        return "-".join(words)
+
+    @property
+    def switched_off(self) -> list[str]:
+        return [switch for switch in SWITCHES if not getattr(self, switch)]
+
+    @property
+    def group(self) -> tuple:
+        return self.model, self.dtype, self.blocks, max(self.length, POSITIONS)
+
+    @property
+    def load(self) -> tuple:
+        """Cases with the same load run on the same weights. A plan for a budget depends on tokens."""
+        if self.system != "streamed":
+            return self.group, "resident"
+        tokens = self.tokens if self.gpu_memory or self.wire else None
+        return self.group, self.gpu_memory, tokens, self.overlap, self.reuse_slots, self.wire, self.compiled
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+    @property
+    def weight_bytes(self) -> int:
+        return parameter_count(self.model, self.blocks) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cases that are shown together."""
+
+    title: str
+    cases: list[Case]
+
+
+def read_tables(path: Path = TABLES / "zo.yaml") -> dict[str, Table]:
+    """The tables of a file, by name."""
+    tables = {}
+    for name, found in read_yaml(path).items():
+        where = f"{path}: {name}"
+        rows = [
+            row for rows in list_of(found if isinstance(found, dict) else {}, "cases", where) for row in _each(rows)
+        ]
+        cases = [row_as(Case, row, f"{where}: case {i}") for i, row in enumerate(rows, 1)]
+        tables[str(name)] = Table(str(found.get("title", name)), cases)
+    return tables
+
+
+def _each(row: Any) -> Iterator[Any]:
+    """The rows that a row stands for: one per combination of the items of its lists, the last list varying fastest."""
+    if not isinstance(row, dict):
+        yield row
+        return
+    values = [value if isinstance(value, list) else [value] for value in row.values()]
+    for chosen in product(*values):
+        yield dict(zip(row, chosen, strict=True))
+
+
+def select(words: list[str], tables: dict[str, Table]) -> dict[str, Table]:
+    """The tables that are asked for, with the chosen cases: a word is a table, `all`, or a pattern of case names
+    (13B-bf16-*). A case chosen by a pattern is shown in the first table that holds it."""
+    chosen: dict[str, set[str]] = {}
+    first = {case.name: name for name in reversed(tables) for case in tables[name].cases}
+    for word in words:
+        names = list(tables) if word == "all" else [word]
+        found = [(name, case.name) for name in names if name in tables for case in tables[name].cases]
+        found = found or [(first[name], name) for name in first if fnmatch.fnmatchcase(name, word)]
+        if not found:
+            known = ", ".join([*tables, "all"])
+            raise UserError(f"--cases: {word!r} is neither a table ({known}) nor a case, such as {next(iter(first))}")
+        for table, case in found:
+            chosen.setdefault(table, set()).add(case)
+    every = set().union(*chosen.values())
+    return {name: Table(tables[name].title, [c for c in tables[name].cases if c.name in every]) for name in chosen}
+
+
+def grouped(tables: dict[str, Table]) -> list[list[Case]]:
+    """Every case once, by group, groups in the order of their first case; inside, one load after the other."""
+    groups: dict[tuple, list[Case]] = {}
+    for case in dict.fromkeys(case for table in tables.values() for case in table.cases):
+        groups.setdefault(case.group, []).append(case)
+    ordered = []
+    for members in groups.values():
+        loads = list(dict.fromkeys(case.load for case in members))
+        rank = {c: (SYSTEMS.index(c.system), loads.index(c.load), c.tokens, c.switched_off) for c in members}
+        ordered.append(sorted(members, key=rank.get))
+    return ordered

@@ -1,0 +1,107 @@
+"""The model of a case, kept while consecutive cases can use it, and as good as new for each.
+
+Loading a model takes longer than timing a few steps of it, so cases that load alike (Case.load) share one: before each
+the same weights are drawn again, so that losses compare whatever ran before. One model is freed before the next is
+loaded, for two would not fit. The link is measured with copies of the model's usual unit, once per size.
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+import keyhole
+from keyhole.bench import measure
+from keyhole.bench.link import measure_link
+from keyhole.bench.process import Emit
+from keyhole.bench.shapes import opt_config
+from keyhole.bench.zo.cases import Case
+from keyhole.methods.base import Workload
+from keyhole.methods.zo.traits import ZO
+from keyhole.model.weights.random import fill_random
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def workload(case: Case) -> Workload:
+    """What memory is planned for."""
+    return Workload(ZO.name, case.tokens, settings=ZO.settings(compile=case.compiled))
+
+
+class ModelCache:
+    """Holds at most one model. emit: where a measurement of the link goes; quick: tiny shapes."""
+
+    def __init__(self, emit: Emit, device: torch.device, quick: bool) -> None:
+        self.emit, self.device, self.quick = emit, device, quick
+        self.model: keyhole.Model | None = None
+        self.key: tuple | None = None
+        self.load_s = 0.0
+        self.host_bytes = 0  # after loading
+        self.vectors: list[tuple[nn.Parameter, torch.Tensor]] = []  # norms and biases, and as loaded
+        self.links: dict[int, dict[str, float]] = {}
+        self.link: dict[str, float] | None = None
+
+    def ready(self, case: Case) -> keyhole.Model:
+        """The model of a case, loaded now or kept from the case before; always with fresh weights."""
+        if case.load == self.key:
+            self.refresh()
+            return self.model
+        self.close()
+        begin_s = time.perf_counter()
+        options: dict[str, Any] = {}
+        if case.system == "streamed":
+            options = {"overlap": case.overlap, "reuse_slots": case.reuse_slots, "gpu_memory": case.gpu_memory}
+            options |= {"wire": case.wire} if case.wire else {}
+        self.model = keyhole.load(
+            opt_config(case.model, case.length, case.blocks, self.quick),
+            placement="stream" if case.system == "streamed" else "resident",
+            dtype=DTYPES[case.dtype],
+            device=self.device,
+            init="random",
+            workload=workload(case),
+            **options,
+        )
+        self.key, self.load_s = case.load, time.perf_counter() - begin_s
+        self.host_bytes = measure.host_memory()
+        vectors = [t.param for t in self.model.layout.tensors if len(t.shape) < 2]
+        self.vectors = [(param, param.data.to("cpu", copy=True)) for param in vectors]
+        self.measure_link()
+        return self.model
+
+    def refresh(self) -> None:
+        """Draws the same weights again."""
+        model = self.model
+        model.apply_deferred()  # or what the last method left would be applied to the new weights
+        model.engine.wait_for_homes()
+        std = getattr(model.config, "initializer_range", None) or 0.02
+        for param, as_loaded in self.vectors:
+            param.data = as_loaded
+        fill_random(model, std, 0)
+        model.binding.bind_homes()  # the textbook loop leaves parameters in memory of its own
+        model.engine.invalidate()
+
+    def measure_link(self) -> None:
+        """With copies of the usual unit of this model, unless nearly that size was measured already."""
+        self.link = None
+        homes = streamed_homes(self.model)
+        if self.device.type != "cuda" or not homes:
+            return
+        sizes = sorted(home.numel() * home.element_size() for home in homes)
+        unit_bytes = sizes[len(sizes) // 2]
+        near = [size for size in self.links if 0.5 < size / unit_bytes < 2]
+        if not near:
+            self.links[unit_bytes] = measure_link(unit_bytes)
+            self.emit({"kind": "link", **self.links[unit_bytes]})
+        self.link = self.links[near[0] if near else unit_bytes]
+
+    def close(self) -> None:
+        """Frees the model; pinned pages are unpinned before they are freed."""
+        if self.model is not None:
+            self.model.close()
+        self.model, self.key, self.vectors = None, None, []
+        measure.clear_device(self.device)
+
+
+def streamed_homes(model: keyhole.Model) -> list[torch.Tensor]:
+    return [model.engine.homes[i] for i in sorted(model.engine.streamed)]

@@ -1,0 +1,61 @@
+"""One method on the embedded model: how it is set up, the loop that trains it, and what came of it."""
+
+import time
+from dataclasses import dataclass, field, replace
+
+import keyhole
+from keyhole import assets
+from keyhole.data import Loader, prepare
+from keyhole.methods import METHODS
+from keyhole.methods.base import Demo, Method
+from keyhole.training.schedule import Schedule
+
+MAX_LENGTH = 128
+
+
+@dataclass
+class Result:
+    """What one method did. `skipped` says why it could not run; then the numbers mean nothing."""
+
+    method: str
+    settings: Demo
+    skipped: str = ""
+    accuracy_before: float = 0.0
+    accuracy_after: float = 0.0
+    loss_before: float = 0.0
+    loss_after: float = 0.0
+    host_bytes: int = 0
+    gpu_bytes: int = 0
+    moved_bytes: int = 0
+    losses: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.times_s[-1] if self.times_s else 0.0
+
+
+def settings_of(name: str, steps: int | None = None) -> Demo:
+    """How the demo runs a method, by the method's row; `steps` caps its steps."""
+    settings = METHODS[name].demo
+    return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
+
+
+def start(name: str, settings: Demo, seed: int, device: str | None) -> tuple[keyhole.Model, Method]:
+    """The embedded model, fresh, and the method that will train it."""
+    model = keyhole.load(assets.MODEL, dtype="float32", device=device)
+    return model, METHODS[name].load()(model, settings.lr, seed=seed, **settings.options)
+
+
+def train(model: keyhole.Model, method: Method, settings: Demo, seed: int) -> tuple[list[float], list[float]]:
+    """The training loop: a rate, a batch, a step. Returns the loss of each step, and the seconds until it was done."""
+    dataset = prepare(str(assets.TRAIN), model.tokenizer, max_length=MAX_LENGTH)
+    loader = Loader(dataset, settings.batch_size, seed=seed, pad_to_multiple_of=1)
+    schedule = Schedule("linear", settings.lr, settings.steps)
+    losses, times_s, begin_s = [], [], time.perf_counter()
+    for step in range(settings.steps):
+        method.lr = schedule.rate(step)
+        losses.append(float(method.step(loader.next_step())))
+        times_s.append(time.perf_counter() - begin_s)
+    method.flush()
+    return losses, times_s

@@ -1,0 +1,1 @@
+"""Programs that remake or check what is in this repository; run them from its root."""

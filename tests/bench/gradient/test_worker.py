@@ -1,0 +1,102 @@
+"""The first-order benchmark runs, every trial of it, and says nothing that it did not measure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.bench.gradient.report import product_flop
+from keyhole.bench.gradient.run import bench_gradient
+from keyhole.bench.gradient.trials import Trial, read_trials
+from keyhole.bench.rows import TABLES
+from keyhole.bench.shapes import LLAMA, llama_config
+from keyhole.errors import UserError
+
+QUICK = {"quick": True, "steps": 1, "warm_up": 1, "command": "test", "say": lambda line: None}
+
+
+def run(table: Path, out: Path, only: str = "") -> tuple[dict[str, dict[str, Any]], str]:
+    """Records by name, and the page; no trial fails."""
+    bench_gradient(table, out=out, only=only, **QUICK)
+    records = json.loads(next(out.glob("*.json")).read_text())["records"]
+    trials = read_trials(table, only, quick=True)
+    assert [(r["name"], r.get("error")) for r in records] == [(trial.name, None) for trial in trials]
+    return {r["name"]: r for r in records}, next(out.glob("*.md")).read_text()
+
+
+@pytest.mark.slow
+def test_lomo_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
+    """Streamed losses are the resident ones."""
+    records, page = run(TABLES / "lomo.yaml", tmp_path, "lomo compiled")
+    compared = [r for r in records.values() if r["case"]["compare"]]
+    assert len(compared) == 1
+    for record in compared:
+        assert record["losses"] == records[record["case"]["compare"]]["losses"]
+        assert record["streamed_bytes"] == record["bytes_down"] > 0
+    assert "mean nothing" in page
+
+
+@pytest.mark.slow
+def test_lsp_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
+    """The first ones are those that matter, and the host's part of a step is in the record."""
+    records, page = run(TABLES / "lsp.yaml", tmp_path, "7B")
+    assert next(iter(records)) == "7B native adamw"
+    on_host = records["7B lsp d=2048 cpu compiled"]
+    assert all(on_host["parts"][f"{part}_s"] > 0 for part in ("forward", "reverse", "update", "layer_update"))
+    assert on_host["parts"]["host_wait_s"] > 0 and on_host["bytes_up"] > 0 and on_host["bytes_down"] > 0
+    assert records["7B lsp d=2048 compiled"]["bytes_up"] == 0
+    mixed = records["7B lsp d=2048 17GB compiled"]
+    assert 0 < mixed["bytes_down"] < on_host["bytes_down"] and mixed["parts"]["exposed_update_s"] > 0
+    offloaded = records["7B adam-offload layerwise"]
+    assert offloaded["updates_alone_s"] > 0 and offloaded["parts"]["update_s"] > 0
+    assert "exposed: CPU" in page and "vs AdamW" in page
+
+
+@pytest.mark.slow
+def test_a_table_of_the_user_s_own(tmp_path: Path) -> None:
+    """Any method with any of its options; torch's optimizers by their names."""
+    path = tmp_path / "mine.yaml"
+    rows = "{name: torch, shape: 7B, system: native, options: {optimizer: Adagrad}}, "
+    rows += "{name: ours, shape: 7B, system: lomo, options: {rounding: nearest}}"
+    path.write_text(f"trials: [{rows}]")
+    records, page = run(path, tmp_path)
+    assert list(records) == ["torch", "ours"] and "vs Adagrad" in page and "bench mine" in page
+
+
+def test_names_that_are_not_there_are_said(tmp_path: Path) -> None:
+    """A trial, a method."""
+    with pytest.raises(UserError, match="--only"):
+        bench_gradient(TABLES / "lomo.yaml", out=tmp_path, only="70B", **QUICK)
+    path = tmp_path / "mine.yaml"
+    path.write_text("trials: [{name: a, shape: 7B, system: lomm}]")
+    with pytest.raises(UserError, match="trial 1: system: 'lomm' is not one of native, "):
+        bench_gradient(path, out=tmp_path, **QUICK)
+
+
+@pytest.mark.parametrize("table", ["lomo.yaml", "lsp.yaml"])
+def test_trials_compare_with_trials_of_their_table(table: str) -> None:
+    """The resident step that a streamed one is held against runs before it, and names are unique."""
+    names: list[str] = []
+    for trial in read_trials(TABLES / table, "", quick=False):
+        assert trial.name not in names and (trial.compare is None or trial.compare in names)
+        names.append(trial.name)
+
+
+def test_quick_runs_change_only_options_that_a_trial_has(tmp_path: Path) -> None:
+    """And its budget."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "quick: {d: 16, r: 2}\ntrials: [{name: a, shape: 7B, system: lsp, gpu_memory: 8GiB, options: {d: 512}}]"
+    )
+    assert read_trials(path, "", quick=True) == [Trial("a", "7B", "lsp", options={"d": 16})]
+    assert read_trials(path, "", quick=False)[0].options == {"d": 512}
+
+
+def test_products_are_counted_from_the_shapes() -> None:
+    """8 per parameter and token, less the product that is left out, and the head."""
+    width, blocks, _, mlp = LLAMA["7B"]
+    config = llama_config("7B")
+    assert (config.hidden_size, config.num_hidden_layers, config.intermediate_size) == (width, blocks, mlp)
+    block = 4 * width**2 + 3 * width * mlp
+    assert product_flop("7B", 1) == 32 * (8 * block - 2 * width * mlp) + 8 * 32000 * width

@@ -1,0 +1,25 @@
+"""The benchmark of snapshots, on tiny shapes."""
+
+import json
+from pathlib import Path
+
+from keyhole.bench.snapshots.run import MODES, bench_snapshots
+
+
+def test_runs_on_a_cpu(tmp_path: Path) -> None:
+    """All modes of two sizes and a replay: JSON and Markdown are written, and nothing is left in the scratch place."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    said: list[str] = []
+    how = {"batch": 2, "every": 3, "periods": 2, "replay_steps": 5, "device": "cpu", "quick": True}
+    report = bench_snapshots(
+        ["1.3B", "2.7B"], out=tmp_path / "out", scratch=scratch, command="t", say=said.append, **how
+    )
+    found = json.loads(report.paths[0].read_text())
+    assert [row["mode"] for row in found["records"]] == [*MODES, "replay", *MODES]
+    background = next(row for row in found["records"] if row["mode"] == "background")
+    assert background["steps"] == 6 and len(background["write_s"]) == 2
+    assert background["copies_bytes"] <= background["pool_bytes"] <= background["weights_bytes"] // 2
+    text = report.paths[1].read_text()
+    assert "| torch.save " in text and "against none" in text and "5 steps in" in text
+    assert list(scratch.iterdir()) == [] and len(said) == 7

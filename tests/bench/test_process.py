@@ -1,0 +1,48 @@
+"""Workers: every case gets a record, whatever becomes of the process."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from keyhole.bench.process import Job, make_job, run_apart
+from keyhole.bench.zo.cases import Case
+from keyhole.errors import UserError
+
+CASES = [Case("13B", "resident", dtype="fp32"), Case("13B", "streamed", dtype="fp32")]
+
+
+def run(deadline_s: float) -> list[dict[str, Any]]:
+    """The records of both cases, but for the marks of their beginnings."""
+    got: list[dict[str, Any]] = []
+    run_apart("keyhole.bench.zo.worker", got.append, Job("cpu", True, 1, 1, deadline_s), CASES, print)
+    return [record for record in got if record["kind"] != "begin"]
+
+
+@pytest.mark.slow
+def test_a_worker_reports_back() -> None:
+    """The machine first, then a record per case; the same bits from both placements."""
+    machine, *records = run(4e9)
+    assert machine["kind"] == "machine" and machine["device"] == "cpu" and machine["versions"]["torch"]
+    assert [r["name"] for r in records] == [case.name for case in CASES]
+    assert records[0]["losses"] == records[1]["losses"]
+
+
+def test_a_worker_that_dies_leaves_errors_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exit code is in the record."""
+    monkeypatch.setattr(sys, "executable", "false")
+    got = run(4e9)
+    assert [r["status"] for r in got] == ["error", "error"] and "exit code 1" in got[0]["error"]
+
+
+def test_no_worker_starts_after_the_limit() -> None:
+    """The cases are skipped."""
+    assert [r["status"] for r in run(0.0)] == ["skipped", "skipped"]
+
+
+@pytest.mark.parametrize(("device", "quick"), [("tpu", True), ("cpu", False)])
+def test_devices_that_make_no_sense_are_refused(device: str, quick: bool) -> None:
+    """An unknown one, and a CPU for full shapes."""
+    with pytest.raises(UserError):
+        make_job(device, quick, 1, 1, None)
+    assert make_job("cpu", True, 1, 1, None).deadline_s > 4e9 / 3

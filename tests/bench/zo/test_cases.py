@@ -1,0 +1,71 @@
+"""Cases: names are unique, tables share them, groups keep what belongs together."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.bench.zo.cases import SYSTEMS, Case, grouped, read_tables, select
+from keyhole.bench.zo.floors import companion
+from keyhole.errors import UserError
+from keyhole.model.weights.format import FORMATS
+
+TABLES = read_tables()
+
+
+def test_names_tell_cases_apart() -> None:
+    """One name, one case, over all tables."""
+    cases = [case for table in TABLES.values() for case in table.cases]
+    assert len({case.name for case in cases}) == len(set(cases))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_streamed_cases_come_with_their_companions(table: str) -> None:
+    """Compute alone is in the same table as every streamed case, so a floor can be given."""
+    names = {case.name for case in TABLES[table].cases}
+    assert all(companion(case, "resident") in names for case in TABLES[table].cases if case.system == "streamed")
+
+
+def test_every_format_is_in_its_table() -> None:
+    """A new format of weights on the link is timed too."""
+    assert {case.wire for case in TABLES["wire"].cases} == {None, *FORMATS}
+
+
+def test_a_list_stands_for_one_case_per_item(tmp_path: Path) -> None:
+    """Every combination, the last list varying fastest."""
+    path = tmp_path / "own.yaml"
+    path.write_text("mine: {cases: [{model: 13B, batch: [1, 4], system: [resident, streamed], wire: fp8}]}")
+    cases = read_tables(path)["mine"].cases
+    assert [(c.batch, c.system) for c in cases] == [(b, s) for b in (1, 4) for s in ("resident", "streamed")]
+    assert cases[3] == Case("13B", "streamed", batch=4, wire="fp8")
+
+
+def test_groups_hold_every_case_once_and_one_load_after_the_other() -> None:
+    """Nothing is loaded twice within a group, and zo is timed before textbook changes the weights."""
+    chosen = select(["all"], TABLES)
+    groups = grouped(chosen)
+    assert chosen == TABLES
+    names = [case.name for group in groups for case in group]
+    assert sorted(names) == sorted({case.name for table in TABLES.values() for case in table.cases})
+    for group in groups:
+        assert len({case.group for case in group}) == 1
+        loads = [case.load for case in group]
+        changes = sum(a != b for a, b in zip(loads, loads[1:], strict=False))
+        assert changes == len(set(loads)) - 1
+        systems = [case.system for case in group]
+        assert systems == sorted(systems, key=SYSTEMS.index)
+
+
+def test_judged_comes_in_the_order_of_importance() -> None:
+    """The first groups are those that decide: 1.3B, 6.7B, 13B in bf16."""
+    order = [group[0].group[:2] for group in grouped(select(["judged"], TABLES))]
+    assert order[:3] == [("1.3B", "bf16"), ("6.7B", "bf16"), ("13B", "bf16")]
+
+
+def test_selection_by_pattern_and_slip() -> None:
+    """Patterns choose cases; a name that is nothing is the user's mistake."""
+    chosen = select(["13B-bf16-b1-streamed*", "giant"], TABLES)
+    assert list(chosen) == ["judged", "giant"]
+    assert Case("13B", "streamed", gpu_memory="16GiB") in chosen["judged"].cases
+    assert all(case.model in ("13B", "175B") for table in chosen.values() for case in table.cases)
+    with pytest.raises(UserError, match="gaint"):
+        select(["gaint"], TABLES)
