@@ -3,18 +3,31 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CODE := keyhole tests benchmarks scripts
+PYTEST := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test check lint fix docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/keyhole demo
 
-test: $(STAMP)
-	$(BIN)/ruff check keyhole tests benchmarks scripts
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+test: lint
+	$(PYTEST)
+
+check: lint  # before every commit: the core tests of every package, in two minutes
+	$(PYTEST) $(CORE)
 
 lint: $(STAMP)
-	$(BIN)/ruff check keyhole tests benchmarks scripts
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/mypy
+
+fix: $(STAMP)  # what ruff can repair by itself
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+docs: $(STAMP)  # the page of settings, from their docstrings
+	$(BIN)/python -m keyhole.config.docs > docs/config.md
 
 setup: $(STAMP)
 

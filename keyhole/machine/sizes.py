@@ -13,7 +13,7 @@ shortest ("8GB", "0.04GiB"). `about` is for messages: the same where it is short
 import re
 
 MIB, GIB = 2**20, 2**30
-UNITS = {"B": 1} | {
+UNITS: dict[str, int] = {"B": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("iB", 1024), ("B", 1000))

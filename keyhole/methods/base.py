@@ -153,11 +153,13 @@ class Traits:
 
     def load(self) -> type[Method]:
         """The class itself; imports torch."""
-        return imported(self.cls)
+        found: type[Method] = imported(self.cls)
+        return found
 
     def planned_bytes(self, layout: Layout, streamed: set[int], work: Workload, room: Room) -> DeviceBytes:
         """The device peak of a step when these units are streamed."""
-        return imported(self.device_bytes)(layout, streamed, work, room)
+        found: DeviceBytes = imported(self.device_bytes)(layout, streamed, work, room)
+        return found
 
 
 def host_activations(own: Any) -> Advice:
@@ -172,7 +174,8 @@ def imported(where: str) -> Any:
 
 
 class Method:
-    """An update rule on a model. A method must define step, state_dict and load_state_dict; the rest has defaults.
+    """An update rule on a model. A method must define __init__, step, state_dict and load_state_dict; the rest has
+    defaults.
 
     `lr` may be changed between steps.
     """
@@ -180,6 +183,9 @@ class Method:
     name: str
     model: Model
     lr: float
+
+    def __init__(self, model: Model, lr: float, **settings: Any) -> None:
+        raise NotImplementedError  # abstract
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> Method:

@@ -59,7 +59,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class _Costs:
+class Costs:
     """Turns a set of streamed units into planned bytes. row: None for forward passes alone (evaluation, chat, replay)."""
 
     work: Workload
@@ -101,7 +101,7 @@ def place(
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
     budget = _budget(gpu_memory, placement, device)
     room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device))
-    costs = _Costs(work, room, METHODS.get(work.method))
+    costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
     resident = Placement(set(), 0, costs.of(whole, set()), work, budget, room.limit_bytes)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
@@ -116,7 +116,7 @@ def place(
             f"placement: {type(module).__name__} has no list of repeated blocks, so there is nothing to stream unit by "
             "unit; use placement=resident"
         )
-    layout, streamed = _fit(module, costs, budget)
+    layout, streamed = fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
     placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, budget, room.limit_bytes)
     _check_state(layout, placed, costs)
@@ -125,30 +125,33 @@ def place(
     return layout, placed
 
 
-def _fit(module: nn.Module, costs: _Costs, budget: int | None) -> tuple[Layout, set[int]]:
+def fit(module: nn.Module, costs: Costs, budget: int | None) -> tuple[Layout, set[int]]:
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
     one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
-    found, smallest = [], None
     formats, cut_rows = costs.room.formats, costs.may_cut_rows
     largest_matrix = max(u.numel for u in find_layout(module, 1, cut_rows).of_kind("block"))
-    cuts = (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
-    for max_unit_numel in (None,) if costs.keeps_blocks_whole else cuts:
+    cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
+    if budget is None:
+        layout = find_layout(module, cuts[0], cut_rows)
+        tables = {u.index for u in layout.units if u.kind in ("table", "head")}
+        small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
+        return layout, {u.index for u in layout.units[1:]} - (tables if small else set())
+    found: list[tuple[int, Layout, set[int]]] = []
+    for max_unit_numel in cuts:
         layout = find_layout(module, max_unit_numel, cut_rows)
         streamed = {u.index for u in layout.units[1:]}
-        if budget is None:
-            tables = {u.index for u in layout.units if u.kind in ("table", "head")}
-            small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
-            return layout, streamed - tables if small else streamed
         smallest = costs.of(layout, streamed)
         if smallest.total <= budget:
-            found.append((layout, _keep_what_fits(layout, streamed, costs, budget)))
+            streamed = _keep_what_fits(layout, streamed, costs, budget)
+            found.append((host_bytes(layout, streamed, formats), layout, streamed))
     if found:
-        return min(found, key=lambda one: host_bytes(*one, formats))
+        _, layout, streamed = min(found, key=lambda one: one[0])
+        return layout, streamed
     weights_bytes = sum(formats.home_bytes(u) for u in layout.units)
     raise refusals.below_minimum(budget, smallest, costs.work, weights_bytes, formats.dtype.itemsize)
 
 
-def _keep_what_fits(layout: Layout, streamed: set[int], costs: _Costs, budget: int) -> set[int]:
+def _keep_what_fits(layout: Layout, streamed: set[int], costs: Costs, budget: int) -> set[int]:
     """What is left to stream when the tables (each whole) and then as many block units as the budget allows stay."""
     for kind in ("table", "head"):
         fewer = streamed - {u.index for u in layout.of_kind(kind)}
@@ -218,7 +221,7 @@ def _check_host(needed: int, placement: str) -> None:
         )
 
 
-def _check_state(layout: Layout, placed: Placement, costs: _Costs) -> None:
+def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """State that a method keeps in host memory is refused before a weight is read."""
     if costs.row is not None and costs.row.host_check is not None:
         imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize)
@@ -232,7 +235,7 @@ def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
 
 
 def _reasons(
-    layout: Layout, placed: Placement, placement: str, costs: _Costs, device: torch.device
+    layout: Layout, placed: Placement, placement: str, costs: Costs, device: torch.device
 ) -> list[str]:
     formats, blocks = costs.room.formats, layout.of_kind("block")
     cut = len(blocks) // layout.block_count if layout.block_count else 0

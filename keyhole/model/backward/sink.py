@@ -31,7 +31,8 @@ class Sink(Protocol):
 
 def chunk(unit: Unit) -> FlatTensor:
     """The rows of a table that a unit holds, as a tensor of their own."""
-    tensor, (first, last) = unit.tensors[0], unit.rows
+    tensor = unit.tensors[0]
+    first, last = unit.rows or (0, tensor.shape[0])
     if (first, last) == (0, tensor.shape[0]):
         return tensor
     shape = torch.Size((last - first, tensor.shape[1]))

@@ -1,0 +1,130 @@
+"""The documentation holds: links and paths lead somewhere, examples run, planned numbers are the planner's."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import keyhole
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+OF_TODAY = [page for page in PAGES if page.name not in ("LOG.md", "CHANGELOG.md") and "_" not in page.name]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"(?<![\w/.-])((?:keyhole|tests|benchmarks|scripts|docs)/[\w./*<>-]*[\w>]/?)")
+TEST_NAME = re.compile(r"`(test_\w+)(?:\.\.\.)?`")
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings in links, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    """A link to a file or a heading of this repository finds it."""
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        target, _, anchor = link.partition("#")
+        file = page.parent / target if target else page
+        assert file.exists(), link
+        assert not anchor or anchor in anchors(file), link
+
+
+def paths_of(page: Path) -> Iterator[str]:
+    """Paths that a page names, links aside; `<name>` stands for any name."""
+    for path in PATH.findall(LINK.sub("]", page.read_text())):
+        yield re.sub(r"<\w+>", "*", path)
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_named_paths_exist(page: Path) -> None:
+    """Every file and folder that a page names is there (results of benchmarks: with some suffix)."""
+    missing = [path for path in paths_of(page) if not any(ROOT.glob(path)) and not any(ROOT.glob(f"{path}.*"))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", OF_TODAY, ids=lambda page: page.name)
+def test_named_tests_exist(page: Path) -> None:
+    """Every test that a page promises is defined, under that name or one that begins with it."""
+    text = page.read_text()
+    if names := TEST_NAME.findall(text):
+        sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+        assert [name for name in names if f"def {name}" not in sources] == []
+
+
+def test_the_tour_has_a_place_for_every_package() -> None:
+    """CONTRIBUTING and the README's map name every package of keyhole."""
+    packages = {path.parent.name for path in (ROOT / "keyhole").glob("*/__init__.py")}
+    for page in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / page).read_text()
+        assert sorted(name for name in packages if f"{name}/" not in text and f"`{name}`" not in text) == [], page
+
+
+def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's loop trains the embedded model as it stands (but in float32, which is faster on a CPU)."""
+    (example,) = code_blocks(ROOT / "README.md", "python")
+    names = {node.attr for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Attribute)}
+    assert {"load", "Workload", "LOMO", "step", "flush", "save_pretrained"} <= names
+    monkeypatch.chdir(tmp_path)
+    ids = torch.arange(12).view(2, 6)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    example = example.replace("path-or-hub-id", "demo").replace("bfloat16", "float32")
+    exec(example, {"loader": [batch, [batch, batch]]})
+    assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "config.json").exists()
+
+
+def test_names_in_prose_are_public() -> None:
+    """Methods that the README's example offers beside LOMO exist under these names."""
+    (example,) = code_blocks(ROOT / "README.md", "python")
+    offered = re.search(r"# or (.*), \.\.\.", example)
+    assert offered is not None
+    for name in re.findall(r"[A-Z]\w+", offered[1]):
+        assert name in keyhole.__all__, name
+
+
+def test_the_yaml_example_is_a_config() -> None:
+    """README's config is read without a fault."""
+    from keyhole.config.loader import read_config
+
+    (example,) = code_blocks(ROOT / "README.md", "yaml")
+    config, _ = read_config(example)
+    assert config.method == "zo" and config.gpu_memory == 8 * 2**30
+
+
+def plan_table() -> ModuleType:
+    spec = spec_from_file_location("plan_table", ROOT / "scripts" / "plan_table.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_planned_tables_are_the_planners() -> None:
+    """README's row of one model, and its cells in the table of methods, are what scripts/plan_table.py prints today."""
+    table, text, name = plan_table(), (ROOT / "README.md").read_text(), "Llama-3 8B"
+    assert table.share_row(name) in text
+    column = table.SHOWN.index(name)
+    module = table.module_of(name)
+    for method in table.COMPARED:
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{method}`"))
+        assert row.split(" | ")[2 + column] == table.cell(module, method), method
+
+
+def test_the_version_is_one() -> None:
+    """The package, pyproject.toml and the newest entry of CHANGELOG.md agree."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and keyhole.__version__ == project == newest[1]
