@@ -110,17 +110,15 @@ class Exchange:
         job: Job,
         after: Any,
         back: list[Span],
-        at_once: bool = True,
         on_device: DeviceJob | None = None,
     ) -> None:
-        """Has the worker do the job and send these spans of the page back (at_once=False: `send_back` will be called).
-        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass
-        are worked on first: the engine numbers them in that order."""
+        """Has the worker do the job and send these spans of the page back.
+        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
+        worked on first: the engine numbers them in that order."""
 
         def work() -> None:
             job()
-            if at_once:
-                self.send_back(page, back)
+            self.send_back(page, back)
 
         self.pool.submit(work, page=page, after=after, urgency=page, on_device=on_device)
         self.leaving.discard(page)

@@ -18,8 +18,11 @@ One step, layer by layer (schedule: layerwise):
 
 max_grad_norm needs the norm of the whole gradient, which is known at the end of the reverse: norms of tensors are taken
 on the GPU as they leave, and the updates run under the next forward. Nothing is stale and nothing approximate; both
-orders, and schedule: monolithic (all gradients out, then all updates, then all weights back: ZeRO-Offload's order, to
-compare with) give the same bits.
+orders, and schedule: monolithic (to compare with) give the same bits. That is ZeRO-Offload's order: gradients leave
+beside the reverse, updates begin when all are out, weights return beside the updates of other units, and the next
+forward begins when all are back,
+
+    step = forward + max(reverse, gradients down) + max(updates, weights up)          (LSP-Offload, Eq. 1)
 
 A gradient that is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, units above may
 have been updated before it was met; if any was, the run stops at once, since the weights are then of two steps. (A loss
@@ -95,7 +98,7 @@ class AdamOffload(Method):
         self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
         if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
-        self.updates = Updates(self.state, self.exchange, self.lane, at_once=schedule == "layerwise")
+        self.updates = Updates(self.state, self.exchange, self.lane)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.now: Step | None = None
 
@@ -164,9 +167,7 @@ class AdamOffload(Method):
         for unit, given in step.waiting:
             self.updates.submit(step, unit, given, after)
         if self.schedule == "monolithic":
-            self.pool.drain()
-            for unit, given in step.waiting if not step.bad else ():
-                self.updates.send_back(unit, given)
+            self.exchange.drain()
 
     # -- between steps ---------------------------------------------------------------------------------------------
 

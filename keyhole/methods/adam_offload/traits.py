@@ -18,7 +18,7 @@ class AdamOffloadConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment before dividing."""
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
-    """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
+    """Updates layer by layer beside the GPU's work, or all between two steps, as ZeRO-Offload (to compare); same results."""
     threads: Count | None = None
     """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
     gpu_updates: bool | None = None

@@ -19,10 +19,10 @@ from keyhole.offload.workers import Job
 
 
 class Updates:
-    """See the top of this file. at_once: new weights go back with each update (else `send_back` is called)."""
+    """See the top of this file."""
 
-    def __init__(self, state: AdamState, exchange: Exchange, lane: AdamLane | None, at_once: bool) -> None:
-        self.state, self.exchange, self.lane, self.at_once = state, exchange, lane, at_once
+    def __init__(self, state: AdamState, exchange: Exchange, lane: AdamLane | None) -> None:
+        self.state, self.exchange, self.lane = state, exchange, lane
         self.host_s = 0.0  # of the CPU, since the caller set it to 0
 
     def submit(self, step: Step, unit: Unit, given: list[int], after: Any) -> None:
@@ -31,11 +31,7 @@ class Updates:
         for part in self.state.parts(given):
             job = partial(self.by_cpu, step, unit, given, part)
             on_device = None if self.lane is None else partial(self.by_gpu, step, unit, given, part)
-            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], self.at_once, on_device)
-
-    def send_back(self, unit: Unit, given: list[int]) -> None:
-        """The new weights of a unit, to the device."""
-        self.exchange.send_back(unit.index, [(part.begin, part.end) for part in self.state.parts(given)])
+            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], on_device)
 
     def write(self, unit: Unit, begin: int = 0, end: int | None = None) -> None:
         """The weights as they are, over a gradient that is not used."""
