@@ -41,7 +41,7 @@ class AdamLane:
         to the device's copy, or home to `page` where the unit is streamed."""
         streamed = unit.index in self.engine.streamed
         home = None if streamed else self.engine.homes[unit.index].data[part.begin : part.end]
-        how = {"step": part.step, "lr": lr, "clip": clip, **self.state.rule}
+        how = {"step": part.step, "lr": lr, "clip": clip, "weight_decay": part.weight_decay, **self.state.rule}
 
         def change(begin: int, chunks: list[torch.Tensor]) -> None:
             weight = chunks[3] if home is None else home[begin : begin + chunks[3].numel()]

@@ -41,6 +41,7 @@ from keyhole.methods.adam_offload.memory import check_host_state
 from keyhole.methods.adam_offload.state import AdamState, Step
 from keyhole.methods.adam_offload.update import Updates
 from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -63,6 +64,7 @@ class AdamOffload(Method):
         lr: float = 2e-5,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -88,8 +90,9 @@ class AdamOffload(Method):
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
         helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
         self.pool = Workers(threads, helper=helped)
-        rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        self.state = AdamState(model.layout, rule, self.pool.threads)
+        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
+        rule = {"beta1": beta1, "beta2": beta2, "eps": eps}
+        self.state = AdamState(model.layout, rule, decay, self.pool.threads)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.streamed}
         self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool, masters)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)

@@ -6,7 +6,8 @@ memory whole.) A tensor's state is a view of them, so saving copies nothing, and
 goes on in a streamed one.
 
 Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
-(which bias correction needs) stays. Neighbours with equal counts are updated in one go, padding included.
+(which bias correction needs) stays. Neighbours with equal counts and equal weight decay are updated in one go, padding
+included.
 """
 
 from collections import defaultdict
@@ -16,8 +17,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.homes import view
 from keyhole.offload import arena
@@ -34,25 +37,28 @@ class Trained:
     unit: Unit
     start: int
     stop: int
+    param: nn.Parameter = field(repr=False, compare=False)
 
 
 def trained_in(unit: Unit) -> list[Trained]:
     """What a unit trains, in order."""
     if unit.rows is not None:
-        return [Trained(unit, unit.start, unit.stop)] if unit.tensors[0].param.requires_grad else []
+        param = unit.tensors[0].param
+        return [Trained(unit, unit.start, unit.stop, param)] if param.requires_grad else []
     stops = [t.start for t in unit.tensors[1:]] + [unit.stop]
     pairs = zip(unit.tensors, stops, strict=True)
-    return [Trained(unit, t.start, stop) for t, stop in pairs if t.param.requires_grad]
+    return [Trained(unit, t.start, stop, t.param) for t, stop in pairs if t.param.requires_grad]
 
 
 @dataclass(frozen=True)
 class Part:
-    """[begin, end) of a unit: neighbours with equally many updates. `step`: the number of the coming one; `starts`: the
-    trained tensors that begin here."""
+    """[begin, end) of a unit: neighbours with equally many updates and equal weight decay. `step`: the number of the
+    coming update; `starts`: the trained tensors that begin here."""
 
     begin: int
     end: int
     step: int
+    weight_decay: float
     starts: tuple[int, ...]
 
 
@@ -91,8 +97,8 @@ class Step:
 class AdamState:
     """See the top of this file. `trained` by the index of the first element; threads: those of the caller's torch."""
 
-    def __init__(self, layout: Layout, rule: dict[str, float], threads: int) -> None:
-        self.layout, self.rule = layout, rule
+    def __init__(self, layout: Layout, rule: dict[str, float], decay: WeightDecay, threads: int) -> None:
+        self.layout, self.rule, self.decay = layout, rule, decay
         self.trained = {t.start: t for unit in layout.units for t in trained_in(unit)}
         self.units = list({t.unit.index: t.unit for t in self.trained.values()}.values())
         self.steps = dict.fromkeys(self.trained, 0)
@@ -120,26 +126,31 @@ class AdamState:
             moment.zero_()
 
     def parts(self, given: list[int]) -> list[Part]:
-        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates together, in
-        pieces of at most PART."""
-        ranges: list[list[int]] = []
+        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates and equal
+        weight decay together, in pieces of at most PART."""
+        ranges: list[list[Any]] = []
         for at in given:
             one = self.trained[at]
-            begin, end = one.start - one.unit.start, one.stop - one.unit.start
-            if ranges and ranges[-1][1:] == [begin, self.steps[at]]:
+            begin, end, how = one.start - one.unit.start, one.stop - one.unit.start, self._how(one)
+            if ranges and ranges[-1][1:] == [begin, how]:
                 ranges[-1][1] = end
             else:
-                ranges.append([begin, end, self.steps[at]])
-        cuts = [(i, min(i + PART, end), step) for begin, end, step in ranges for i in range(begin, end, PART)]
+                ranges.append([begin, end, how])
+        cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
         places = [(at, at - self.trained[at].unit.start) for at in given]
-        return [Part(i, j, step + 1, tuple(at for at, place in places if i <= place < j)) for i, j, step in cuts]
+        return [Part(i, j, *how, tuple(at for at, place in places if i <= place < j)) for i, j, how in cuts]
+
+    def _how(self, one: Trained) -> tuple[int, float]:
+        """The number of a tensor's coming update, and its weight decay."""
+        return self.steps[one.start] + 1, self.decay.of(one.param)
 
     def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float, in_place: bool = True) -> None:
         """From the gradients in `page`. in_place: they become new weights, in the same place; else the master alone is
         new."""
         grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
         weight = grad if in_place else None
-        host_adamw_(*state, grad, weight, step=part.step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
+        how = {"step": part.step, "weight_decay": part.weight_decay, **self.rule}
+        host_adamw_(*state, grad, weight, lr=lr, clip=clip, scratch=self.scratch, **how)
 
     def count(self, part: Part) -> None:
         """The part has had its update."""

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State
+from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
@@ -50,6 +51,10 @@ class TorchMethod(Method):
                 f"method: {self.name} needs every weight on the device in the dtype it computes in; "
                 "use placement=resident, or method=zo with placement=stream"
             )
+
+    def _groups(self, weight_decay: float, on: str) -> list[dict]:
+        """The parameters in groups of equal weight decay."""
+        return parameter_groups(list(self.params.values()), weight_decay_of(self.model.module, weight_decay, on))
 
     @property
     def lr(self) -> float:
@@ -127,6 +132,7 @@ class AdamW(TorchMethod):
         lr: float = 2e-5,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -134,8 +140,8 @@ class AdamW(TorchMethod):
         seed: int = 0,
     ) -> None:
         super().__init__(model, max_grad_norm)
-        params = list(self.params.values())
-        self.optimizer = torch.optim.AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+        groups = self._groups(weight_decay, weight_decay_on)
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps)
 
 
 class SGD(TorchMethod):
@@ -149,10 +155,10 @@ class SGD(TorchMethod):
         lr: float = 5e-3,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         momentum: float = 0.0,
         seed: int = 0,
     ) -> None:
         super().__init__(model, max_grad_norm)
-        params = list(self.params.values())
-        self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        self.optimizer = torch.optim.SGD(self._groups(weight_decay, weight_decay_on), lr=lr, momentum=momentum)

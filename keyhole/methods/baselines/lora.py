@@ -52,6 +52,7 @@ class LoRA(TorchMethod):
         merge: bool = True,
         activations: str = "none",
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -64,7 +65,7 @@ class LoRA(TorchMethod):
         self.config = config
         adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         super().__init__(model, max_grad_norm, adapters, activations)
-        self.optimizer = torch.optim.AdamW(list(adapters.values()), lr=lr, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(self._groups(weight_decay, weight_decay_on), lr=lr)
         self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:

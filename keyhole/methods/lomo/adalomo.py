@@ -40,7 +40,18 @@ class AdaLOMO(LOMO):
         if tensor.name not in self.moments:
             self.moments[tensor.name] = ops.adalomo_state(w.shape, w.device)
         state, how = self.moments[tensor.name], self._how(tensor, w)
+        if self.clip_value is not None:
+            how["sum_squares"] = self._bound_elements(grad, scale, how["sum_squares"], tensor.start)
         ops.adalomo_update_(w, grad, state, lr=lr, t=self.step_count, weight_decay=weight_decay, scale=scale, **how)
+
+    def _bound_elements(
+        self, grad: torch.Tensor, scale: torch.Tensor | None, sum_squares: torch.Tensor | None, offset: int
+    ) -> None:
+        """Clamps the gradient in place (the bound is rounded to its dtype), once its norm is taken and inf was looked for."""
+        out = torch.zeros_like(self.sum_squares) if sum_squares is None else sum_squares
+        ops.sum_squares_(grad, out, scale, self.bad, offset=offset)
+        bound = self.clip_value * self._factor
+        grad.clamp_(-bound, bound)
 
     def state_dict(self) -> State:
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}

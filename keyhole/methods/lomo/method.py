@@ -27,6 +27,7 @@ from keyhole.errors import UserError
 from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.updates import Squares, Updates
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.tape import ACTIVATIONS
 from keyhole.model.batch import Batch
@@ -50,6 +51,7 @@ class LOMO(Updates, Method):
         lr: float = 5e-3,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
         clip_group_norm: float | None = None,
@@ -62,7 +64,8 @@ class LOMO(Updates, Method):
         seed: int = 0,
     ) -> None:
         _check(self.name, model, rounding, activations, (max_grad_norm, clip_value, clip_group_norm))
-        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
+        self.model, self.lr, self.seed = model, checked_rate(lr), seed
+        self.weight_decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
         model.attach(self)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 
@@ -24,7 +25,7 @@ class Updates:
     accumulates = False
     model: Model
     lr: float
-    weight_decay: float
+    weight_decay: WeightDecay
     groups: list[dict[str, Any]]
     clip_value: float | None
     clip_group_norm: float | None
@@ -95,10 +96,11 @@ class Updates:
         return clip if self.scale is None else clip * self.scale
 
     def _rates(self, tensor: FlatTensor) -> tuple[float, float]:
+        decay = self.weight_decay.of(tensor.param)
         for group in self.groups:
             if re.search(group["match"], tensor.name):
-                return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", self.weight_decay)
-        return self.lr, self.weight_decay
+                return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", decay)
+        return self.lr, decay
 
 
 class Squares:

@@ -38,6 +38,7 @@ from keyhole.methods.base import Method, checked_rate
 from keyhole.methods.lsp import learn as lsp_learn
 from keyhole.methods.lsp.setup import check_settings, find_pieces, place_moments, say_pieces
 from keyhole.methods.lsp.update import Updates
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -69,6 +70,7 @@ class LSP(Method):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         rounding: str = "stochastic",
         activations: str = "block",
@@ -76,7 +78,7 @@ class LSP(Method):
         seed: int = 0,
     ) -> None:
         check_settings(model, d, r, kind, others, optimizer_on, rounding, activations)
-        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
+        self.model, self.lr, self.seed = model, checked_rate(lr), seed
         self.d, self.r, self.kind, self.rounding, self.others = d, r, kind, rounding, others
         self.alpha, self.check_freq, self.check_share = alpha, check_freq, check_share
         self.fit_steps, self.learn, self.max_grad_norm = fit_steps, learn, max_grad_norm
@@ -89,7 +91,7 @@ class LSP(Method):
             place_moments(model, self.units, optimizer_on, max_grad_norm is not None),
             {"beta1": beta1, "beta2": beta2, "eps": eps},
             max_grad_norm=max_grad_norm,
-            weight_decay=weight_decay,
+            weight_decay=weight_decay_of(model.module, weight_decay, weight_decay_on),
             how={"rounding": rounding, "seed": seed},
             threads=threads,
         )

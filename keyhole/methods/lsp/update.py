@@ -31,6 +31,7 @@ from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.piece import Piece
 from keyhole.methods.lsp.spans import Spans
 from keyhole.methods.lsp.step import Outcomes, Step
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
@@ -50,7 +51,7 @@ class Updates:
     accumulates = True  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
 
     def __init__(self, model: Model, units: Pieces, on_device: set[int], rule: dict[str, float], *,
-                 max_grad_norm: float | None, weight_decay: float, how: dict[str, Any],
+                 max_grad_norm: float | None, weight_decay: WeightDecay, how: dict[str, Any],
                  threads: int | None) -> None:  # fmt: skip
         self.model, self.max_grad_norm, self.weight_decay, self.how = model, max_grad_norm, weight_decay, how
         self.pieces = {piece.tensor.start: piece for members in units.values() for piece in members}
@@ -215,8 +216,8 @@ class Updates:
                 return
 
     def _apply(self, due: Due, deltas: torch.Tensor, weights: list[torch.Tensor]) -> None:
-        keep = 1.0 - due.step.lr * self.weight_decay
         for piece, w in zip(due.given, weights, strict=True):
+            keep = 1.0 - due.step.lr * self.weight_decay.of(piece.tensor.param)
             piece.apply(w, seen(deltas, piece), due.step.lr, keep, self.how | {"step": due.step.number})
 
     def move(self, wanted: Callable[[Unit], bool]) -> None:

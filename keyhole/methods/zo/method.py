@@ -27,6 +27,7 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, Shared, checked_rate
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.compile import compile_forward
@@ -49,6 +50,7 @@ class ZO(Method):
         directions: int = 1,
         distribution: str = "gaussian",
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         rounding: str = "stochastic",
         clip: float | None = None,
         seed: int = 0,
@@ -66,7 +68,8 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        self.update = Update(model, self.noise, self.decay, write_back_every if deferred_update else 1)
+        spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
+        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1)
         model.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
@@ -78,7 +81,8 @@ class ZO(Method):
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
         """As a config asks for it; there is no gradient whose norm could be clipped."""
-        return cls(model, shared.learning_rate, weight_decay=shared.weight_decay, seed=shared.seed, **vars(own))
+        rules = {"weight_decay": shared.weight_decay, "weight_decay_on": shared.weight_decay_on, "seed": shared.seed}
+        return cls(model, shared.learning_rate, **rules, **vars(own))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -147,7 +151,9 @@ class ZO(Method):
             if not table.param.requires_grad:
                 waiting[i, k] = stale_MH.to(self.model.dtype)
                 return waiting[i, k]
-            how = self.noise | self._perturbation(i) | (self.update.fused(self.pending) if self.pending else {})
+            decays = id(table.param) not in self.update.spared
+            update = self.update.fused(self.pending, decays) if self.pending else {}
+            how = self.noise | self._perturbation(i) | update
             plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, dtype=self.model.dtype, **how)
             return plus_MH
 

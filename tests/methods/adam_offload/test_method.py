@@ -17,7 +17,7 @@ from tests.methods.baselines.test_first_order import plain_loss
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
-HOW = {"lr": 1e-2, "weight_decay": 0.1, "beta2": 0.99}
+HOW = {"lr": 1e-2, "weight_decay": 0.1, "weight_decay_on": "all", "beta2": 0.99}
 
 
 def load(name: str = "llama", **options: Any) -> keyhole.Model:

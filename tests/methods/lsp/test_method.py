@@ -9,6 +9,7 @@ import keyhole
 from keyhole.methods.lsp.gather import seen
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.update import Updates
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.ops.lsp.projector import identity_projector
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
@@ -22,7 +23,7 @@ from tests.model.streaming import streamed
 def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
     """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
     model = load(name)
-    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, optimizer_on=where, eps=EPS), 5, micro)
+    train(LSP(model, d=256, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, optimizer_on=where, eps=EPS), 5, micro)
     expected = torch_adamw(name, 5, micro, clip)
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
@@ -41,12 +42,12 @@ def test_a_norm_below_the_limit_is_left(where: str) -> None:
 def test_through_identity_projectors_it_is_adamw() -> None:
     """The same by way of compressing, decompressing and adding up micro-batches in S."""
     model = load()
-    opt = LSP(model, d=16, r=1, kind="free", learn=False, weight_decay=0.1, optimizer_on="gpu", eps=EPS)
+    opt = LSP(model, d=16, r=1, kind="free", learn=False, optimizer_on="gpu", eps=EPS)
     for piece in opt.pieces.values():
         if piece.p is not None:
             piece.take(*(identity_projector(rows) for rows in piece.tensor.shape))
     rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
-    how = {"max_grad_norm": None, "weight_decay": 0.1, "how": {"rounding": "stochastic", "seed": 0}, "threads": None}
+    how = {"max_grad_norm": None, "weight_decay": WeightDecay(0.1), "how": {"rounding": "stochastic", "seed": 0}, "threads": None}
     opt.optimizer = Updates(model, opt.units, set(opt.units), rule, **how)
     train(opt, 8, 2)
     expected = torch_adamw("llama", 8, 2, None)

@@ -73,7 +73,7 @@ def test_in_the_whole_space_it_is_adamw(placed_by: Any, micro: int, clip: float 
     """d as large as the matrices, every other unit on the host: torch's AdamW, accumulated and clipped."""
     placed_by(lambda unit: unit % 2 == 0)
     model = load()
-    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, eps=EPS), 8, micro)
+    train(LSP(model, d=256, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, eps=EPS), 8, micro)
     expected = torch_adamw("llama", 8, micro, clip)
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
