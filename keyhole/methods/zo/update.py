@@ -112,7 +112,9 @@ class Update:
 
     def fused(self, pending: Pending, decays: bool = True) -> dict[str, Any]:
         """The update as arguments of an op that also perturbs."""
-        return {"coef": pending.coef, "update_step": pending.step, **self.decay} | ({} if decays else {"weight_decay": 0.0})
+        return {"coef": pending.coef, "update_step": pending.step, **self.decay} | (
+            {} if decays else {"weight_decay": 0.0}
+        )
 
     def perturb(
         self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, perturbation: dict[str, Any]
@@ -151,12 +153,19 @@ class Update:
                 plus_.copy_(w_)
                 minus_.copy_(w_)
             elif fused:
-                ops.zo_update_perturb_(w_, plus_, minus_, **how, **fused | ({} if span.decays else {"weight_decay": 0.0}))
+                ops.zo_update_perturb_(
+                    w_, plus_, minus_, **how, **fused | ({} if span.decays else {"weight_decay": 0.0})
+                )
             else:
                 ops.zo_perturb(w_, plus_, minus_, **how)
 
     def _packed(
-        self, unit: Unit, w: torch.Tensor, plus: torch.Tensor | None = None, minus: torch.Tensor | None = None, **how: Any
+        self,
+        unit: Unit,
+        w: torch.Tensor,
+        plus: torch.Tensor | None = None,
+        minus: torch.Tensor | None = None,
+        **how: Any,
     ) -> None:
         """Updates and perturbs a packed unit, all as if it decayed; then what does not, from what it was. (`changed`
         counts the former.)"""
