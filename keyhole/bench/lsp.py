@@ -83,7 +83,7 @@ def parts(method: Any) -> dict[str, float]:
     found = {key: float(value) for key, value in getattr(method, "metrics", dict)().items()}
     if getattr(method, "name", None) == "adam-offload":
         found["update_s"] = method.updates.host_s
-    spans = getattr(getattr(method, "optimizer", None), "spans", None)
+    spans = getattr(getattr(method, "updates", None), "timing", None)
     if spans is not None:
         seconds = spans.read()
         found |= {f"{name.replace(' ', '_')}_s": seconds.get(name, 0.0) for name in SPANS}
@@ -96,11 +96,11 @@ def updates_alone_s(method: Any) -> float | None:
     (With a learning rate of 0, from whatever the staging buffers hold: nothing is trained afterwards.)"""
     if getattr(method, "name", None) != "adam-offload":
         return None
-    from keyhole.methods.adam_offload.state import Step
+    from keyhole.methods.adam_offload.state import AdamStep
 
     method.flush()
-    numbers = method.exchange.small(len(method.slots) + 2).zero_()
-    step = Step(0.0, numbers, numbers, method.slots, whole=False)
+    numbers = method.exchange.down.numbers(len(method.slots) + 2)
+    step = AdamStep(0.0, numbers, numbers, method.slots, waits_for_norm=False)
     given: dict[int, list[int]] = {}
     for at, one in sorted(method.state.trained.items()):
         given.setdefault(one.unit.index, []).append(at)

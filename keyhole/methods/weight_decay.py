@@ -1,12 +1,13 @@
 """Which tensors weight decay shrinks: one rule for all methods.
 
-    matrices    all but biases and the weights of norms: what Hugging Face's Trainer decays. A norm's weight is a gain near
-                1 and a bias an offset; shrinking them towards 0 changes what a layer computes and regularises nothing.
+    matrices    all but biases and the weights of norms: what Hugging Face's Trainer decays. A norm's weight is a gain
+                near 1 and a bias an offset; shrinking them towards 0 changes what a layer computes and regularises
+                nothing.
     all         every trained tensor, as `torch.optim.AdamW(model.parameters(), ..)` does
 
-Hugging Face decides by name (NOT_DECAYED), and by class for nn.LayerNorm, which some models call ln_1 or ln_f. Stacks of
-experts, position tables and embeddings count as matrices. How a method decays (apart from the gradient, or as torch's SGD
-in it) is the method's own.
+Hugging Face decides by name (NOT_DECAYED), and by class for nn.LayerNorm, which some models call ln_1 or ln_f. Stacks
+of experts, position tables and embeddings count as matrices. How a method decays (apart from the gradient, or as
+torch's SGD in it) is the method's own.
 """
 
 import re

@@ -40,8 +40,8 @@ class Downlink:
         source.record_stream(self.stream)
 
     def sent(self, and_kernels: bool = False) -> Any:
-        """An event that the host can wait for: everything sent so far has arrived; and_kernels: and the kernels so far are
-        done. None on a CPU."""
+        """An event that the host can wait for: everything sent so far has arrived; and_kernels: and the kernels so far
+        are done. None on a CPU."""
         if not self.cuda:
             return None
         if and_kernels:

@@ -1,16 +1,16 @@
 """AdamW whose master weights and moments live in host memory, updated there while the GPU works.
 
-The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes a parameter:
+The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes per parameter:
 
-    host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: methods/adam_offload/exchange.py) = 14
+    host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: exchange.py) = 14
     device   2 where the model is resident; two blocks or so where it is streamed. Gradients: one block's, in passing.
-    link     2 down (gradient), 4 up (master; the GPU rounds it) a step; streamed 4 up (forward and reverse). More for
+    link     2 down (gradient), 4 up (master; the GPU rounds it) per step; streamed 4 up (forward and reverse). More for
              what the GPU updates: gpu_updates.py
 
 One step, layer by layer (schedule: layerwise):
 
-    reverse     the sweep (model/backward/reverse.py) gives the gradient of each tensor, whole, summed over all micro-batches; it
-                leaves for the host on its own stream while the blocks below are differentiated
+    reverse     the sweep (model/backward/reverse.py) gives the complete gradient of each tensor, over all
+                micro-batches; it leaves for the host on its own stream while the blocks below are differentiated
     update      a worker updates a unit as soon as its gradients have arrived, always the one that the next forward
                 needs first; and so does the GPU, whose link is idle (gpu_updates.py): the same bits
     return      a resident unit's weights are sent back by the worker; a streamed one's are at home already
@@ -37,9 +37,9 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.gpu_updates import open_lane
+from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state
-from keyhole.methods.adam_offload.state import AdamState, Step
-from keyhole.methods.adam_offload.update import Updates
+from keyhole.methods.adam_offload.state import AdamState, AdamStep
 from keyhole.methods.base import Method, checked_rate
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
@@ -53,7 +53,7 @@ SCHEDULES = ("layerwise", "monolithic")
 
 
 class AdamOffload(Method):
-    """See the top of this file. `lr` may be changed between steps."""
+    """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     name = "adam-offload"
     accumulates = False  # as a sink
@@ -101,9 +101,9 @@ class AdamOffload(Method):
         self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
         if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
-        self.updates = Updates(self.state, self.exchange, self.lane)
+        self.updates = UpdateJobs(self.state, self.exchange, self.lane)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
-        self.now: Step | None = None
+        self.current: AdamStep | None = None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -116,17 +116,17 @@ class AdamOffload(Method):
             loss = self.reverse.forward(batches)
             self._settle()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            numbers = self.exchange.small(len(self.slots) + 2)
-            self.now = Step(self.lr, norms_K, numbers, self.slots, whole=self._clips_at_end)
+            numbers = self.exchange.down.numbers(len(self.slots) + 2)
+            self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
             try:
                 self.reverse.reverse(self)
-                self._end_reverse(self.now)
+                self._end_reverse(self.current)
             except BaseException:
-                self._take_back(self.now)
+                self._take_back(self.current)
                 raise
         return loss
 
-    def _take_back(self, step: Step) -> None:
+    def _take_back(self, step: AdamStep) -> None:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
         for page in self.exchange.take_back():
             unit = self.model.layout.units[page]
@@ -143,42 +143,42 @@ class AdamOffload(Method):
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Takes the norm and sends the gradient off."""
-        torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.now.norms_K[self.slots[tensor.start]])
+        torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
         unit = self.state.trained[tensor.start].unit
         self.exchange.put(unit.index, tensor.start - unit.start, grad)
-        self.now.given[unit.index].append(tensor.start)
+        self.current.starts[unit.index].append(tensor.start)
 
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are on their way; its update is submitted, now or at the end."""
-        given = sorted(self.now.given[unit.index])
-        if given and self._clips_at_end:
-            self.now.waiting.append((unit, given))
-        elif given:
-            self.exchange.send(*self.now.norms(given))
-            self.updates.submit(self.now, unit, given, self.exchange.sent())
+        starts = sorted(self.current.starts[unit.index])
+        if starts and self._clips_at_end:
+            self.current.waiting.append((unit, starts))
+        elif starts:
+            self.exchange.down.send(*self.current.norms(starts))
+            self.updates.submit(self.current, unit, starts, self.exchange.sent())
         return False
 
-    def _end_reverse(self, step: Step) -> None:
+    def _end_reverse(self, step: AdamStep) -> None:
         """The norm of the whole gradient is known: clip factor and norm leave, and the updates that waited for them."""
         self.norm = torch.linalg.vector_norm(step.norms_K)
         if not self._clips_at_end:
             return
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)
-        self.exchange.send(torch.stack([clip, self.norm]), step.numbers[-2:])
+        self.exchange.down.send(torch.stack([clip, self.norm]), step.numbers[-2:])
         after = self.exchange.sent()
-        for unit, given in step.waiting:
-            self.updates.submit(step, unit, given, after)
+        for unit, starts in step.waiting:
+            self.updates.submit(step, unit, starts, after)
         if self.schedule == "monolithic":
             self.exchange.drain()
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        if self.lane is not None and self.now is not None and not self.now.settled:
+        if self.lane is not None and self.current is not None and not self.current.settled:
             self.lane.settle()
-            self.now.settled = True
-        if self.now is not None and self.now.bad and self.now.applied:
+            self.current.settled = True
+        if self.current is not None and self.current.bad and self.current.applied:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "
                 "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
@@ -193,7 +193,7 @@ class AdamOffload(Method):
     def metrics(self) -> dict[str, Any]:
         """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates;
         gpu_updates: the share of parameters that the GPU has updated, in the last step that was waited for."""
-        if self.now is None:
+        if self.current is None:
             return {}
         found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
         return found if self.lane is None else found | {"gpu_updates": self.lane.share}
@@ -216,7 +216,7 @@ class AdamOffload(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The weights become the masters, rounded, whatever the last step left behind."""
         self.exchange.drain()
-        self.now = None
+        self.current = None
         self.state.load_state_dict(state)
         for unit in self.state.units:
             self.updates.write(unit)

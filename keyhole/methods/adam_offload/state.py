@@ -1,9 +1,9 @@
-"""Master weights and Adam's moments of a whole model in host memory, updated unit by unit.
+"""Master weights and Adam's moments of all of a model in host memory, updated unit by unit.
 
-Three flat fp32 arrays, in the order of the model (model/structure/layout.py) without the units that are frozen: 12 bytes a
-parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then takes
-memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident run
-goes on in a streamed one.
+Three flat fp32 arrays, in the order of the model (model/structure/layout.py) without the units that are frozen: 12
+bytes per parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then
+takes memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident
+run goes on in a streamed one.
 
 Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
 (which bias correction needs) stays. Neighbours with equal counts and equal weight decay are updated in one go, padding
@@ -63,39 +63,40 @@ class Part:
 
 
 @dataclass
-class Step:
+class AdamStep:
     """What the updates of one step share. `numbers` on the host: norms of all tensors (`slots`: which is whose), then
-    clip factor and norm of all. whole: these two are known before the first update."""
+    clip factor and norm of all. waits_for_norm: these two are known before the first update."""
 
     lr: float
     norms_K: torch.Tensor
     numbers: torch.Tensor
     slots: dict[int, int]
-    whole: bool
-    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
+    waits_for_norm: bool
+    starts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> tensors with a gradient
     waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
     submitted: bool = False
     applied: bool = False
     bad: bool = False
     settled: bool = False  # all of its updates are done, and counted
 
-    def norms(self, given: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def norms(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Of tensors that are side by side: on the device, and their places on the host."""
-        at = slice(self.slots[given[0]], self.slots[given[-1]] + 1)
+        at = slice(self.slots[starts[0]], self.slots[starts[-1]] + 1)
         return self.norms_K[at], self.numbers[at]
 
-    def is_bad(self, given: list[int]) -> bool:
+    def is_bad(self, starts: list[int]) -> bool:
         """Whether these must not be updated: a gradient is not finite."""
-        if self.whole:
+        if self.waits_for_norm:
             return not torch.isfinite(self.numbers[-1])
-        return self.bad or not torch.isfinite(self.norms(given)[1]).all()
+        return self.bad or not torch.isfinite(self.norms(starts)[1]).all()
 
     def clip(self) -> float:
-        return float(self.numbers[-2]) if self.whole else 1.0
+        return float(self.numbers[-2]) if self.waits_for_norm else 1.0
 
 
 class AdamState:
-    """See the top of this file. `trained` by the index of the first element; threads: those of the caller's torch."""
+    """The three arrays, and an update of any part of them. trained: by the index of the first element; threads: those
+    of the caller's torch."""
 
     def __init__(self, layout: Layout, rule: dict[str, float], decay: WeightDecay, threads: int) -> None:
         self.layout, self.rule, self.decay = layout, rule, decay
@@ -125,11 +126,11 @@ class AdamState:
         for moment in moments:
             moment.zero_()
 
-    def parts(self, given: list[int]) -> list[Part]:
+    def parts(self, starts: list[int]) -> list[Part]:
         """What got a gradient, by the first elements of its tensors: neighbours with equally many updates and equal
         weight decay together, in pieces of at most PART."""
         ranges: list[list[Any]] = []
-        for at in given:
+        for at in starts:
             one = self.trained[at]
             begin, end, how = one.start - one.unit.start, one.stop - one.unit.start, self._how(one)
             if ranges and ranges[-1][1:] == [begin, how]:
@@ -137,7 +138,7 @@ class AdamState:
             else:
                 ranges.append([begin, end, how])
         cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
-        places = [(at, at - self.trained[at].unit.start) for at in given]
+        places = [(at, at - self.trained[at].unit.start) for at in starts]
         return [Part(i, j, *how, tuple(at for at, place in places if i <= place < j)) for i, j, how in cuts]
 
     def _how(self, one: Trained) -> tuple[int, float]:

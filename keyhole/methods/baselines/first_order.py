@@ -1,8 +1,8 @@
 """Baselines: torch's own AdamW and SGD, on a model that is resident on the device.
 
 One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll,   one backward each,
-gradients added up by autograd, clipped by their global norm, then torch's update. Bytes a parameter on the device, for
-weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
+gradients added up by autograd, clipped by their global norm, then torch's update. Bytes per parameter on the device,
+for weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ class TorchMethod(Method):
         token_count = max(1, sum(b.token_count for b in batches))
         total = torch.zeros((), device=self.model.device)
         for b in batches:
-            with _run_twice(self.model.module) if self.activations == "block" else nullcontext():
+            with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
                 hidden_NH = self.model.hidden(b)
             loss = self.model.head.loss_sum(hidden_NH, b.target_N) / token_count
             loss.backward()
@@ -106,7 +106,7 @@ class TorchMethod(Method):
 
 
 @contextmanager
-def _run_twice(module: torch.nn.Module) -> Iterator[None]:
+def _checkpoint_blocks(module: torch.nn.Module) -> Iterator[None]:
     """Activation checkpointing: the graph of a block is made again when its turn comes in backward."""
     blocks = find_blocks(module)
     before = [block.__dict__.get("forward") for block in blocks]  # of graphs.py, for other methods

@@ -2,8 +2,8 @@
 
     y = W x + (alpha / r) B A x        A [r, I] random, B [O, r] zero at the start; only A and B learn
 
-Bytes on the device: b a parameter of the model (frozen, no gradient), and 16 a parameter of the adapters (fp32 weight,
-gradient, two moments), about r (I + O) / (I O) of the model. What LoRA can learn is a change of rank r.
+Bytes on the device: b per parameter of the model (frozen, no gradient), and 16 per parameter of the adapters (fp32
+weight, gradient, two moments), about r (I + O) / (I O) of the model. What LoRA can learn is a change of rank r.
 
 The adapters are put into the module in place. The model's own parameters stay the objects they were, so flat memory,
 evaluation and generation work as before; the adapters are the method's own. What is saved is an ordinary model:
@@ -36,7 +36,7 @@ MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 
 class LoRA(TorchMethod):
-    """See the top of this file."""
+    """Adapters beside a frozen model."""
 
     name = "lora"
 

@@ -2,9 +2,9 @@
 
     y = W x + (alpha / r) B A x        W <- LOMO's rule, as its gradient comes by;   A, B <- AdamW, after the reverse
 
-The adapters are small (r (I + O) numbers a layer) and stay on the device in fp32 with their moments, wherever the
-model lives; they add the memory of an adaptive method where it costs nothing. Weight decay and every way of clipping hold
-for both; the global norm is over both.
+The adapters are small (r (I + O) numbers per layer) and stay on the device in fp32 with their moments, wherever the
+model lives; they add the memory of an adaptive method where it costs nothing. Weight decay and every way of clipping
+hold for both; the global norm is over both.
 
 Both parts change, so they are saved apart: the model as an ordinary directory, and beside it the adapters as peft
 writes them, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") puts them together.
@@ -25,7 +25,7 @@ from keyhole.model.structure.layout import FlatTensor
 
 
 class LOMOLoRA(LOMO):
-    """See the top of this file. `lr` is LOMO's rate; the adapters' keeps its ratio to it (adapter_lr / lr)."""
+    """LOMO on the model and AdamW on adapters. `lr` is LOMO's rate; the adapters' keeps its ratio to it."""
 
     name = "lomo-lora"
 
@@ -64,19 +64,20 @@ class LOMOLoRA(LOMO):
     # -- beside LOMO's reverses ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _beside_squares(self) -> None:
+    def _add_extra_squares(self) -> None:
         """The adapters' part of the global norm."""
         for param in self.adapters.values():
             if param.grad is not None:
                 grad = param.grad if self.scale is None else param.grad * self.scale
                 self.sum_squares += grad.square().sum()
 
-    def _beside_forget(self) -> None:
+    def _drop_extra_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def _beside_step(self) -> None:
-        """AdamW on the adapters, with the same clipping. Their rate follows LOMO's, unless that was 0 from the start."""
+    def _update_extra(self) -> None:
+        """AdamW on the adapters, with the same clipping. Their rate follows LOMO's, unless that was 0 from the
+        start."""
         for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
             if self.clip_group_norm is not None:
                 grad.mul_(self._group_scale(grad))
@@ -87,7 +88,7 @@ class LOMOLoRA(LOMO):
         for group in self.optimizer.param_groups:
             group["lr"] = self.adapter_lr if self.ratio is None else self.lr * self.ratio
         self.optimizer.step()
-        self._beside_forget()
+        self._drop_extra_gradients()
 
     @property
     def params(self) -> dict[str, torch.nn.Parameter]:

@@ -12,9 +12,9 @@ A divisor of the gradient (clipping) is the kernel's own `grad_scale` on the CPU
 scaled gradient back over the step, so there the gradient is multiplied before.
 
 On the device all targets of a unit are one launch. The clip factor and "skip this step" (a gradient that is not finite)
-are numbers on the device, so the host never waits; t, which counts the updates of a target, is there as well, since only
-the device knows which were skipped. Bytes: 8 per number for the moments. With clipping by the norm of the whole, every
-unit's gradient waits for that norm in a buffer of its own: 4 more. (Moments in host memory: host.py.)
+are numbers on the device, so the host never waits; t, which counts the updates of a target, is there as well, since
+only the device knows which were skipped. Bytes: 8 per number for the moments. With clipping by the norm of the whole,
+every unit's gradient waits for that norm in a buffer of its own: 4 more. (Moments in host memory: host.py.)
 """
 
 import torch
@@ -35,9 +35,9 @@ def adam_delta_(
     clip: torch.Tensor | None = None,
     skip: torch.Tensor | None = None,
 ) -> None:
-    """Every gradient becomes Adam's step, with its sign; moments move on. All are float32 on one device; steps: how many
-    updates each has had, this one included. clip: a factor of the gradients. skip: 1.0 leaves the moments as they are; the
-    caller puts nan where the steps would be."""
+    """Every gradient becomes Adam's step, with its sign; moments move on. All are float32 on one device; steps: how
+    many updates each has had, this one included. clip: a factor of the gradients. skip: 1.0 leaves the moments as they
+    are; the caller puts nan where the steps would be."""
     divisor = None
     if clip is not None and clip.is_cuda:
         torch._foreach_mul_(grads, clip)

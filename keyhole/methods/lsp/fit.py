@@ -24,9 +24,9 @@ coordinates is P A^-1 m B^-1 Q^T; its coordinates in the new subspace are
 
 m' is exact for the part of the gradients that the old subspace saw (what it never saw is lost, and taken as zero);
 v' would be exact if the entries of S were uncorrelated, and is an approximation otherwise. Unchanged projectors
-change nothing: X = I. The paper has P_new^T P without A^-1 (refined=False), which is the same for orthonormal projectors
-only. Both maps are linear, so the step count and Adam's bias correction stay valid as they are.
-Legend: m, n sides of the weight; T tokens; d columns and r numbers a row of a projector; g rows of a block.
+change nothing: X = I. The paper has P_new^T P without A^-1 (refined=False), which is the same for orthonormal
+projectors only. Both maps are linear, so the step count and Adam's bias correction stay valid as they are.
+Legend: m, n sides of the weight; T tokens; d columns and r numbers per row of a projector; g rows of a block.
 """
 
 from collections.abc import Iterable
@@ -90,8 +90,8 @@ def fit(
     """Projectors of the same positions, fitted to these gradients.
 
     For free and runs: Adam's step is LR times the rms of the numbers, falling to a tenth of that; it stops early when
-    the mean bias is at most alpha (looked at every 10 steps: the host waits). refined=False, as the paper has it: it starts
-    from the numbers as they are, and looks every step.
+    the mean bias is at most alpha (looked at every 10 steps: the host waits). refined=False, as the paper has it: it
+    starts from the numbers as they are, and looks every step.
     """
     assert grads and bool(p.group) == bool(q.group), (len(grads), p.kind, q.kind)
     if p.group:
@@ -219,7 +219,8 @@ def transfer_moments(
     new_q: Projector,
     refined: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adam's moments in the coordinates of new_p, new_q. The step count stays. refined=False: by the paper's formula."""
+    """Adam's moments in the coordinates of new_p, new_q. The step count stays. refined=False: by the paper's
+    formula."""
     change = change_of_basis if refined else gram
     x_p, x_q = change(old_p, new_p), change(old_q, new_q)
     return x_p @ m_dd @ x_q.T, x_p.square() @ v_dd @ x_q.square().T

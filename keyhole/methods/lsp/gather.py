@@ -6,8 +6,8 @@
 
 The units of a block are gathered side by side, because the reverse gives the gradients of a whole block in any order
 before it calls one of its units finished. A buffer is as long as the longest such group. One buffer is enough when the
-kernels that fill it also use it up. When gradients leave for the host, there are two, and the kernels wait on the device
-for the copy of the group before the last. (A block that is used again while others are at work keeps its buffer
+kernels that fill it also use it up. When gradients leave for the host, there are two, and the kernels wait on the
+device for the copy of the group before the last. (A block that is used again while others are at work keeps its buffer
 meanwhile, and another one is made.)
 """
 
@@ -49,7 +49,8 @@ class _Buffer:
 
 
 class Gather:
-    """The buffers, handed out by group. groups: unit -> what it is gathered with; waiting: makes a context for waits."""
+    """The buffers, handed out by group. groups: unit -> what it is gathered with; waiting: makes a context for
+    waits."""
 
     def __init__(
         self,

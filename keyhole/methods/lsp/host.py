@@ -5,12 +5,13 @@
     up         staging -> one of SLOTS device buffers
     compute    waits for that copy only, and applies the step; then the slot may take the next
 
-Bytes: on the host 12 a number (m, v, staging); on the device SLOTS buffers of the largest unit. For a layer of a 7B
-Llama with d = 2048 (29 M numbers): 0.12 GB each way, and 24 bytes a number through the host's memory for Adam, 0.7 GB.
+Bytes: on the host 12 per number (m, v, staging); on the device SLOTS buffers of the largest unit. For a layer of a 7B
+Llama with d = 2048 (29 M numbers): 0.12 GB each way, and 24 bytes per number through the host's memory for Adam, 0.7
+GB.
 
 The wire is float32. In bfloat16 it would be 2 + 2 bytes on the link instead of 4 + 4 and 20 through memory instead of
-24, but the CPU's kernel wants one dtype, so chunks would be cast in and out: on one core 101 ms a layer, against 59 in
-place (benchmarks/ops_lsp.py --host). The link is not what is short, and so the steps are those of moments on the
+24, but the CPU's kernel wants one dtype, so chunks would be cast in and out: on one core 101 ms per layer, against 59
+in place (benchmarks/ops_lsp.py --host). The link is not what is short, and so the steps are those of moments on the
 device, up to the rounding of two kernels.
 
 Order of the jobs: schedule.py. A gradient that is not finite: its unit's step is nan, by which weights
@@ -40,8 +41,8 @@ from keyhole.offload.workers import Workers, default_threads
 
 @dataclass(frozen=True)
 class DecidingNorm:
-    """The norm that decides whether a unit is updated, and how it is clipped: a number on the host, there by the time the
-    worker begins. outcomes: gets whether the unit was updated."""
+    """The norm that decides whether a unit is updated, and how it is clipped: a number on the host, there by the time
+    the worker begins. outcomes: gets whether the unit was updated."""
 
     norm: torch.Tensor
     limit: float | None

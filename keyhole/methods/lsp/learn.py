@@ -16,9 +16,9 @@ were fitted just now, and lower than it will be on other batches (benchmarks/lsp
 Costs one reverse of a step, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
 (docs/methods.md has seconds, and the log of a run its own).
 
-`lsp.preset: paper` is LSP-Offload's Algorithm 1; traits.py lists the points in which ours differs. What the paper leaves
-open stays as it is: the weight of the regularisation, the optimizer of the fit (Adam), its time limit (lsp.fit_steps),
-and which batch is the sampled subset (the step's own).
+`lsp.preset: paper` is LSP-Offload's Algorithm 1; traits.py lists the points in which ours differs. What the paper
+leaves open stays as it is: the weight of the regularisation, the optimizer of the fit (Adam), its time limit
+(lsp.fit_steps), and which batch is the sampled subset (the step's own).
 """
 
 import math
@@ -83,8 +83,8 @@ class Learning:
 
 
 class Check:
-    """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first element;
-    moments_of: where Adam's moments of a target are. found, biases: by name, before and after fits."""
+    """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first
+    element; moments_of: where Adam's moments of a target are. found, biases: by name, before and after fits."""
 
     accumulates = True
 

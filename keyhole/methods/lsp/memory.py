@@ -5,7 +5,7 @@ For every number that the optimizer sees (d_P d_Q of a matrix, every element of 
     moments      8 bytes where they are on the device (12 when gradients wait there to be clipped), else none
     buffers      the gradient of one block, or one chunk of a table, in fp32; twice when some leave for the host, and
                  then SLOTS steps of one unit on their way back
-    projectors   r numbers a row of both sides of a matrix, in fp32
+    projectors   r numbers per row of both sides of a matrix, in fp32
     learning     one matrix's fit while its block is at work: [d, W] in fp32 four times (W its longer side), and a part
                  of dY and X; other kinds than blocks have dense projectors and a graph, about three times that
 
@@ -17,7 +17,7 @@ asks for its weights. With f and b seconds of a layer's forward and reverse, fro
     embedding 0      layer k: k (f + b)      head: L (f + b)
 
 so the host can hide the last layers most easily and the embedding not at all: the device keeps units in the order of
-the forward. The host needs u seconds a layer; if it has the layers from g on, they are done in time when for all k
+the forward. The host needs u seconds per layer; if it has the layers from g on, they are done in time when for all k
 
     (k - g + 1) u + down + up <= k (f + b)
 

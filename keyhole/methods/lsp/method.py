@@ -2,9 +2,10 @@
 
     S = P^T G Q     delta = Adam(S)     W <- W - lr (scale P delta Q^T + weight_decay W)
 
-P [m, d] and Q [n, d] have r numbers per row (ops/lsp/projector.py). The gradient G = dY^T X never exists: the reverse sweep
-(model/backward/reverse.py) offers dY and X, both are compressed, and their product is S (target.py, which has the scale).
-Micro-batches add up in S. All that is no matrix of a block (`others`) is trained by plain Adam or stays as it is, by a setting.
+P [m, d] and Q [n, d] have r numbers per row (ops/lsp/projector.py); scale makes lr mean what it means for AdamW
+(target.py). The gradient G = dY^T X never exists: the reverse sweep (model/backward/reverse.py) offers dY and X, both
+are compressed, and their product is S. Micro-batches add up in S. All that is no matrix of a block (`others`) is trained
+by plain Adam or stays as it is, by a setting.
 
 Where Adam's moments are (`optimizer_on`), unit by unit (update.py):
 
@@ -16,7 +17,7 @@ Where Adam's moments are (`optimizer_on`), unit by unit (update.py):
 max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and the gradients of the others (the norm of
 the whole gradient is not known, that being the point).
 
-A streamed unit goes home with its update, once a step. (To leave the host's weights as they are and add up all deltas
+A streamed unit goes home with its update, once per step. (To leave the host's weights as they are and add up all deltas
 since the last change of projectors would save that way down, but the other way is the busy one, and each use of the
 unit would need the sum of the deltas up as well; and weights that move by in-place rounding could not follow its bits.)
 
@@ -48,7 +49,8 @@ from keyhole.weak import weakly
 
 
 class LSP(Method):
-    """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means what the paper's does."""
+    """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means what the paper's
+    does."""
 
     name = "lsp"
 
@@ -95,10 +97,10 @@ class LSP(Method):
         update_rule = UpdateRule(adam, decay, max_grad_norm, rounding, seed)
         self.updates = SubspaceUpdates(model, self.units, on_device, update_rule, threads)
         self.step_count, self.check, self.learn_s = 0, None, 0.0  # check: of this step, and its seconds
+        model.attach(self)  # applies what another method has deferred, before arrivals are this one's
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
         self._end = weakref.finalize(self, _end, self.updates.host, model.engine, arrival)
-        model.attach(self)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -149,8 +151,12 @@ class LSP(Method):
 
     @property
     def deferred(self) -> Callable[[], None]:
-        """While the method lives: what is owed dies with it."""
-        return weakly(self.flush)
+        """While the method lives and is open: what is owed dies with it."""
+        return weakly(self._flush_if_open)
+
+    def _flush_if_open(self) -> None:
+        if self._end.alive:
+            self.flush()
 
     @property
     def norm(self) -> torch.Tensor | None:
@@ -158,9 +164,10 @@ class LSP(Method):
         return self.updates.norm
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: launches waited for updates on
-        the host. Of a step with a check, means over its matrices: bias_found, of projectors that had not seen the batch;
-        bias, of those that the step goes on with (in-sample where they were fitted just now); learn_s: its seconds."""
+        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: launches waited for updates
+        on the host. Of a step with a check, means over its matrices: bias_found, of projectors that had not seen the
+        batch; bias, of those that the step goes on with (in-sample where they were fitted just now); learn_s: its
+        seconds."""
         found: dict[str, Any] = {} if self.norm is None else {"grad_norm": self.norm}
         if self.check is not None:
             found |= {"bias_found": _mean(self.check.found)} if self.check.found else {}

@@ -104,8 +104,8 @@ def describe_targets(targets: list[Target], learning: Learning, updates: Subspac
     d, kind = learning.d, compressed[0].kind if compressed else "none"
     scale = "scaled to AdamW's rates" if learning.rule.scaled else "not scaled, as in the paper"
     lines = [
-        f"lsp: {len(compressed)} matrices through ({d}, {learning.r})-sparse projectors ({kind}): {before:,} weights seen as "
-        f"{after:,}; steps {scale}; {_describe_moments(updates)}"
+        f"lsp: {len(compressed)} matrices through ({d}, {learning.r})-sparse projectors ({kind}): {before:,} weights "
+        f"seen as {after:,}; steps {scale}; {_describe_moments(updates)}"
     ]
     clamped = [target for target in compressed if min(target.tensor.shape) <= d]
     clamped += [target for target in plain if target.tensor.block is not None and len(target.tensor.shape) == 2]

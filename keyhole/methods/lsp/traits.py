@@ -23,8 +23,8 @@ class LearningRule:
     first_check: int = 0
     """Updates before the first check. At 0 it fits without looking; else these updates go through random projectors."""
     refined: bool = True
-    """A fit starts from the best common scale of the random numbers, new projectors are taken only if they are better, and
-    moments are carried over by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
+    """A fit starts from the best common scale of the random numbers, new projectors are taken only if they are better,
+    and moments are carried over by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
 
 
 OURS = LearningRule()
@@ -37,7 +37,7 @@ class LSPConfig:
     """LSP-Offload: Adam in a learned sparse subspace of every matrix, its state on the GPU or the CPU. Streams."""
 
     preset: Literal["default", "paper"] = "default"
-    """paper: LSP-Offload's rule to the letter, with kind free, check_share 1 and no scaling of steps (docs/methods.md)."""
+    """paper: LSP-Offload's Algorithm 1: kind free, check_share 1, steps not scaled, and more (docs/methods.md)."""
     d: Count = 1024
     """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is left as it is."""
     r: Count = 4

@@ -4,8 +4,9 @@
     finished              a unit's gradient is complete. Then, by where its moments are:
 
         device (adam.py)     the weights move at once, while the unit is on the device
-        host (host.py)       the gradient leaves, and the step comes back: a unit that lives on the device gets it as soon
-                             as it has arrived, at the latest when the next forward asks for it; a streamed one then
+        host (host.py)       the gradient leaves, and the step comes back: a unit that lives on the device gets it as
+                             soon as it has arrived, at the latest when the next forward asks for it; a streamed one
+                             then
 
 Each unit has its moments in one of the two places (memory.py says which); nothing else about it differs, so a step with
 some units here and some there is the same mathematics, and a state saved from one can be loaded into another.
@@ -57,7 +58,8 @@ class OwedUpdate:
 
 
 class SubspaceUpdates:
-    """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the CPU."""
+    """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the
+    CPU."""
 
     accumulates = True  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
 

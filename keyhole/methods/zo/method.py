@@ -1,4 +1,4 @@
-"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only, every unit visited once a step.
+"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only, every unit visited once per step.
 
 For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step,
 
@@ -7,9 +7,9 @@ For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-
 What we do differently from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
   - The 2q passes, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update of
-    step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes an element in 16 bit, instead of 16.
+    step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes per element in 16 bit, instead of 16.
   - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1
-    (update.py). Over the link: each unit once up, and at most once down a step (write_back.py).
+    (update.py). Over the link: each unit once up, and at most once down per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
     these rows on the fly, exactly as the full pass over the table will apply it later in the step.
@@ -37,7 +37,7 @@ from keyhole.ops.loss import RunningNLL
 
 
 class ZO(Method):
-    """See the top of this file. `lr` may be changed between steps."""
+    """MeZO's estimator with fused, deferred updates. `lr` may be changed between steps."""
 
     name = "zo"
 

@@ -19,8 +19,8 @@ class Span:
 
 
 def cut_unit(unit: Unit, spared: frozenset[int] = frozenset()) -> list[Span]:
-    """The spans of a unit; spared: ids of the parameters that do not decay. Gaps between aligned tensors are in no span:
-    they stay 0, as after loading, whatever a checkpoint does not hold."""
+    """The spans of a unit; spared: ids of the parameters that do not decay. Gaps between aligned tensors are in no
+    span: they stay 0, as after loading, whatever a checkpoint does not hold."""
     spans: list[Span] = []
     for tensor in unit.tensors:
         begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)

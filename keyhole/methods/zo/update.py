@@ -49,8 +49,8 @@ class Pending:
 
 
 class Update:
-    """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding; spared: ids of
-    the parameters that do not decay."""
+    """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding; spared:
+    ids of the parameters that do not decay."""
 
     def __init__(
         self,
