@@ -49,6 +49,7 @@ class Shared:
 
     learning_rate: float
     weight_decay: float = 0.0
+    weight_decay_on: str = "matrices"
     max_grad_norm: float | None = None
     seed: int = 0
 
@@ -190,7 +191,7 @@ class Method:
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> Method:
         """The method as a config asks for it: the settings that all methods share, and its own section."""
-        rules = {"weight_decay": shared.weight_decay, "max_grad_norm": shared.max_grad_norm, "seed": shared.seed}
+        rules = {key: value for key, value in vars(shared).items() if key != "learning_rate"}
         return cls(model, shared.learning_rate, **rules, **vars(own))
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:

@@ -12,9 +12,7 @@ def forward_bytes(
     """Forward passes in lockstep: zeroth-order, evaluation, generation. (Baselines count as if they were: only their
     weights are planned.)"""
     sizes = {"tokens": work.tokens, "passes": work.passes, "directions": directions}
-    return forward.forward_bytes(
-        layout, streamed, formats=room.formats, workspace_bytes=room.workspace_bytes, **sizes
-    )
+    return forward.forward_bytes(layout, streamed, formats=room.formats, workspace_bytes=room.workspace_bytes, **sizes)
 
 
 def reverse_bytes(
@@ -23,6 +21,4 @@ def reverse_bytes(
     """Forward and reverse, block by block; updates: bytes that the method adds."""
     on_host = work.settings is not None and work.settings.activations == "host"
     sizes = {"tokens": work.tokens, "passes": work.passes, "on_host": on_host, "updates": updates}
-    return backward.reverse_bytes(
-        layout, streamed, formats=room.formats, workspace_bytes=room.workspace_bytes, **sizes
-    )
+    return backward.reverse_bytes(layout, streamed, formats=room.formats, workspace_bytes=room.workspace_bytes, **sizes)

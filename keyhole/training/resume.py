@@ -41,9 +41,11 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None) ->
     next_step = (state.step if done is None else done) + 1
     lines, refused = [], []
     now = flat_config(config)
+    # what runs did before the key existed; without decay it makes no difference
+    former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
     for key in sorted(now.keys() | state.config.keys()):
         default = settings()[key].default if key in settings() else None
-        before, after = state.config.get(key, default), now.get(key, default)
+        before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
         if before == after:
             continue
         if key in SAFE:

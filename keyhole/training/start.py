@@ -7,7 +7,7 @@ each part gets the few values that it needs.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def load_model(config: TrainConfig, choice: select.Choice) -> Model:
 def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
     """The method on the model, with the state of the checkpoint."""
     row = METHODS[config.method]
-    shared = Shared(config.learning_rate, config.weight_decay, config.max_grad_norm, config.seed)
+    shared = Shared(**{each.name: getattr(config, each.name) for each in fields(Shared)})
     method = row.load().make(model, shared, getattr(config, row.section))
     if origin.choice.state is not None:
         method.load_state_dict(method_state(origin.choice.path, origin.choice.state))

@@ -62,3 +62,14 @@ def test_a_setting_newer_than_the_checkpoint_counts_as_its_default() -> None:
 def test_safe_keys_exist() -> None:
     """A renamed setting must not leave a dead name in the list."""
     assert SAFE <= settings().keys()
+
+
+def test_a_run_from_before_weight_decay_spared_norms_keeps_its_rule() -> None:
+    """It decayed all: with decay, going on asks for weight_decay_on=all; without, it makes no difference."""
+    old = state(replace(CONFIG, weight_decay=0.1))
+    del old.config["weight_decay_on"]
+    with pytest.raises(UserError, match="weight_decay_on: the run has all, the config now says matrices"):
+        apply_changes(old, replace(CONFIG, weight_decay=0.1))
+    assert apply_changes(old, replace(CONFIG, weight_decay=0.1, weight_decay_on="all")) == []
+    old.config["weight_decay"] = 0.0
+    assert apply_changes(old, CONFIG) == []

@@ -3,7 +3,7 @@
 import time
 
 from keyhole.methods.adam_offload.method import AdamOffload
-from keyhole.methods.adam_offload.state import Step
+from keyhole.methods.adam_offload.state import AdamStep
 from keyhole.methods.base import Method
 from keyhole.methods.lsp.method import LSP
 
@@ -16,7 +16,7 @@ def step_parts(method: Method) -> dict[str, float]:
     if isinstance(method, AdamOffload):
         found["update_s"] = method.updates.host_s
     if isinstance(method, LSP):
-        spans = method.optimizer.spans
+        spans = method.updates.timing
         seconds = spans.read()
         found |= {f"{name.replace(' ', '_')}_s": seconds.get(name, 0.0) for name in SPANS}
         found["layer_update_s"] = spans.mean("update")
@@ -29,8 +29,8 @@ def updates_alone_s(method: Method) -> float | None:
     if not isinstance(method, AdamOffload):
         return None
     method.flush()
-    numbers = method.exchange.small(len(method.slots) + 2).zero_()
-    step = Step(0.0, numbers, numbers, method.slots, whole=False)
+    numbers = method.exchange.down.numbers(len(method.slots) + 2)
+    step = AdamStep(0.0, numbers, numbers, method.slots, waits_for_norm=False)
     tensors: dict[int, list[int]] = {}
     for start, trained in sorted(method.state.trained.items()):
         tensors.setdefault(trained.unit.index, []).append(start)

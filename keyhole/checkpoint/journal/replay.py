@@ -144,4 +144,5 @@ def method_of(header: Header, model: Model) -> ZO:
         distribution=header.distribution,
         rounding=header.rounding,
         seed=header.seed,
+        weight_decay_on=header.config.get("weight_decay_on", "all"),  # journals from before the setting decay all
     )

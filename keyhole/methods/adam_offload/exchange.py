@@ -10,10 +10,10 @@ on the host turns it into the new weights in place, and these go back.
                      `masters` (the weights in fp32, page-locked) it sends those, and the device rounds them: twice the
                      bytes on a link that has time, and a third of the update's work less for a CPU that has none.
 
-So a gradient that waits costs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes a
+So a gradient that waits costs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes per
 parameter for pages that live on the device. Order on a GPU:
 
-    down (its own stream)   waits for: the kernels so far;           then gradient -> staging, and an event
+    down (downlink.py)      waits for: the kernels so far;           then gradient -> staging, and an event
     worker                  waits for: that event, on the host;      then the job
     up (its own stream)                                              then staging -> device, and an event
     helper                  waits for: the first event and the end of its work on the device, both on the host
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from keyhole.offload import arena
+from keyhole.offload.downlink import Downlink
 from keyhole.offload.engine import Engine
 from keyhole.offload.workers import DeviceJob, Job, Workers
 
@@ -38,20 +39,21 @@ LANDING = 16 * 2**20  # elements of a master that are on the device at a time
 
 
 class Exchange:
-    """See the top of this file. pages: those that will be rewritten. masters: by resident page, where its weights come
-    from (None: its staging buffer). Becomes the engine's gate."""
+    """Takes gradients of pages out and brings their new weights back; becomes the engine's gate. pages: those that will
+    be rewritten. masters: by resident page, where its weights come from (None: its staging buffer)."""
 
     def __init__(
         self, engine: Engine, pages: list[int], pool: Workers, masters: dict[int, torch.Tensor] | None = None
     ) -> None:
         self.engine, self.pool, self.cuda = engine, pool, engine.cuda
+        self.down = Downlink(engine)
         self.staging = _staging(engine, pages)
         self.source = self.staging if masters is None else self.staging | masters
         self.leaving: set[int] = set()  # gradients are on their way out, no job yet
         self.rewritten: set[int] = set()  # homes that change: a watch is to be told when they have
         self.wait_s = 0.0  # how long the launching thread has waited for jobs
         if self.cuda:
-            self.down, self.up = torch.cuda.Stream(engine.device), torch.cuda.Stream(engine.device)
+            self.up = torch.cuda.Stream(engine.device)
             self.uploaded = {page: torch.cuda.Event() for page in pages}
             self.landing = torch.empty(LANDING if masters else 0, device=engine.device)
             self.landing.record_stream(self.up)  # it may be dropped while something lands
@@ -68,36 +70,17 @@ class Exchange:
         buffer = self.staging[page][begin : begin + grad.numel()]
         grad = grad.to(buffer.dtype).reshape(-1)
         self.engine.bytes_down += _bytes(grad)
-        self.send(grad, buffer)
-
-    def send(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies to the host on the way down, after the kernels so far."""
-        if not self.cuda:
-            target.copy_(source)
-            return
-        self.down.wait_stream(self.engine.compute)
-        with torch.cuda.stream(self.down):
-            target.copy_(source, non_blocking=True)
-        source.record_stream(self.down)
-
-    def small(self, count: int) -> torch.Tensor:
-        """A few numbers on the host that can be sent to."""
-        return torch.empty(count, pin_memory=self.cuda)
+        self.down.send(grad, buffer)
 
     def sent(self) -> Any:
-        """An event: everything sent so far has arrived, and the kernels so far are done. None on a CPU."""
-        if not self.cuda:
-            return None
-        self.down.wait_stream(self.engine.compute)  # kernels behind the last `put` may read the weights still
-        event = torch.cuda.Event(blocking=True)
-        event.record(self.down)
-        return event
+        """An event: everything sent so far has arrived, and the kernels so far are done (those behind the last `put`
+        may read the weights still). None on a CPU."""
+        return self.down.sent(and_kernels=True)
 
     def take_back(self) -> list[int]:
         """After an error: waits for what is on its way, and returns the pages whose gradients left without a job. Their
         staging buffers hold gradients; the caller makes them weights again."""
-        if self.cuda:
-            self.down.synchronize()
+        self.down.synchronize()
         pages = sorted(self.leaving)
         self.leaving.clear()
         return pages
@@ -110,17 +93,15 @@ class Exchange:
         job: Job,
         after: Any,
         back: list[Span],
-        at_once: bool = True,
         on_device: DeviceJob | None = None,
     ) -> None:
-        """Has the worker do the job and send these spans of the page back (at_once=False: `send_back` will be called).
-        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass
-        are worked on first: the engine numbers them in that order."""
+        """Has the worker do the job and send these spans of the page back.
+        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
+        worked on first: the engine numbers them in that order."""
 
         def work() -> None:
             job()
-            if at_once:
-                self.send_back(page, back)
+            self.send_back(page, back)
 
         self.pool.submit(work, page=page, after=after, urgency=page, on_device=on_device)
         self.leaving.discard(page)

@@ -1,14 +1,14 @@
 """The GPU's part in adam-offload's updates: state crosses the link, is updated there, and goes home.
 
-The CPU updates some 3 G parameters a second and the link is idle meanwhile. A part of a unit can as well be updated by
-the GPU (methods/adam_offload/lane.py). Bytes a parameter, in 16 bit:
+The CPU updates some 3 G parameters per second and the link is idle meanwhile. A part of a unit can as well be updated
+by the GPU (lane.py). Bytes per parameter, in 16 bit:
 
     by the CPU    host memory 26 (state and gradient), link 4 up (the new master)
     by the GPU    host memory and link 14 up (state and gradient), 12 down (state), 14 where weights are streamed
 
 Who takes which part is not decided here: both take the most urgent one when they are free (offload/workers.py). That
-may differ from run to run, so the bits must not: ops/adam/device.py rounds where the CPU's kernel does, and is tried against
-it at the start. Where the bits differ, or memory cannot be page-locked, the CPU works alone.
+may differ from run to run, so the bits must not: ops/adam/device.py rounds where the CPU's kernel does, and is tried
+against it at the start. Where the bits differ, or memory cannot be page-locked, the CPU works alone.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class AdamLane:
         to the device's copy, or home to `page` where the unit is streamed."""
         streamed = unit.index in self.engine.streamed
         home = None if streamed else self.engine.homes[unit.index].data[part.begin : part.end]
-        how = {"step": part.step, "lr": lr, "clip": clip, **self.state.rule}
+        how = {"step": part.step, "lr": lr, "clip": clip, "weight_decay": part.weight_decay, **self.state.rule}
 
         def change(begin: int, chunks: list[torch.Tensor]) -> None:
             weight = chunks[3] if home is None else home[begin : begin + chunks[3].numel()]

@@ -35,7 +35,8 @@ class _Slot:
 
 
 class Lane:
-    """See the top of this file. dtypes: of the tensors that will go through. One thread at a time."""
+    """A ring of slots on the device that host tensors go through. dtypes: of the tensors; used by one thread at a
+    time."""
 
     def __init__(self, dtypes: list[torch.dtype], device: torch.device, chunk: int = CHUNK) -> None:
         self.device, self.chunk, self.cuda = device, chunk, device.type == "cuda"

@@ -37,8 +37,8 @@ def check_host_state(layout: Layout, streamed: set[int], element_bytes: int, loa
     missing = needed + (0 if loaded else SLACK_BYTES) - memory.available_bytes
     if missing > 0:
         raise UserError(
-            f"method: adam-offload keeps {12 + element_bytes} bytes a parameter in host memory, {needed / GIB:.2f} GiB "
-            f"for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are "
+            f"method: adam-offload keeps {12 + element_bytes} bytes per parameter in host memory, "
+            f"{needed / GIB:.2f} GiB for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are "
             "missing. Free memory, or use method=lomo, adalomo or zo, which keep no such state."
         )
 

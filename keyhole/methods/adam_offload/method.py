@@ -1,16 +1,16 @@
 """AdamW whose master weights and moments live in host memory, updated there while the GPU works.
 
-The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes a parameter:
+The rule is torch's AdamW, exactly, on fp32 masters (ops/adam/host.py). Bytes per parameter:
 
-    host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: methods/adam_offload/exchange.py) = 14
+    host     12 (master, two moments) + 2 (16-bit weight, or the gradient on its way: exchange.py) = 14
     device   2 where the model is resident; two blocks or so where it is streamed. Gradients: one block's, in passing.
-    link     2 down (gradient), 4 up (master; the GPU rounds it) a step; streamed 4 up (forward and reverse). More for
+    link     2 down (gradient), 4 up (master; the GPU rounds it) per step; streamed 4 up (forward and reverse). More for
              what the GPU updates: gpu_updates.py
 
 One step, layer by layer (schedule: layerwise):
 
-    reverse     the sweep (model/backward/reverse.py) gives the gradient of each tensor, whole, summed over all micro-batches; it
-                leaves for the host on its own stream while the blocks below are differentiated
+    reverse     the sweep (model/backward/reverse.py) gives the complete gradient of each tensor, over all
+                micro-batches; it leaves for the host on its own stream while the blocks below are differentiated
     update      a worker updates a unit as soon as its gradients have arrived, always the one that the next forward
                 needs first; and so does the GPU, whose link is idle (gpu_updates.py): the same bits
     return      a resident unit's weights are sent back by the worker; a streamed one's are at home already
@@ -18,8 +18,11 @@ One step, layer by layer (schedule: layerwise):
 
 max_grad_norm needs the norm of the whole gradient, which is known at the end of the reverse: norms of tensors are taken
 on the GPU as they leave, and the updates run under the next forward. Nothing is stale and nothing approximate; both
-orders, and schedule: monolithic (all gradients out, then all updates, then all weights back: ZeRO-Offload's order, to
-compare with) give the same bits.
+orders, and schedule: monolithic (to compare with) give the same bits. That is ZeRO-Offload's order: gradients leave
+beside the reverse, updates begin when all are out, weights return beside the updates of other units, and the next
+forward begins when all are back,
+
+    step = forward + max(reverse, gradients down) + max(updates, weights up)          (LSP-Offload, Eq. 1)
 
 A gradient that is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, units above may
 have been updated before it was met; if any was, the run stops at once, since the weights are then of two steps. (A loss
@@ -34,10 +37,11 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.gpu_updates import open_lane
+from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state
-from keyhole.methods.adam_offload.state import AdamState, Step
-from keyhole.methods.adam_offload.update import Updates
+from keyhole.methods.adam_offload.state import AdamState, AdamStep
 from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -49,7 +53,7 @@ SCHEDULES = ("layerwise", "monolithic")
 
 
 class AdamOffload(Method):
-    """See the top of this file. `lr` may be changed between steps."""
+    """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     name = "adam-offload"
     accumulates = False  # as a sink
@@ -60,6 +64,7 @@ class AdamOffload(Method):
         lr: float = 2e-5,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -85,8 +90,9 @@ class AdamOffload(Method):
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
         helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
         self.pool = Workers(threads, helper=helped)
-        rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        self.state = AdamState(model.layout, rule, self.pool.threads)
+        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
+        rule = {"beta1": beta1, "beta2": beta2, "eps": eps}
+        self.state = AdamState(model.layout, rule, decay, self.pool.threads)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.streamed}
         self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool, masters)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
@@ -95,9 +101,9 @@ class AdamOffload(Method):
         self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
         if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
-        self.updates = Updates(self.state, self.exchange, self.lane, at_once=schedule == "layerwise")
+        self.updates = UpdateJobs(self.state, self.exchange, self.lane)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
-        self.now: Step | None = None
+        self.current: AdamStep | None = None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -110,17 +116,17 @@ class AdamOffload(Method):
             loss = self.reverse.forward(batches)
             self._settle()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            numbers = self.exchange.small(len(self.slots) + 2)
-            self.now = Step(self.lr, norms_K, numbers, self.slots, whole=self._clips_at_end)
+            numbers = self.exchange.down.numbers(len(self.slots) + 2)
+            self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
             try:
                 self.reverse.reverse(self)
-                self._end_reverse(self.now)
+                self._end_reverse(self.current)
             except BaseException:
-                self._take_back(self.now)
+                self._take_back(self.current)
                 raise
         return loss
 
-    def _take_back(self, step: Step) -> None:
+    def _take_back(self, step: AdamStep) -> None:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
         for page in self.exchange.take_back():
             unit = self.model.layout.units[page]
@@ -137,44 +143,42 @@ class AdamOffload(Method):
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Takes the norm and sends the gradient off."""
-        torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.now.norms_K[self.slots[tensor.start]])
+        torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
         unit = self.state.trained[tensor.start].unit
         self.exchange.put(unit.index, tensor.start - unit.start, grad)
-        self.now.given[unit.index].append(tensor.start)
+        self.current.starts[unit.index].append(tensor.start)
 
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are on their way; its update is submitted, now or at the end."""
-        given = sorted(self.now.given[unit.index])
-        if given and self._clips_at_end:
-            self.now.waiting.append((unit, given))
-        elif given:
-            self.exchange.send(*self.now.norms(given))
-            self.updates.submit(self.now, unit, given, self.exchange.sent())
+        starts = sorted(self.current.starts[unit.index])
+        if starts and self._clips_at_end:
+            self.current.waiting.append((unit, starts))
+        elif starts:
+            self.exchange.down.send(*self.current.norms(starts))
+            self.updates.submit(self.current, unit, starts, self.exchange.sent())
         return False
 
-    def _end_reverse(self, step: Step) -> None:
+    def _end_reverse(self, step: AdamStep) -> None:
         """The norm of the whole gradient is known: clip factor and norm leave, and the updates that waited for them."""
         self.norm = torch.linalg.vector_norm(step.norms_K)
         if not self._clips_at_end:
             return
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         clip = (limit / (self.norm + 1e-6)).clamp(max=1.0)
-        self.exchange.send(torch.stack([clip, self.norm]), step.numbers[-2:])
+        self.exchange.down.send(torch.stack([clip, self.norm]), step.numbers[-2:])
         after = self.exchange.sent()
-        for unit, given in step.waiting:
-            self.updates.submit(step, unit, given, after)
+        for unit, starts in step.waiting:
+            self.updates.submit(step, unit, starts, after)
         if self.schedule == "monolithic":
-            self.pool.drain()
-            for unit, given in step.waiting if not step.bad else ():
-                self.updates.send_back(unit, given)
+            self.exchange.drain()
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        if self.lane is not None and self.now is not None and not self.now.settled:
+        if self.lane is not None and self.current is not None and not self.current.settled:
             self.lane.settle()
-            self.now.settled = True
-        if self.now is not None and self.now.bad and self.now.applied:
+            self.current.settled = True
+        if self.current is not None and self.current.bad and self.current.applied:
             raise UserError(
                 "the last step was applied in part: a gradient was not finite, or an error came in between. The "
                 "weights in memory are not usable. Go on from the last checkpoint; with max_grad_norm set, nothing "
@@ -189,7 +193,7 @@ class AdamOffload(Method):
     def metrics(self) -> dict[str, Any]:
         """Of the last step. grad_norm: whole and unclipped, unread; host_wait_s: launches waited for host updates;
         gpu_updates: the share of parameters that the GPU has updated, in the last step that was waited for."""
-        if self.now is None:
+        if self.current is None:
             return {}
         found = {"grad_norm": self.norm, "host_wait_s": self.exchange.wait_s}
         return found if self.lane is None else found | {"gpu_updates": self.lane.share}
@@ -212,7 +216,7 @@ class AdamOffload(Method):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The weights become the masters, rounded, whatever the last step left behind."""
         self.exchange.drain()
-        self.now = None
+        self.current = None
         self.state.load_state_dict(state)
         for unit in self.state.units:
             self.updates.write(unit)

@@ -1,12 +1,13 @@
-"""Master weights and Adam's moments of a whole model in host memory, updated unit by unit.
+"""Master weights and Adam's moments of all of a model in host memory, updated unit by unit.
 
-Three flat fp32 arrays, in the order of the model (model/structure/layout.py) without the units that are frozen: 12 bytes a
-parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then takes
-memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident run
-goes on in a streamed one.
+Three flat fp32 arrays, in the order of the model (model/structure/layout.py) without the units that are frozen: 12
+bytes per parameter, whatever the cut into units and wherever the weights live. (An array is page-locked whole, and then
+takes memory whole.) A tensor's state is a view of them, so saving copies nothing, and what was saved from a resident
+run goes on in a streamed one.
 
 Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
-(which bias correction needs) stays. Neighbours with equal counts are updated in one go, padding included.
+(which bias correction needs) stays. Neighbours with equal counts and equal weight decay are updated in one go, padding
+included.
 """
 
 from collections import defaultdict
@@ -16,8 +17,10 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.homes import view
 from keyhole.offload import arena
@@ -34,65 +37,69 @@ class Trained:
     unit: Unit
     start: int
     stop: int
+    param: nn.Parameter = field(repr=False, compare=False)
 
 
 def trained_in(unit: Unit) -> list[Trained]:
     """What a unit trains, in order."""
     if unit.rows is not None:
-        return [Trained(unit, unit.start, unit.stop)] if unit.tensors[0].param.requires_grad else []
+        param = unit.tensors[0].param
+        return [Trained(unit, unit.start, unit.stop, param)] if param.requires_grad else []
     stops = [t.start for t in unit.tensors[1:]] + [unit.stop]
     pairs = zip(unit.tensors, stops, strict=True)
-    return [Trained(unit, t.start, stop) for t, stop in pairs if t.param.requires_grad]
+    return [Trained(unit, t.start, stop, t.param) for t, stop in pairs if t.param.requires_grad]
 
 
 @dataclass(frozen=True)
 class Part:
-    """[begin, end) of a unit: neighbours with equally many updates. `step`: the number of the coming one; `starts`: the
-    trained tensors that begin here."""
+    """[begin, end) of a unit: neighbours with equally many updates and equal weight decay. `step`: the number of the
+    coming update; `starts`: the trained tensors that begin here."""
 
     begin: int
     end: int
     step: int
+    weight_decay: float
     starts: tuple[int, ...]
 
 
 @dataclass
-class Step:
+class AdamStep:
     """What the updates of one step share. `numbers` on the host: norms of all tensors (`slots`: which is whose), then
-    clip factor and norm of all. whole: these two are known before the first update."""
+    clip factor and norm of all. waits_for_norm: these two are known before the first update."""
 
     lr: float
     norms_K: torch.Tensor
     numbers: torch.Tensor
     slots: dict[int, int]
-    whole: bool
-    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> starts of its gradients
+    waits_for_norm: bool
+    starts: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))  # unit -> tensors with a gradient
     waiting: list[tuple[Unit, list[int]]] = field(default_factory=list)  # units whose update must wait for the end
     submitted: bool = False
     applied: bool = False
     bad: bool = False
     settled: bool = False  # all of its updates are done, and counted
 
-    def norms(self, given: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def norms(self, starts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Of tensors that are side by side: on the device, and their places on the host."""
-        at = slice(self.slots[given[0]], self.slots[given[-1]] + 1)
+        at = slice(self.slots[starts[0]], self.slots[starts[-1]] + 1)
         return self.norms_K[at], self.numbers[at]
 
-    def is_bad(self, given: list[int]) -> bool:
+    def is_bad(self, starts: list[int]) -> bool:
         """Whether these must not be updated: a gradient is not finite."""
-        if self.whole:
+        if self.waits_for_norm:
             return not torch.isfinite(self.numbers[-1])
-        return self.bad or not torch.isfinite(self.norms(given)[1]).all()
+        return self.bad or not torch.isfinite(self.norms(starts)[1]).all()
 
     def clip(self) -> float:
-        return float(self.numbers[-2]) if self.whole else 1.0
+        return float(self.numbers[-2]) if self.waits_for_norm else 1.0
 
 
 class AdamState:
-    """See the top of this file. `trained` by the index of the first element; threads: those of the caller's torch."""
+    """The three arrays, and an update of any part of them. trained: by the index of the first element; threads: those
+    of the caller's torch."""
 
-    def __init__(self, layout: Layout, rule: dict[str, float], threads: int) -> None:
-        self.layout, self.rule = layout, rule
+    def __init__(self, layout: Layout, rule: dict[str, float], decay: WeightDecay, threads: int) -> None:
+        self.layout, self.rule, self.decay = layout, rule, decay
         self.trained = {t.start: t for unit in layout.units for t in trained_in(unit)}
         self.units = list({t.unit.index: t.unit for t in self.trained.values()}.values())
         self.steps = dict.fromkeys(self.trained, 0)
@@ -119,27 +126,32 @@ class AdamState:
         for moment in moments:
             moment.zero_()
 
-    def parts(self, given: list[int]) -> list[Part]:
-        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates together, in
-        pieces of at most PART."""
-        ranges: list[list[int]] = []
-        for at in given:
+    def parts(self, starts: list[int]) -> list[Part]:
+        """What got a gradient, by the first elements of its tensors: neighbours with equally many updates and equal
+        weight decay together, in pieces of at most PART."""
+        ranges: list[list[Any]] = []
+        for at in starts:
             one = self.trained[at]
-            begin, end = one.start - one.unit.start, one.stop - one.unit.start
-            if ranges and ranges[-1][1:] == [begin, self.steps[at]]:
+            begin, end, how = one.start - one.unit.start, one.stop - one.unit.start, self._how(one)
+            if ranges and ranges[-1][1:] == [begin, how]:
                 ranges[-1][1] = end
             else:
-                ranges.append([begin, end, self.steps[at]])
-        cuts = [(i, min(i + PART, end), step) for begin, end, step in ranges for i in range(begin, end, PART)]
-        places = [(at, at - self.trained[at].unit.start) for at in given]
-        return [Part(i, j, step + 1, tuple(at for at, place in places if i <= place < j)) for i, j, step in cuts]
+                ranges.append([begin, end, how])
+        cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
+        places = [(at, at - self.trained[at].unit.start) for at in starts]
+        return [Part(i, j, *how, tuple(at for at, place in places if i <= place < j)) for i, j, how in cuts]
+
+    def _how(self, one: Trained) -> tuple[int, float]:
+        """The number of a tensor's coming update, and its weight decay."""
+        return self.steps[one.start] + 1, self.decay.of(one.param)
 
     def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float, in_place: bool = True) -> None:
         """From the gradients in `page`. in_place: they become new weights, in the same place; else the master alone is
         new."""
         grad, state = page[part.begin : part.end], self.of(unit, part.begin, part.end)
         weight = grad if in_place else None
-        host_adamw_(*state, grad, weight, step=part.step, lr=lr, clip=clip, scratch=self.scratch, **self.rule)
+        how = {"step": part.step, "weight_decay": part.weight_decay, **self.rule}
+        host_adamw_(*state, grad, weight, lr=lr, clip=clip, scratch=self.scratch, **how)
 
     def count(self, part: Part) -> None:
         """The part has had its update."""

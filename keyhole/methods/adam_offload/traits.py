@@ -9,7 +9,7 @@ from keyhole.methods.base import Traits, host_activations
 
 @dataclass(frozen=True, kw_only=True)
 class AdamOffloadConfig:
-    """AdamW, exact, with fp32 weights and moments in host memory (14 bytes a parameter), updated by CPU and GPU."""
+    """AdamW, exact, with fp32 weights and moments in host memory (14 bytes per parameter), updated by CPU and GPU."""
 
     beta1: BelowOne = 0.9
     """Decay of the running mean of the gradient."""
@@ -18,7 +18,7 @@ class AdamOffloadConfig:
     eps: Positive = 1e-8
     """Added to the root of the second moment before dividing."""
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
-    """Updates layer by layer beside the GPU's work, or all between two steps (to compare); same results."""
+    """Updates layer by layer beside the GPU's work, or between two steps as ZeRO-Offload (to compare); same results."""
     threads: Count | None = None
     """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
     gpu_updates: bool | None = None

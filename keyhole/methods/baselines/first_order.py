@@ -1,8 +1,8 @@
 """Baselines: torch's own AdamW and SGD, on a model that is resident on the device.
 
 One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll,   one backward each,
-gradients added up by autograd, clipped by their global norm, then torch's update. Bytes a parameter on the device, for
-weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
+gradients added up by autograd, clipped by their global norm, then torch's update. Bytes per parameter on the device,
+for weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State
+from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
@@ -51,6 +52,10 @@ class TorchMethod(Method):
                 "use placement=resident, or method=zo with placement=stream"
             )
 
+    def _groups(self, weight_decay: float, on: str) -> list[dict]:
+        """The parameters in groups of equal weight decay."""
+        return parameter_groups(list(self.params.values()), weight_decay_of(self.model.module, weight_decay, on))
+
     @property
     def lr(self) -> float:
         return self.optimizer.param_groups[0]["lr"]
@@ -67,7 +72,7 @@ class TorchMethod(Method):
         token_count = max(1, sum(b.token_count for b in batches))
         total = torch.zeros((), device=self.model.device)
         for b in batches:
-            with _run_twice(self.model.module) if self.activations == "block" else nullcontext():
+            with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
                 hidden_NH = self.model.hidden(b)
             loss = self.model.head.loss_sum(hidden_NH, b.target_N) / token_count
             loss.backward()
@@ -101,7 +106,7 @@ class TorchMethod(Method):
 
 
 @contextmanager
-def _run_twice(module: torch.nn.Module) -> Iterator[None]:
+def _checkpoint_blocks(module: torch.nn.Module) -> Iterator[None]:
     """Activation checkpointing: the graph of a block is made again when its turn comes in backward."""
     blocks = find_blocks(module)
     before = [block.__dict__.get("forward") for block in blocks]  # of graphs.py, for other methods
@@ -127,6 +132,7 @@ class AdamW(TorchMethod):
         lr: float = 2e-5,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         beta1: float = 0.9,
         beta2: float = 0.999,
@@ -134,8 +140,8 @@ class AdamW(TorchMethod):
         seed: int = 0,
     ) -> None:
         super().__init__(model, max_grad_norm)
-        params = list(self.params.values())
-        self.optimizer = torch.optim.AdamW(params, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+        groups = self._groups(weight_decay, weight_decay_on)
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps)
 
 
 class SGD(TorchMethod):
@@ -149,10 +155,10 @@ class SGD(TorchMethod):
         lr: float = 5e-3,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         momentum: float = 0.0,
         seed: int = 0,
     ) -> None:
         super().__init__(model, max_grad_norm)
-        params = list(self.params.values())
-        self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
+        self.optimizer = torch.optim.SGD(self._groups(weight_decay, weight_decay_on), lr=lr, momentum=momentum)

@@ -6,13 +6,15 @@ For a matrix with gradient G [O, I] and the shorter side I (the other case is th
     R = G P                        Adam's moments m, v of R, giving N = m' / (sqrt(v') + eps)        [O, rank]
     W <- W - lr (scale N P^T + weight_decay W)
 
-Moments stay as they are when the subspace changes, as in the published code. Matrices of the blocks whose shorter side
-is larger than `rank` are projected; the others, embeddings, head and vectors get plain AdamW (the same rule with P = 1
-and scale = 1). Weights are rounded to nearest, moments are fp32.
+Two details are torch's AdamW and not galore-torch's: eps is added to the root after its bias correction (there before,
+so that it weighs 1 / sqrt(1 - beta2^t) as much), and weights decay before the step, from W (there after it, from the
+new W). Moments stay as they are when the subspace changes, as in the published code. Matrices of the blocks whose
+shorter side is larger than `rank` are projected; the others, embeddings, head and vectors get plain AdamW (the same
+rule with P = 1 and scale = 1). Weights are rounded to nearest, moments are fp32.
 
 Bytes on the device: weights and gradients of b bytes each, and of a projected matrix 4 (2 O rank + I rank) for moments
 and projector instead of Adam's 8 O I. The gradient is whole, and so is the model: GaLore saves optimizer state only.
-The SVD takes seconds a matrix at width 4096, all of them in one step out of update_proj_gap.
+The SVD takes seconds per matrix at width 4096, all of them in one step out of update_proj_gap.
 """
 
 from typing import Any
@@ -73,7 +75,7 @@ def project_back(low: torch.Tensor, p: torch.Tensor, shape: torch.Size) -> torch
 
 
 class GaLore(TorchMethod):
-    """See the top of this file."""
+    """GaLore on the matrices of blocks, plain AdamW on the rest."""
 
     name = "galore"
 
@@ -90,6 +92,7 @@ class GaLore(TorchMethod):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -99,10 +102,14 @@ class GaLore(TorchMethod):
         low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
         names = {t.name for t in model.layout.tensors if t.block is not None and is_larger(t.shape, rank)}
         self.projected = [name for name in self.params if name in names]
-        groups = [{"params": [self.params[name] for name in self.projected], **low}]
-        groups += [{"params": [p for name, p in self.params.items() if name not in names]}]
-        rule = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        self.optimizer = GaLoreAdamW([group for group in groups if group["params"]], lr, **rule)
+        projected = {id(self.params[name]) for name in self.projected}
+        groups = [
+            group | {"params": members, **(low if kind else {})}
+            for group in self._groups(weight_decay, weight_decay_on)
+            for kind in (True, False)
+            if (members := [p for p in group["params"] if (id(p) in projected) == kind])
+        ]
+        self.optimizer = GaLoreAdamW(groups, lr, beta1=beta1, beta2=beta2, eps=eps)
         self.rank = rank
 
     def describe(self) -> list[str]:

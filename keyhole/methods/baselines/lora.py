@@ -2,8 +2,8 @@
 
     y = W x + (alpha / r) B A x        A [r, I] random, B [O, r] zero at the start; only A and B learn
 
-Bytes on the device: b a parameter of the model (frozen, no gradient), and 16 a parameter of the adapters (fp32 weight,
-gradient, two moments), about r (I + O) / (I O) of the model. What LoRA can learn is a change of rank r.
+Bytes on the device: b per parameter of the model (frozen, no gradient), and 16 per parameter of the adapters (fp32
+weight, gradient, two moments), about r (I + O) / (I O) of the model. What LoRA can learn is a change of rank r.
 
 The adapters are put into the module in place. The model's own parameters stay the objects they were, so flat memory,
 evaluation and generation work as before; the adapters are the method's own. What is saved is an ordinary model:
@@ -36,7 +36,7 @@ MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
 
 class LoRA(TorchMethod):
-    """See the top of this file."""
+    """Adapters beside a frozen model."""
 
     name = "lora"
 
@@ -52,6 +52,7 @@ class LoRA(TorchMethod):
         merge: bool = True,
         activations: str = "none",
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         seed: int = 0,
     ) -> None:
@@ -64,7 +65,7 @@ class LoRA(TorchMethod):
         self.config = config
         adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         super().__init__(model, max_grad_norm, adapters, activations)
-        self.optimizer = torch.optim.AdamW(list(adapters.values()), lr=lr, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(self._groups(weight_decay, weight_decay_on), lr=lr)
         self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""AdaLOMO: LOMO with a step size for every weight, from a second moment kept as one number a row and one a column.
+"""AdaLOMO: LOMO with a step size for every weight, from a second moment kept as one number per row and one per column.
 
 For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in full):
 
@@ -23,7 +23,7 @@ from keyhole.model.structure.layout import FlatTensor
 
 
 class AdaLOMO(LOMO):
-    """See the top of this file. Its rate is relative to the size of the weights: 1e-4 to 1e-3, not SGD's."""
+    """LOMO with a factored second moment. Its rate is relative to the size of the weights: 1e-4 to 1e-3, not SGD's."""
 
     name = "adalomo"
 
@@ -39,8 +39,20 @@ class AdaLOMO(LOMO):
     ) -> None:
         if tensor.name not in self.moments:
             self.moments[tensor.name] = ops.adalomo_state(w.shape, w.device)
-        state, how = self.moments[tensor.name], self._how(tensor, w)
+        state, how = self.moments[tensor.name], self._rounding_of(tensor, w)
+        if self.clip_value is not None:
+            how["sum_squares"] = self._bound_elements(grad, scale, how["sum_squares"], tensor.start)
         ops.adalomo_update_(w, grad, state, lr=lr, t=self.step_count, weight_decay=weight_decay, scale=scale, **how)
+
+    def _bound_elements(
+        self, grad: torch.Tensor, scale: torch.Tensor | None, sum_squares: torch.Tensor | None, offset: int
+    ) -> None:
+        """Clamps the gradient in place (the bound is rounded to its dtype), once its norm is taken and inf was looked
+        for."""
+        out = torch.zeros_like(self.sum_squares) if sum_squares is None else sum_squares
+        ops.sum_squares_(grad, out, scale, self.bad, offset=offset)
+        bound = self.clip_value * self._factor
+        grad.clamp_(-bound, bound)
 
     def state_dict(self) -> State:
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}

@@ -2,8 +2,9 @@
 
     y = W x + (alpha / r) B A x        W <- LOMO's rule, as its gradient comes by;   A, B <- AdamW, after the reverse
 
-The adapters are small (r (I + O) numbers a layer) and stay on the device in fp32 with their moments, wherever the
-model lives; they add the memory of an adaptive method where it costs nothing. Clipping by the global norm is over both.
+The adapters are small (r (I + O) numbers per layer) and stay on the device in fp32 with their moments, wherever the
+model lives; they add the memory of an adaptive method where it costs nothing. Weight decay and every way of clipping
+hold for both; the global norm is over both.
 
 Both parts change, so they are saved apart: the model as an ordinary directory, and beside it the adapters as peft
 writes them, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") puts them together.
@@ -15,15 +16,16 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
-from keyhole.methods.base import State
+from keyhole.methods.base import State, checked_rate
 from keyhole.methods.baselines import lora
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.weight_decay import parameter_groups
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 
 
 class LOMOLoRA(LOMO):
-    """See the top of this file. `lr` is LOMO's rate; the adapters' keeps its ratio to it (adapter_lr / lr)."""
+    """LOMO on the model and AdamW on adapters. `lr` is LOMO's rate; the adapters' keeps its ratio to it."""
 
     name = "lomo-lora"
 
@@ -55,31 +57,38 @@ class LOMOLoRA(LOMO):
         for param in trained:
             param.requires_grad_(True)
         super().__init__(model, lr, seed=seed, **options)
-        self.ratio = adapter_lr / lr
-        self.optimizer = torch.optim.AdamW(list(self.adapters.values()), lr=adapter_lr, weight_decay=0.0)
+        self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
+        groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
 
     # -- beside LOMO's reverses ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _beside_squares(self) -> None:
+    def _add_extra_squares(self) -> None:
         """The adapters' part of the global norm."""
         for param in self.adapters.values():
             if param.grad is not None:
                 grad = param.grad if self.scale is None else param.grad * self.scale
                 self.sum_squares += grad.square().sum()
 
-    def _beside_forget(self) -> None:
+    def _drop_extra_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _beside_step(self) -> None:
-        """AdamW on the adapters, with the same clipping."""
-        for param in self.adapters.values():
-            if param.grad is not None and self.scale is not None:
-                param.grad.mul_(self.scale)
+    @torch.no_grad()
+    def _update_extra(self) -> None:
+        """AdamW on the adapters, with the same clipping. Their rate follows LOMO's, unless that was 0 from the
+        start."""
+        for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
+            if self.clip_group_norm is not None:
+                grad.mul_(self._group_scale(grad))
+            elif self.scale is not None:
+                grad.mul_(self.scale)
+            if self.clip_value is not None:
+                grad.clamp_(-self.clip_value, self.clip_value)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * self.ratio
+            group["lr"] = self.adapter_lr if self.ratio is None else self.lr * self.ratio
         self.optimizer.step()
-        self._beside_forget()
+        self._drop_extra_gradients()
 
     @property
     def params(self) -> dict[str, torch.nn.Parameter]:

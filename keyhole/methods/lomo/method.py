@@ -2,9 +2,9 @@
 
     w <- round(w - lr (c g + weight_decay w))            c: clipping, and 1 / loss scale
 
-A gradient exists for as long as it takes to update its matrix, while the reverse sweep (model/backward/reverse.py) is at that
-matrix. What is added to the memory of inference is one gradient, one block's activations, and the inputs of all blocks
-(or not even these: activations=host). The rules of plain PyTorch hold all the same:
+A gradient exists for as long as it takes to update its matrix, while the reverse sweep (model/backward/reverse.py) is
+at that matrix. What is added to the memory of inference is one gradient, one block's activations, and the inputs of all
+blocks (or not even these: activations=host). The rules of plain PyTorch hold all the same:
 
   - Accumulation: all micro-batches pass a block before its one update, which is that of their mean.
   - max_grad_norm clips by the exact norm of the whole gradient. That norm is known only at the end of a reverse, so
@@ -14,9 +14,9 @@ matrix. What is added to the memory of inference is one gradient, one block's ac
   - The norm in the log is that of the whole, unclipped gradient.
 
 Rounding of 16-bit weights: stochastic, nearest (small steps vanish), or kahan (what was lost is kept beside the weight,
-2 bytes a parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights at home, and so needs none.
+2 bytes per parameter). wire=fp32 with a 16-bit dtype keeps fp32 weights at home, and so needs none.
 
-What becomes of a single gradient: updates.py.
+What becomes of a single gradient: sink.py.
 """
 
 from typing import Any
@@ -26,7 +26,8 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.lomo.loss_scale import LossScale
-from keyhole.methods.lomo.updates import Squares, Updates
+from keyhole.methods.lomo.sink import NormSink, UpdateSink
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.tape import ACTIVATIONS
 from keyhole.model.batch import Batch
@@ -35,8 +36,8 @@ from keyhole.model.model import Model
 ROUNDINGS = ("stochastic", "nearest", "kahan")
 
 
-class LOMO(Updates, Method):
-    """See the top of this file. `lr` may be changed between steps.
+class LOMO(UpdateSink, Method):
+    """Gradient descent inside the reverse sweep. `lr` may be changed between steps.
 
     groups: [{"match": regular expression, "lr_scale": 0.1, "weight_decay": 0.0}, ..]; the first that is found in a
     tensor's name holds for it.
@@ -50,6 +51,7 @@ class LOMO(Updates, Method):
         lr: float = 5e-3,
         *,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         clip_value: float | None = None,
         clip_group_norm: float | None = None,
@@ -62,9 +64,10 @@ class LOMO(Updates, Method):
         seed: int = 0,
     ) -> None:
         _check(self.name, model, rounding, activations, (max_grad_norm, clip_value, clip_group_norm))
-        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
+        self.model, self.lr, self.seed = model, checked_rate(lr), seed
+        self.weight_decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
-        self.rounding, self.groups, self.measures = rounding, groups or [], grad_norm
+        self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
         model.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
@@ -78,11 +81,11 @@ class LOMO(Updates, Method):
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
         self.norm: torch.Tensor | None = None
-        largest = max((t.shape.numel() for t in self.trained if len(t.shape) == 2), default=0)
-        largest = largest if fused and activations != "none" else 0
+        matrices = [t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
+        largest = max((t.shape.numel() for t in matrices), default=0) if fused and activations != "none" else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
-        self.lost: dict[str, torch.Tensor] = {}  # Kahan's compensation
-        self.given: set[str] = set()  # names of tensors that have had a gradient in the last update
+        self.compensation: dict[str, torch.Tensor] = {}  # Kahan's compensation
+        self.received: set[str] = set()  # names of tensors that have had a gradient in the last update
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class LOMO(Updates, Method):
         """One update from one batch or the micro-batches of one step. Returns the loss."""
         self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
-        reverses = 2 if self._looks_first else 1
+        reverses = 2 if self._norm_first else 1
         with self.reverse.sweep(reverses):
             loss = self.reverse.forward(batches)
             if self._may_update(loss):
@@ -107,7 +110,7 @@ class LOMO(Updates, Method):
             self._update(lambda sink, last: self.reverse.walk(loss * self._factor, sink, last))
 
     @property
-    def _looks_first(self) -> bool:
+    def _norm_first(self) -> bool:
         return self.max_grad_norm is not None or self.loss_scale is not None
 
     @property
@@ -124,10 +127,10 @@ class LOMO(Updates, Method):
 
     def _update(self, reverse: Any) -> None:
         self.scale = None if self.loss_scale is None else torch.full_like(self.sum_squares, 1 / self._factor)
-        if self._looks_first:
-            reverse(Squares(self), False)
-            self._beside_squares()
-            self._beside_forget()
+        if self._norm_first:
+            reverse(NormSink(self), False)
+            self._add_extra_squares()
+            self._drop_extra_gradients()
             self.norm = self.sum_squares.sqrt()
             finite = bool(torch.isfinite(self.norm))
             if self.loss_scale is not None:
@@ -138,32 +141,32 @@ class LOMO(Updates, Method):
                 clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
                 self.scale = clip if self.scale is None else self.scale * clip
         self.step_count += 1
-        self.given.clear()
+        self.received.clear()
         try:
             reverse(self, True)
         except BaseException:  # out of memory, an interrupt: what has been updated stays so
-            if self.given:
+            if self.received:
                 self.bad.fill_(1)
             raise
-        if self.norm is None and self.measures:
-            self._beside_squares()
+        if self.norm is None and self.measures_norm:
+            self._add_extra_squares()
             self.norm = self.sum_squares.sqrt()
-        self._beside_step()
+        self._update_extra()
         if self.step_count == 1:
-            self._look_for_untouched()
+            self._refuse_hidden_gradients()
 
-    def _beside_squares(self) -> None:
-        """Adds the squares of parameters beside the model's (lomo_lora.py)."""
+    def _add_extra_squares(self) -> None:
+        """Adds the squares of gradients of parameters beside the model's (lomo_lora.py)."""
 
-    def _beside_forget(self) -> None:
-        """Drops the gradients of those."""
+    def _drop_extra_gradients(self) -> None:
+        """Drops these gradients."""
 
-    def _beside_step(self) -> None:
-        """Updates those."""
+    def _update_extra(self) -> None:
+        """Updates these parameters."""
 
-    def _look_for_untouched(self) -> None:
+    def _refuse_hidden_gradients(self) -> None:
         in_blocks = {t.name for t in self.trained if t.block is not None}
-        if in_blocks and not in_blocks & self.given:
+        if in_blocks and not in_blocks & self.received:
             raise UserError(
                 f"{self.name}: no parameter of a block received a gradient; something around the model hides it "
                 "(inference mode, a compiled or wrapped module, hooks that detach). Load it with keyhole.load."
@@ -209,7 +212,7 @@ class LOMO(Updates, Method):
         ]
 
     def state_dict(self) -> State:
-        lost = {f"{name}/lost": tensor for name, tensor in self.lost.items()}
+        lost = {f"{name}/lost": tensor for name, tensor in self.compensation.items()}
         scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
         return {"step_count": self.step_count, "seed": self.seed, **scale, **lost}
 
@@ -222,7 +225,7 @@ class LOMO(Updates, Method):
             self.loss_scale.load_state_dict(state)
         for name, value in state.items():
             if name.endswith("/lost"):
-                self.lost[name.removesuffix("/lost")] = value.to(self.model.device)
+                self.compensation[name.removesuffix("/lost")] = value.to(self.model.device)
 
 
 def _check(name: str, model: Any, rounding: str, activations: str, clips: tuple[float | None, ...]) -> None:

@@ -13,7 +13,7 @@ class LOMOConfig:
     """LOMO: gradient descent with the update inside the backward pass; no gradient is kept. Streams."""
 
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
-    """How updated weights go back to 16 bits; kahan keeps what was lost, 2 bytes a parameter (resident only)."""
+    """How updated weights go back to 16 bits; kahan keeps what was lost, 2 bytes per parameter (resident only)."""
     activations: Literal["none", "block", "host"] = "block"
     """What is kept for backward: everything, the inputs of blocks (which then run twice), or these in host memory."""
     clip_value: Positive | None = None
@@ -50,9 +50,9 @@ class LOMOLoRAConfig(LOMOConfig):
 def _faults(section: str, own: LOMOConfig, run: RunSettings) -> Iterator[Fault]:
     clips = {"max_grad_norm": run.max_grad_norm, f"{section}.clip_value": own.clip_value}
     clips[f"{section}.clip_group_norm"] = own.clip_group_norm
-    given = [key for key, value in clips.items() if value is not None]
-    if len(given) > 1:
-        yield given[1], f"contradicts {given[0]}: gradients are clipped in one way; set one of them to null"
+    asked = [key for key, value in clips.items() if value is not None]
+    if len(asked) > 1:
+        yield asked[1], f"contradicts {asked[0]}: gradients are clipped in one way; set one of them to null"
     if run.placement == "stream" and own.activations == "none":
         yield f"{section}.activations", "none needs all weights on the device; use block or host, or resident"
     if run.placement == "stream" and own.rounding == "kahan":

@@ -1,4 +1,4 @@
-"""Adam's step, in the place of its gradient.
+"""Adam on what LSP compressed: the step in the place of its gradient, and the units whose moments are on the device.
 
     m <- b1 m + (1 - b1) g     v <- b2 v + (1 - b2) g^2     g <- - m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
@@ -11,18 +11,33 @@ of zeros would hold, with rate 1 and no decay (a test).
 A divisor of the gradient (clipping) is the kernel's own `grad_scale` on the CPU. The GPU's kernel would write the
 scaled gradient back over the step, so there the gradient is multiplied before.
 
-All tensors are float32, and those of one call on one device; t counts a tensor's updates, this one included.
+On the device all targets of a unit are one launch. The clip factor and "skip this step" (a gradient that is not finite)
+are numbers on the device, so the host never waits; t, which counts the updates of a target, is there as well, since
+only the device knows which were skipped. Bytes: 8 per number for the moments. With clipping by the norm of the whole,
+every unit's gradient waits for that norm in a buffer of its own: 4 more. (Moments in host memory: host.py.)
 """
 
 import torch
 
+from keyhole.methods.lsp.gather import Targets, view_in
+from keyhole.methods.lsp.target import Target
+
 Tensors = list[torch.Tensor]
 
 
-def adam_delta_(grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: Tensors, rule: dict[str, float], *,
-                clip: torch.Tensor | None = None, skip: torch.Tensor | None = None) -> None:  # fmt: skip
-    """Every gradient becomes Adam's step, with its sign; moments move on. clip: a factor of the gradients. skip: 1.0
-    leaves the moments as they are; the caller puts nan where the steps would be."""
+def adam_delta_(
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    steps: Tensors,
+    rule: dict[str, float],
+    *,
+    clip: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """Every gradient becomes Adam's step, with its sign; moments move on. All are float32 on one device; steps: how
+    many updates each has had, this one included. clip: a factor of the gradients. skip: 1.0 leaves the moments as they
+    are; the caller puts nan where the steps would be."""
     divisor = None
     if clip is not None and clip.is_cuda:
         torch._foreach_mul_(grads, clip)
@@ -30,3 +45,39 @@ def adam_delta_(grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, steps: 
         divisor = 1.0 / clip
     how = {"lr": 1.0, "weight_decay": 1.0, "amsgrad": False, "maximize": False, **rule}
     torch._fused_adamw_(grads, grads, exp_avgs, exp_avg_sqs, [], steps, grad_scale=divisor, found_inf=skip, **how)
+
+
+class DeviceAdam:
+    """Moments on the device, by unit. lengths: of the buffers of these units; waits: gradients wait for the norm."""
+
+    def __init__(
+        self, targets: Targets, lengths: dict[int, int], device: torch.device, rule: dict[str, float], waits: bool
+    ) -> None:
+        self.lengths, self.rule = {unit: lengths[unit] for unit in targets}, rule
+        self.m, self.v = ({u: torch.zeros(n, device=device) for u, n in self.lengths.items()} for _ in range(2))
+        self.waiting = {u: torch.empty(n, device=device) for u, n in self.lengths.items() if waits}
+        self.index = {target.name: k for k, target in enumerate(t for members in targets.values() for t in members)}
+        self.steps_K = torch.zeros(len(self.index), device=device)
+
+    def deltas_(
+        self, unit: int, targets: list[Target], grad: torch.Tensor, clip: torch.Tensor | None, skip: torch.Tensor
+    ) -> None:
+        """The gradients of these targets become their steps. skip: 1.0 changes nothing; a step of nan leaves its weight
+        alone."""
+        grads, m, v = ([view_in(flat, target) for target in targets] for flat in (grad, self.m[unit], self.v[unit]))
+        steps = [self.steps_K[self.index[target.name]] for target in targets]
+        torch._foreach_add_(steps, 1.0)
+        adam_delta_(grads, m, v, steps, self.rule, clip=clip, skip=skip)
+        torch._foreach_sub_(steps, [skip] * len(steps))
+        grad.masked_fill_(skip.bool(), float("nan"))
+
+    def moments(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and v of a target, as views."""
+        return view_in(self.m[target.unit], target), view_in(self.v[target.unit], target)
+
+    def count(self, target: Target) -> int:
+        """Updates so far. The host waits."""
+        return int(self.steps_K[self.index[target.name]])
+
+    def set_count(self, target: Target, count: int) -> None:
+        self.steps_K[self.index[target.name]] = float(count)

@@ -24,9 +24,9 @@ coordinates is P A^-1 m B^-1 Q^T; its coordinates in the new subspace are
 
 m' is exact for the part of the gradients that the old subspace saw (what it never saw is lost, and taken as zero);
 v' would be exact if the entries of S were uncorrelated, and is an approximation otherwise. Unchanged projectors
-change nothing: X = I. The paper has P_new^T P without A^-1, which is the same for orthonormal projectors only. Both
-maps are linear, so the step count and Adam's bias correction stay valid as they are.
-Legend: m, n sides of the weight; T tokens; d columns and r numbers a row of a projector; g rows of a block.
+change nothing: X = I. The paper has P_new^T P without A^-1 (refined=False), which is the same for orthonormal
+projectors only. Both maps are linear, so the step count and Adam's bias correction stay valid as they are.
+Legend: m, n sides of the weight; T tokens; d columns and r numbers per row of a projector; g rows of a block.
 """
 
 from collections.abc import Iterable
@@ -85,18 +85,19 @@ def bias(grad: Gradient, p: Projector, q: Projector) -> torch.Tensor:
 
 
 def fit(
-    grads: list[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0
+    grads: list[Gradient], p: Projector, q: Projector, *, steps: int = 50, alpha: float = 0.0, refined: bool = True
 ) -> tuple[Projector, Projector]:
     """Projectors of the same positions, fitted to these gradients.
 
     For free and runs: Adam's step is LR times the rms of the numbers, falling to a tenth of that; it stops early when
-    the mean bias is below alpha (looked at every 10 steps: the host waits).
+    the mean bias is at most alpha (looked at every 10 steps: the host waits). refined=False, as the paper has it: it
+    starts from the numbers as they are, and looks every step.
     """
     assert grads and bool(p.group) == bool(q.group), (len(grads), p.kind, q.kind)
     if p.group:
         return fit_blocks(grads, p, q)
     with torch.enable_grad():
-        return _fit_values(grads, p, q, steps, alpha)
+        return _fit_values(grads, p, q, steps, alpha, refined)
 
 
 def _sides(grads: list[Gradient]) -> list[tuple[Gradient, torch.Tensor]]:
@@ -114,10 +115,13 @@ def _terms(grad: Gradient, p_MD: torch.Tensor, q_ND: torch.Tensor) -> tuple[torc
 
 
 def _fit_values(
-    grads: list[Gradient], p: Projector, q: Projector, steps: int, alpha: float
+    grads: list[Gradient], p: Projector, q: Projector, steps: int, alpha: float, refined: bool
 ) -> tuple[Projector, Projector]:
     sides = _sides(grads)
-    values_p, values_q = _scaled_start(sides, p, q)
+    if refined:
+        values_p, values_q = _scaled_start(sides, p, q)
+    else:
+        values_p, values_q = (side.values_Rr.clone().requires_grad_() for side in (p, q))
     both = [(values, values.detach().square().mean().sqrt().item()) for values in (values_p, values_q)]
     optimizer = torch.optim.Adam([{"params": [values], "lr": LR * rms} for values, rms in both])
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
@@ -128,7 +132,7 @@ def _fit_values(
             squares, inside = _terms(grad, p_MD, q_ND)
             errors.append(((inside - 2 * squares + total) / total).clamp(min=1e-12).sqrt())
         mean = torch.stack(errors).mean()
-        if alpha and step % 10 == 0 and mean <= alpha:
+        if alpha and step % (10 if refined else 1) == 0 and mean <= alpha:
             break
         optimizer.zero_grad()
         (mean + BETA * (values_p.norm() + values_q.norm())).backward()
@@ -207,8 +211,16 @@ def change_of_basis(old: Projector, new: Projector) -> torch.Tensor:
 
 
 def transfer_moments(
-    m_dd: torch.Tensor, v_dd: torch.Tensor, old_p: Projector, old_q: Projector, new_p: Projector, new_q: Projector
+    m_dd: torch.Tensor,
+    v_dd: torch.Tensor,
+    old_p: Projector,
+    old_q: Projector,
+    new_p: Projector,
+    new_q: Projector,
+    refined: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adam's moments in the coordinates of new_p, new_q. The step count stays."""
-    x_p, x_q = change_of_basis(old_p, new_p), change_of_basis(old_q, new_q)
+    """Adam's moments in the coordinates of new_p, new_q. The step count stays. refined=False: by the paper's
+    formula."""
+    change = change_of_basis if refined else gram
+    x_p, x_q = change(old_p, new_p), change(old_q, new_q)
     return x_p @ m_dd @ x_q.T, x_p.square() @ v_dd @ x_q.square().T

@@ -1,43 +1,44 @@
-"""Where gradients come together on the device before they are used: a few buffers, made once, for all units.
+"""Where gradients are added up on the device before they are used: a few buffers, made once, for all units.
 
-    place(pieces)          every piece gets its place in the buffers of its unit
-    gather.of(unit)        the unit's buffer, the same until it is done
-    gather.done(unit)      its last reader has been queued (on `stream`, else on the stream of the kernels)
+    assign_places(targets)   every target gets its place in the buffers of its unit
+    gather.of(unit)          the unit's buffer, the same until it is done
+    gather.done(unit)        its last reader has been queued (on `stream`, else on the stream of the kernels)
 
 The units of a block are gathered side by side, because the reverse gives the gradients of a whole block in any order
-before it calls one of its units finished. A buffer is as long as the longest such group. One of them is enough when
-the kernels that fill it also use it up; when gradients leave for the host, there are two, and the kernels wait on the
+before it calls one of its units finished. A buffer is as long as the longest such group. One buffer is enough when the
+kernels that fill it also use it up. When gradients leave for the host, there are two, and the kernels wait on the
 device for the copy of the group before the last. (A block that is used again while others are at work keeps its buffer
 meanwhile, and another one is made.)
 """
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from keyhole.methods.lsp.piece import Piece
+from keyhole.methods.lsp.target import Target
 
-Pieces = dict[int, list[Piece]]  # by unit
+Targets = dict[int, list[Target]]  # by unit
+ALIGN = 64  # elements
 
 
-def place(pieces: Pieces) -> dict[int, int]:
-    """Gives every piece its place in the buffers of its unit; the lengths of these. Starts are multiples of 64."""
+def assign_places(targets: Targets) -> dict[int, int]:
+    """Gives every target its place in the buffers of its unit; returns the lengths of these."""
     lengths = {}
-    for unit, members in pieces.items():
+    for unit, members in targets.items():
         end = 0
-        for piece in members:
-            piece.begin, end = end, end + -(-piece.numel // 64) * 64
+        for target in members:
+            target.begin, end = end, end + -(-target.numel // ALIGN) * ALIGN
         lengths[unit] = end
     return lengths
 
 
-def seen(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece's part of a buffer of its unit."""
-    return flat[piece.begin : piece.begin + piece.numel].view(piece.shape)
+def view_in(flat: torch.Tensor, target: Target) -> torch.Tensor:
+    """The target's part of a buffer of its unit."""
+    return flat[target.begin : target.begin + target.numel].view(target.shape)
 
 
 @dataclass
@@ -48,10 +49,18 @@ class _Buffer:
 
 
 class Gather:
-    """See the top of this file. groups: unit -> what it is gathered with. waits(): a context for waits."""
+    """The buffers, handed out by group. groups: unit -> what it is gathered with; waiting: makes a context for
+    waits."""
 
-    def __init__(self, lengths: dict[int, int], groups: dict[int, Hashable], device: torch.device, count: int) -> None:
-        self.lengths, self.groups, self.device = lengths, groups, device
+    def __init__(
+        self,
+        lengths: dict[int, int],
+        groups: dict[int, Hashable],
+        device: torch.device,
+        count: int,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.lengths, self.groups, self.device, self.waiting = lengths, groups, device, waiting
         self.begins, sizes = {}, {}
         for unit, numel in lengths.items():
             self.begins[unit] = sizes.get(groups[unit], 0)
@@ -59,10 +68,9 @@ class Gather:
         self.numel = max(sizes.values(), default=0)
         self.free = deque(_Buffer(torch.empty(self.numel, device=device)) for _ in range(count))
         self.open: dict[Hashable, _Buffer] = {}
-        self.waits: Any = nullcontext
 
     def of(self, unit: int) -> torch.Tensor:
-        """Where the unit's gradient is gathered."""
+        """Where the unit's gradient is added up."""
         group = self.groups[unit]
         if group not in self.open:
             self.open[group] = self._take()
@@ -75,8 +83,7 @@ class Gather:
             return _Buffer(torch.empty(self.numel, device=self.device))
         buffer = self.free.popleft()
         if buffer.read is not None:
-            waiting: AbstractContextManager[Any] = self.waits()
-            with waiting:
+            with self.waiting():
                 torch.cuda.current_stream(self.device).wait_event(buffer.read)
             buffer.read = None
         return buffer

@@ -3,104 +3,151 @@
 A reverse sweep of its own over the step's batch, which changes no weight: dY and X of a linear layer come by, and the
 gradient they are the factors of is looked at before the next matrix is. No two gradients exist at a time.
 
-    first step       every matrix: projectors are fitted (fit.py)
+    first step       projectors of every matrix are fitted (fit.py)
     check_freq       a sample of the matrices, drawn anew each time: the bias is measured on the batch, and where it is
                      above alpha, new projectors are drawn and fitted; they are taken if their bias is lower, and Adam's
                      moments are carried over into their subspace
 
-The tokens are cut into PARTS, each with a gradient of its own, so that what is fitted holds for more than one.
-Costs one reverse of a step, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others.
+The gradients are those of the first micro-batch of the step itself, its tokens cut into slices with a gradient each, so
+that what is fitted holds for more than one. The bias is a mean over these slices. What a check finds (`found`) is the
+bias of projectors that have not seen this batch; what the step goes on with (`biases`) is in-sample wherever projectors
+were fitted just now, and lower than it will be on other batches (benchmarks/lsp_bias.md).
+
+Costs one reverse of a step, and the fits: products of d columns for blocks, some 50 steps of dense ones for the others
+(docs/methods.md has seconds, and the log of a run its own).
+
+`lsp.preset: paper` is LSP-Offload's Algorithm 1; traits.py lists the points in which ours differs. What the paper
+leaves open stays as it is: the weight of the regularisation, the optimizer of the fit (Adam), its time limit
+(lsp.fit_steps), and which batch is the sampled subset (the step's own).
 """
 
 import math
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.lsp.fit import Gradient, bias, fit, norm_squared, transfer_moments
-from keyhole.methods.lsp.memory import PARTS
-from keyhole.methods.lsp.piece import Piece
+from keyhole.methods.lsp.target import Target
+from keyhole.methods.lsp.traits import OURS, LearningRule
 from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.ops.lsp.projector import Projector
+
+MomentsOf = Callable[[Target], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Learner:
-    """A sink that looks at gradients, fits projectors, and changes no weight."""
+@dataclass(frozen=True)
+class Learning:
+    """The settings of a run that say how projectors are drawn, checked and fitted."""
+
+    d: int
+    r: int
+    alpha: float
+    check_freq: int
+    check_share: float
+    fit_steps: int
+    seed: int
+    device: torch.device
+    rule: LearningRule = OURS
+
+    def is_due(self, step_count: int) -> bool:
+        """Whether there is a check before the next update."""
+        since = step_count - self.rule.first_check
+        return since >= 0 and since % self.check_freq == 0
+
+    def draw(self, target: Target) -> tuple[Projector, Projector]:
+        """Fresh projectors for a matrix."""
+        return target.draw(self.d, self.r, self.seed, self.device)
+
+    def fitted(self, grads: list[Gradient], p: Projector, q: Projector) -> tuple[Projector, Projector]:
+        return fit(grads, p, q, steps=self.fit_steps, alpha=self.alpha, refined=self.rule.refined)
+
+    def restore(self, target: Target, state: dict[str, Any]) -> None:
+        """Projectors from a checkpoint: positions as drawn then, numbers as fitted."""
+        generation = int(state[f"{target.name}/generation"])
+        target.generation = max(0, generation - 1)  # the draw is that of the generation before
+        p, q = self.draw(target)
+        target.generation = generation
+        for key, drawn in (("p", p), ("q", q)):
+            values = state[f"{target.name}/{key}"]
+            if values.shape != drawn.values_Rr.shape:
+                raise UserError(
+                    f"lsp: the checkpoint's projector of {target.name} has another shape; keep lsp.d, r and kind"
+                )
+        values_p, values_q = (state[f"{target.name}/{key}"].to(self.device) for key in "pq")
+        target.p, target.q = p.with_values(values_p), q.with_values(values_q)
+        target.rescale()
+
+
+class Check:
+    """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first
+    element; moments_of: where Adam's moments of a target are. found, biases: by name, before and after fits."""
 
     accumulates = True
 
-    def __init__(self, method: Any) -> None:
-        self.method = method
-        matrices = [piece.tensor.start for piece in method.pieces.values() if piece.p is not None]
-        if method.step_count:
-            count = math.ceil(method.check_share * len(matrices))
-            matrices = random.Random(f"{method.seed} {method.step_count}").sample(matrices, count)
+    def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
+        self.learning, self.targets, self.moments_of = learning, targets, moments_of
+        self.found: dict[str, float] = {}
+        self.biases: dict[str, float] = {}
+        matrices = [start for start, target in targets.items() if target.p is not None]
+        if step_count:
+            count = math.ceil(learning.check_share * len(matrices))
+            matrices = random.Random(f"{learning.seed} {step_count}").sample(matrices, count)
         self.wanted = set(matrices)
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """The first micro-batch that comes by is the sample."""
         if tensor.start in self.wanted:
-            rows = max(1, dy_MO.shape[0] // PARTS)
+            slices = self.learning.rule.slices
+            rows = max(1, dy_MO.shape[0] // slices)
             parts = zip(dy_MO.detach().split(rows), x_MI.detach().split(rows), strict=True)
-            self._look(tensor, list(parts)[:PARTS])
+            self._check(tensor, list(parts)[:slices])
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """A matrix that is used in another way."""
         if tensor.start in self.wanted:
-            self._look(tensor, [grad.detach()])
+            self._check(tensor, [grad.detach()])
 
     def finished(self, unit: Unit) -> bool:
         return False
 
-    def _look(self, tensor: FlatTensor, grads: list[Gradient]) -> None:
+    def _check(self, tensor: FlatTensor, grads: list[Gradient]) -> None:
         self.wanted.discard(tensor.start)
-        piece = self.method.pieces[tensor.start]
+        target = self.targets[tensor.start]
         grads = [grad for grad in grads if 0 < float(norm_squared(grad)) < float("inf")]
         if grads:
             with torch.no_grad():
-                self.method.biases[piece.name] = consider(self.method, piece, grads)
+                self.biases[target.name] = self._consider(target, grads)
+
+    def _consider(self, target: Target, grads: list[Gradient]) -> float:
+        """Fits the target's first projectors, or replaces them where they are no longer good; returns the bias now."""
+        learning, rule = self.learning, self.learning.rule
+        if target.generation == 0 and rule.first_check == 0:
+            target.take(*learning.fitted(grads, target.p, target.q))
+            return mean_bias(grads, target.p, target.q)
+        self.found[target.name] = before = mean_bias(grads, target.p, target.q)
+        if before <= learning.alpha:
+            return before
+        p, q = learning.fitted(grads, *learning.draw(target))
+        after = mean_bias(grads, p, q)
+        if rule.refined and not after < before:
+            return before
+        self._carry_moments(target, p, q)
+        target.take(p, q)
+        return after
+
+    def _carry_moments(self, target: Target, p: Projector, q: Projector) -> None:
+        old = self.moments_of(target)
+        on_device = (moment.to(self.learning.device) for moment in old)
+        moved = transfer_moments(*on_device, target.p, target.q, p, q, refined=self.learning.rule.refined)
+        for moment, new in zip(old, moved, strict=True):
+            moment.copy_(new)
 
 
-def consider(method: Any, piece: Piece, grads: list[Gradient]) -> float:
-    """Fits the piece's first projectors, or replaces them where they are no longer good; returns the bias now."""
-    if piece.generation == 0:
-        piece.take(*fit(grads, piece.p, piece.q, steps=method.fit_steps, alpha=method.alpha))
-        return mean_bias(grads, piece.p, piece.q)
-    before = mean_bias(grads, piece.p, piece.q)
-    if before <= method.alpha:
-        return before
-    fresh = piece.draw(method.d, method.r, method.seed, method.model.device)
-    p, q = fit(grads, *fresh, steps=method.fit_steps, alpha=method.alpha)
-    after = mean_bias(grads, p, q)
-    if not after < before:
-        return before
-    old = method.optimizer.where(piece.unit).moments(piece)
-    moved = (moment.to(method.model.device) for moment in old)
-    for moment, new in zip(old, transfer_moments(*moved, piece.p, piece.q, p, q), strict=True):
-        moment.copy_(new)
-    piece.take(p, q)
-    return after
-
-
-def mean_bias(grads: list[Gradient], p: Any, q: Any) -> float:
+def mean_bias(grads: list[Gradient], p: Projector, q: Projector) -> float:
     """Over the gradients. The host waits."""
     return float(torch.stack([bias(grad, p, q) for grad in grads]).mean())
-
-
-def restore(method: Any, piece: Piece, state: dict[str, Any]) -> None:
-    """Projectors from a checkpoint: positions as drawn then, numbers as fitted."""
-    generation = int(state[f"{piece.name}/generation"])
-    piece.generation = max(0, generation - 1)  # the draw is that of the generation before
-    p, q = piece.draw(method.d, method.r, method.seed, method.model.device)
-    piece.generation = generation
-    for key, drawn in (("p", p), ("q", q)):
-        values = state[f"{piece.name}/{key}"]
-        if values.shape != drawn.values_Rr.shape:
-            raise UserError(
-                f"lsp: the checkpoint's projector of {piece.name} has another shape; keep lsp.d, r and kind"
-            )
-    device = method.model.device
-    piece.p, piece.q = (drawn.with_values(state[f"{piece.name}/{k}"].to(device)) for k, drawn in (("p", p), ("q", q)))
-    piece.rescale()

@@ -1,11 +1,11 @@
 """What LSP's optimizer holds on the device beside the weights, and which units' moments are there.
 
-For every number that the optimizer sees (d_P d_Q of a matrix, all of what is no matrix of a block):
+For every number that the optimizer sees (d_P d_Q of a matrix, every element of what is no matrix of a block):
 
     moments      8 bytes where they are on the device (12 when gradients wait there to be clipped), else none
     buffers      the gradient of one block, or one chunk of a table, in fp32; twice when some leave for the host, and
                  then SLOTS steps of one unit on their way back
-    projectors   r numbers a row of both sides of a matrix, in fp32
+    projectors   r numbers per row of both sides of a matrix, in fp32
     learning     one matrix's fit while its block is at work: [d, W] in fp32 four times (W its longer side), and a part
                  of dY and X; other kinds than blocks have dense projectors and a graph, about three times that
 
@@ -17,7 +17,7 @@ asks for its weights. With f and b seconds of a layer's forward and reverse, fro
     embedding 0      layer k: k (f + b)      head: L (f + b)
 
 so the host can hide the last layers most easily and the embedding not at all: the device keeps units in the order of
-the forward. The host needs u seconds a layer; if it has the layers from g on, they are done in time when for all k
+the forward. The host needs u seconds per layer; if it has the layers from g on, they are done in time when for all k
 
     (k - g + 1) u + down + up <= k (f + b)
 
@@ -32,18 +32,18 @@ from dataclasses import dataclass
 import torch
 
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.lsp.traits import LSPConfig
+from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.memory import reverse_bytes
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import Layout, Unit
 
-SLOTS, PARTS = 2, 4  # steps on their way up; parts in which projectors see the tokens
+SLOTS = 2  # steps on their way up
 
 
 @dataclass(frozen=True)
 class LSPBytes(ReverseBytes):
-    """The parts of the device peak. What is made once is counted as it is; no pieces of it come and go."""
+    """The parts of the device peak. What is made once is counted as it is; no part of it comes and goes."""
 
     moments: int = 0
     buffers: int = 0
@@ -119,8 +119,9 @@ def _fit_bytes(layout: Layout, tokens: int, own: LSPConfig) -> int:
     longest = max((max(shape) for shape in sides), default=0)
     if not own.learn or longest <= own.d:
         return 0
-    part = 4 * -(-tokens // PARTS) * max(sum(shape) for shape in sides)
-    return (16 * own.d * longest + part) * (1 if own.kind == "blocks" else 3)
+    rule = RULES[own.preset]
+    part = 4 * -(-tokens // rule.slices) * max(sum(shape) for shape in sides)
+    return (16 * own.d * longest + part) * (1 if (rule.kind or own.kind) == "blocks" else 3)
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> LSPBytes:

@@ -2,21 +2,22 @@
 
     S = P^T G Q     delta = Adam(S)     W <- W - lr (scale P delta Q^T + weight_decay W)
 
-P [m, d] and Q [n, d] have r numbers a row (ops/lsp/projector.py). The gradient G = dY^T X never exists: the reverse sweep
-(model/backward/reverse.py) offers dY and X, both are compressed, and their product is S (piece.py). Micro-batches add up in
-S. All that is no matrix of a block (`others`) is trained by plain Adam or stays as it is, by a setting.
+P [m, d] and Q [n, d] have r numbers per row (ops/lsp/projector.py); scale makes lr mean what it means for AdamW
+(target.py). The gradient G = dY^T X never exists: the reverse sweep (model/backward/reverse.py) offers dY and X, both
+are compressed, and their product is S. Micro-batches add up in S. All that is no matrix of a block (`others`) is trained
+by plain Adam or stays as it is, by a setting.
 
 Where Adam's moments are (`optimizer_on`), unit by unit (update.py):
 
-    gpu    device.py. The weights move at once, in the reverse. 8 d^2 bytes a matrix.
-    cpu    host.py. Gradients leave and steps come back beside the GPU's work. 12 d^2 bytes a matrix in host memory.
+    gpu    adam.py. The weights move at once, in the reverse. 8 d^2 bytes per matrix.
+    cpu    host.py. Gradients leave and steps come back beside the GPU's work. 12 d^2 bytes per matrix in host memory.
     auto   on the GPU as far as gpu_memory allows, in the order in which the next forward needs them: embedding, first
-           layers, ...; the rest on the CPU, which has longest for the last layers (methods/lsp/memory.py has the arithmetic)
+           layers, ...; the rest on the CPU, which has longest for the last layers (memory.py has the arithmetic)
 
 max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and the gradients of the others (the norm of
 the whole gradient is not known, that being the point).
 
-A streamed unit goes home with its update, once a step. (To leave the host's weights as they are and add up all deltas
+A streamed unit goes home with its update, once per step. (To leave the host's weights as they are and add up all deltas
 since the last change of projectors would save that way down, but the other way is the busy one, and each use of the
 unit would need the sum of the deltas up as well; and weights that move by in-place rounding could not follow its bits.)
 
@@ -27,6 +28,7 @@ Projectors are learned on the gradients of the first batch, one matrix at a time
 check_freq steps a sample of the matrices is looked at again (learn.py).
 """
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +37,11 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, checked_rate
-from keyhole.methods.lsp import learn as lsp_learn
-from keyhole.methods.lsp.setup import check_settings, find_pieces, place_moments, say_pieces
-from keyhole.methods.lsp.update import Updates
+from keyhole.methods.lsp.learn import Check, Learning
+from keyhole.methods.lsp.setup import check_settings, describe_targets, find_targets, place_moments
+from keyhole.methods.lsp.traits import RULES
+from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -45,15 +49,17 @@ from keyhole.weak import weakly
 
 
 class LSP(Method):
-    """See the top of this file. `lr` may be changed between steps."""
+    """Adam in a sparse subspace. `lr` may be changed between steps; with preset="paper" it means what the paper's
+    does."""
 
     name = "lsp"
 
     def __init__(
         self,
         model: Model,
-        lr: float = 1e-4,
+        lr: float = 2e-5,
         *,
+        preset: str = "default",
         d: int = 1024,
         r: int = 4,
         kind: str = "blocks",
@@ -69,35 +75,32 @@ class LSP(Method):
         beta2: float = 0.999,
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         rounding: str = "stochastic",
         activations: str = "block",
         compile: bool | str = False,
         seed: int = 0,
     ) -> None:
-        check_settings(model, d, r, kind, others, optimizer_on, rounding, activations)
-        self.model, self.lr, self.weight_decay, self.seed = model, checked_rate(lr), weight_decay, seed
-        self.d, self.r, self.kind, self.rounding, self.others = d, r, kind, rounding, others
-        self.alpha, self.check_freq, self.check_share = alpha, check_freq, check_share
-        self.fit_steps, self.learn, self.max_grad_norm = fit_steps, learn, max_grad_norm
-        self.units = find_pieces(model, d, r, kind, others, seed)
-        self.pieces = {piece.tensor.start: piece for members in self.units.values() for piece in members}
+        choices = {"preset": preset, "kind": kind, "others": others, "optimizer_on": optimizer_on}
+        check_settings(model, d, r, **choices, rounding=rounding, activations=activations)
+        self.model, self.lr, self.seed, self.learn = model, checked_rate(lr), seed, learn
+        rule, often = RULES[preset], {"check_freq": check_freq, "check_share": check_share}
+        often |= {} if rule.check_share is None else {"check_share": rule.check_share}
+        self.learning = Learning(d, r, alpha, **often, fit_steps=fit_steps, seed=seed, device=model.device, rule=rule)
+        self.units = find_targets(model, self.learning, rule.kind or kind, others)
+        self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
         self.reverse = Reverse(model, activations=activations, compiled=compile)
-        self.optimizer = Updates(
-            model,
-            self.units,
-            place_moments(model, self.units, optimizer_on, max_grad_norm is not None),
-            {"beta1": beta1, "beta2": beta2, "eps": eps},
-            max_grad_norm=max_grad_norm,
-            weight_decay=weight_decay,
-            how={"rounding": rounding, "seed": seed},
-            threads=threads,
-        )
-        self.step_count, self.biases = 0, {}  # biases: of the matrices that this step looked at
-        arrival = weakly(self.optimizer.arrived) if self.optimizer.waits else None
+        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
+        adam = {"beta1": beta1, "beta2": beta2, "eps": eps}
+        on_device = place_moments(model, self.units, optimizer_on, max_grad_norm is not None)
+        update_rule = UpdateRule(adam, decay, max_grad_norm, rounding, seed)
+        self.updates = SubspaceUpdates(model, self.units, on_device, update_rule, threads)
+        self.step_count, self.check, self.learn_s = 0, None, 0.0  # check: of this step, and its seconds
+        model.attach(self)  # applies what another method has deferred, before arrivals are this one's
+        arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
-        self._end = weakref.finalize(self, _end, self.optimizer.host, model.engine, arrival)
-        model.attach(self)
+        self._end = weakref.finalize(self, _end, self.updates.host, model.engine, arrival)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -105,75 +108,90 @@ class LSP(Method):
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
-        looks = self.learn and self.step_count % self.check_freq == 0
-        self.biases, optimizer = {}, self.optimizer
-        optimizer.outcomes.check()
-        if looks:
+        checks = self.learn and self.learning.is_due(self.step_count)
+        self.check, updates = None, self.updates
+        updates.unchecked.check()
+        if checks:
             self.flush()
-        if optimizer.host is not None:
-            optimizer.host.wait_s = 0.0
-        with optimizer.spans.of("forward"):
-            optimizer.move(lambda unit: unit.kind == "table")  # its rows are gathered without acquiring it
-        with self.reverse.sweep(2 if looks else 1):
-            with optimizer.spans.of("forward"):
+        if updates.host is not None:
+            updates.host.wait_s = 0.0
+        with updates.timing.of("forward"):
+            updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without acquiring it
+        with self.reverse.sweep(2 if checks else 1):
+            with updates.timing.of("forward"):
                 loss = self.reverse.forward(batches)
-            optimizer.outcomes.check()
-            if looks:
-                self.reverse.reverse(lsp_learn.Learner(self), last=False)
+            updates.unchecked.check()
+            if checks:
+                self._check_projectors()
             self.step_count += 1
-            optimizer.begin(self.step_count, self.lr)
-            with optimizer.spans.of("reverse"):
+            updates.begin(self.step_count, self.lr)
+            with updates.timing.of("reverse"):
                 try:
-                    self.reverse.reverse(optimizer)
-                    optimizer.end()
+                    self.reverse.reverse(updates)
+                    updates.end()
                 except BaseException:  # out of memory, an interrupt: what has been updated stays so
-                    optimizer.outcomes.broken = bool(optimizer.now.norms)
+                    updates.unchecked.broken = bool(updates.current.norms)
                     raise
         return loss
+
+    def _check_projectors(self) -> None:
+        begin_s = time.perf_counter()
+        self.check = Check(self.learning, self.targets, self.step_count, self.updates.moments_of)
+        self.reverse.reverse(self.check, last=False)
+        self.learn_s = time.perf_counter() - begin_s
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Applies everything that is due: the weights at home are those after the last step."""
-        self.optimizer.outcomes.check()
-        self.optimizer.move(lambda unit: True)
-        self.optimizer.drain()
-        self.optimizer.outcomes.check(wait=True)
+        """Applies everything that is owed: the weights at home are those after the last step."""
+        self.updates.unchecked.check()
+        self.updates.apply_owed(lambda unit: True)
+        self.updates.drain()
+        self.updates.unchecked.check(wait=True)
 
     @property
     def deferred(self) -> Callable[[], None]:
-        """While the method lives: what is due dies with it."""
-        return weakly(self.flush)
+        """While the method lives and is open: what is owed dies with it."""
+        return weakly(self._flush_if_open)
+
+    def _flush_if_open(self) -> None:
+        if self._end.alive:
+            self.flush()
 
     @property
     def norm(self) -> torch.Tensor | None:
         """Of what the optimizer saw in the last step, unclipped."""
-        return self.optimizer.norm
+        return self.updates.norm
 
     def metrics(self) -> dict[str, Any]:
-        """Of the last step. grad_norm: of what the optimizer sees, unclipped; bias: mean of the matrices looked at;
-        host_wait_s: launches waited for updates on the host."""
+        """Of the last step. grad_norm: of what the optimizer sees, unclipped; host_wait_s: launches waited for updates
+        on the host. Of a step with a check, means over its matrices: bias_found, of projectors that had not seen the
+        batch; bias, of those that the step goes on with (in-sample where they were fitted just now); learn_s: its
+        seconds."""
         found: dict[str, Any] = {} if self.norm is None else {"grad_norm": self.norm}
-        found |= {"bias": sum(self.biases.values()) / len(self.biases)} if self.biases else {}
-        host = self.optimizer.host
+        if self.check is not None:
+            found |= {"bias_found": _mean(self.check.found)} if self.check.found else {}
+            found |= {"bias": _mean(self.check.biases)} if self.check.biases else {}
+            found["learn_s"] = self.learn_s
+        host = self.updates.host
         return found if host is None else found | {"host_wait_s": host.wait_s}
 
     def describe(self) -> list[str]:
         """For the start block."""
-        return say_pieces(self)
+        return describe_targets(list(self.targets.values()), self.learning, self.updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """Flush first. Projectors are their numbers; where these stand is drawn again from the seed."""
+        """Flushes. Projectors are their numbers; where these stand is drawn again from the seed."""
         self.flush()
         state: dict[str, Any] = {"step_count": self.step_count, "seed": self.seed}
-        for piece in self.pieces.values():
-            place = self.optimizer.where(piece.unit)
-            m, v = place.moments(piece)
-            state |= {f"{piece.name}/exp_avg": m, f"{piece.name}/exp_avg_sq": v}
-            state[f"{piece.name}/step"] = place.count(piece)
-            if piece.p is not None:
-                state |= {f"{piece.name}/p": piece.p.values_Rr, f"{piece.name}/q": piece.q.values_Rr}
-                state[f"{piece.name}/generation"] = piece.generation
+        for target in self.targets.values():
+            place = self.updates.place_of(target.unit)
+            m, v = self.updates.moments_of(target)
+            state |= {f"{target.name}/exp_avg": m, f"{target.name}/exp_avg_sq": v}
+            state[f"{target.name}/step"] = place.count(target)
+            if target.p is not None:
+                state |= {f"{target.name}/p": target.p.values_Rr, f"{target.name}/q": target.q.values_Rr}
+                state[f"{target.name}/generation"] = target.generation
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -182,19 +200,23 @@ class LSP(Method):
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
         self.flush()
         self.step_count = int(state["step_count"])
-        for piece in self.pieces.values():
-            if f"{piece.name}/exp_avg" not in state:
-                raise UserError(f"the optimizer state has no {piece.name}, which this run trains")
-            if piece.p is not None:
-                lsp_learn.restore(self, piece, state)
-            place = self.optimizer.where(piece.unit)
-            for moment, key in zip(place.moments(piece), ("exp_avg", "exp_avg_sq"), strict=True):
-                moment.copy_(state[f"{piece.name}/{key}"])
-            place.set_count(piece, int(state[f"{piece.name}/step"]))
+        for target in self.targets.values():
+            if f"{target.name}/exp_avg" not in state:
+                raise UserError(f"the optimizer state has no {target.name}, which this run trains")
+            if target.p is not None:
+                self.learning.restore(target, state)
+            place = self.updates.place_of(target.unit)
+            for moment, key in zip(place.moments(target), ("exp_avg", "exp_avg_sq"), strict=True):
+                moment.copy_(state[f"{target.name}/{key}"])
+            place.set_count(target, int(state[f"{target.name}/step"]))
 
     def close(self) -> None:
         """Ends the worker. Flush first."""
         self._end()
+
+
+def _mean(values: dict[str, float]) -> float:
+    return sum(values.values()) / len(values)
 
 
 def _end(host: Any, engine: Any, arrival: Any) -> None:

@@ -13,6 +13,10 @@ The times are those of the last step, measured; before the first, nothing is kno
 Layers whose moments are on the device do not come, and change nothing for the others: they are the shallowest.
 """
 
+from dataclasses import dataclass
+
+from keyhole.methods.lsp.timing import Timing
+
 
 def transition(layers: int, reverse: float, down: float, up: float, update: float) -> int:
     """The shallowest layer that is served in order of arrival; `layers`: none is. Times in seconds."""
@@ -26,3 +30,16 @@ def transition(layers: int, reverse: float, down: float, up: float, update: floa
 def urgency(layer: int, layers: int, transition: int) -> int:
     """Lower is served first. Units in front of the blocks (norms, tables) have layer -1, the head has `layers`."""
     return layer if layer < transition else 2 * layers - layer
+
+
+@dataclass(frozen=True)
+class UpdateOrder:
+    """The order for a model: layer_of: unit -> its layer, as `urgency` counts them; timing: of the last step."""
+
+    layer_of: dict[int, int]
+    layers: int
+    timing: Timing
+
+    def urgency(self, unit: int) -> int:
+        seconds = {name: self.timing.mean(name) for name in ("reverse", "down", "up", "update")}
+        return urgency(self.layer_of[unit], self.layers, transition(self.layers, **seconds))

@@ -15,15 +15,19 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
-from keyhole.methods.lsp.gather import Pieces
+from keyhole.methods.lsp.gather import Targets
+from keyhole.methods.lsp.learn import Learning
 from keyhole.methods.lsp.memory import LSPBytes, Numbers, choose_units, group_of
-from keyhole.methods.lsp.piece import Piece, is_plain
+from keyhole.methods.lsp.target import Target, is_plain
+from keyhole.methods.lsp.traits import RULES
+from keyhole.methods.lsp.update import SubspaceUpdates
 from keyhole.model.backward.sink import chunk
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.lsp.projector import KINDS
 
 ALLOWED = {
+    "preset": tuple(RULES),
     "kind": tuple(KINDS),
     "others": ("adam", "frozen"),
     "optimizer_on": ("auto", "gpu", "cpu"),
@@ -32,37 +36,36 @@ ALLOWED = {
 }
 
 
-def check_settings(
-    model: Any, d: int, r: int, kind: str, others: str, optimizer_on: str, rounding: str, activations: str
-) -> None:
+def check_settings(model: Any, d: int, r: int, **choices: str) -> None:
+    """UserError for what cannot be; choices: settings with a few words to choose from."""
     if not isinstance(model, Model):
         raise UserError(f"lsp: found a {type(model).__name__}, expected the model that keyhole.load returns")
-    given = {"kind": kind, "others": others, "optimizer_on": optimizer_on, "rounding": rounding}
-    for key, value in (given | {"activations": activations}).items():
+    for key, value in choices.items():
         if value not in ALLOWED[key]:
             raise UserError(f"lsp.{key}: {value!r} is not one of {', '.join(ALLOWED[key])}")
     if r < 1 or d < 1 or r > d:
-        raise UserError(f"lsp.r: {r} numbers a row do not fit into d = {d} columns; set 1 <= r <= d")
+        raise UserError(f"lsp.r: {r} numbers per row do not fit into d = {d} columns; set 1 <= r <= d")
     if model.dtype == torch.float16:
         raise UserError("dtype: lsp has no loss scaling, and float16 gradients underflow without; use bfloat16")
 
 
-def find_pieces(model: Model, d: int, r: int, kind: str, others: str, seed: int) -> Pieces:
+def find_targets(model: Model, learning: Learning, kind: str, others: str) -> Targets:
     """All that is trained, by unit. Freezes the rest."""
-    found: Pieces = {}
+    found: Targets = {}
     for unit in model.layout.units:
-        members = [Piece(t, unit.index, kind) for t in _tensors(unit) if t.param.requires_grad]
-        for piece in list(members):
-            matrix = unit.kind == "block" and len(piece.tensor.shape) == 2
-            if matrix and not is_plain(piece.tensor.shape, d):
-                piece.p, piece.q = piece.draw(d, r, seed, model.device)
-                piece.rescale()
+        tensors = [t for t in _tensors(unit) if t.param.requires_grad]
+        members = [Target(tensor, unit.index, kind, learning.rule.scaled) for tensor in tensors]
+        for target in list(members):
+            matrix = unit.kind == "block" and len(target.tensor.shape) == 2
+            if matrix and not is_plain(target.tensor.shape, learning.d):
+                target.p, target.q = learning.draw(target)
+                target.rescale()
             elif not matrix and others == "frozen":
-                piece.tensor.param.requires_grad_(False)
-                members.remove(piece)
+                target.tensor.param.requires_grad_(False)
+                members.remove(target)
         if members:
             found[unit.index] = members
-    if not any(piece.p is not None or len(piece.tensor.shape) == 2 for group in found.values() for piece in group):
+    if not any(target.p is not None or len(target.tensor.shape) == 2 for group in found.values() for target in group):
         raise UserError("lsp: no matrix of a block is trained; unfreeze some, or use method=adamw")
     return found
 
@@ -71,15 +74,15 @@ def _tensors(unit: Unit) -> list[Any]:
     return [chunk(unit)] if unit.rows is not None else unit.tensors
 
 
-def place_moments(model: Model, pieces: Pieces, optimizer_on: str, clips: bool) -> set[int]:
+def place_moments(model: Model, targets: Targets, optimizer_on: str, clips: bool) -> set[int]:
     """Units whose moments are on the device: by the setting, or what the budget leaves room for. The plan is told."""
-    groups = {unit: group_of(model.layout.units[unit]) for unit in pieces}
-    numbers = Numbers({unit: sum(piece.numel for piece in members) for unit, members in pieces.items()}, groups)
+    groups = {unit: group_of(model.layout.units[unit]) for unit in targets}
+    numbers = Numbers({unit: sum(target.numel for target in members) for unit, members in targets.items()}, groups)
     if model.placed is None:
         return choose_units(numbers, optimizer_on, clips, None)
     planned, limit = model.placed.device_bytes, model.placed.limit_bytes
     taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
-    numbers = replace(numbers, projector_bytes=_projector_bytes(pieces))
+    numbers = replace(numbers, projector_bytes=_projector_bytes(targets))
     chosen = choose_units(numbers, optimizer_on, clips, None if limit is None else limit - taken)
     if isinstance(planned, LSPBytes):
         moments, buffers = numbers.state(chosen, clips)
@@ -87,46 +90,43 @@ def place_moments(model: Model, pieces: Pieces, optimizer_on: str, clips: bool) 
     return chosen
 
 
-def _projector_bytes(pieces: Pieces) -> int:
-    found = [piece for members in pieces.values() for piece in members if piece.p is not None]
-    return sum(4 * side.values_Rr.numel() for piece in found for side in (piece.p, piece.q))
+def _projector_bytes(targets: Targets) -> int:
+    found = [target for members in targets.values() for target in members if target.p is not None]
+    return sum(4 * side.values_Rr.numel() for target in found for side in (target.p, target.q))
 
 
-def say_pieces(method: Any) -> list[str]:
+def describe_targets(targets: list[Target], learning: Learning, updates: SubspaceUpdates) -> list[str]:
     """What was decided, for the start block."""
-    pieces = list(method.pieces.values())
-    low = [piece for piece in pieces if piece.p is not None]
-    full = [piece for piece in pieces if piece.p is None]
-    before = sum(piece.tensor.shape.numel() for piece in low)
-    after = sum(piece.numel for piece in low)
+    compressed = [target for target in targets if target.p is not None]
+    plain = [target for target in targets if target.p is None]
+    before = sum(target.tensor.shape.numel() for target in compressed)
+    after = sum(target.numel for target in compressed)
+    d, kind = learning.d, compressed[0].kind if compressed else "none"
+    scale = "scaled to AdamW's rates" if learning.rule.scaled else "not scaled, as in the paper"
     lines = [
-        f"lsp: {len(low)} matrices through ({method.d}, {method.r})-sparse projectors ({method.kind}): {before:,} "
-        f"weights seen as {after:,}; {_say_moments(method)}"
+        f"lsp: {len(compressed)} matrices through ({d}, {learning.r})-sparse projectors ({kind}): {before:,} weights "
+        f"seen as {after:,}; steps {scale}; {_describe_moments(updates)}"
     ]
-    clamped = [piece for piece in low if min(piece.tensor.shape) <= method.d]
-    clamped += [piece for piece in full if piece.tensor.block is not None and len(piece.tensor.shape) == 2]
+    clamped = [target for target in compressed if min(target.tensor.shape) <= d]
+    clamped += [target for target in plain if target.tensor.block is not None and len(target.tensor.shape) == 2]
     if clamped:
-        lines.append(f"lsp: d = {method.d} is more than a side of {len(clamped)} matrices has: nothing is lost there")
-    stacks = [piece for piece in full if len(piece.tensor.shape) > 2]
+        lines.append(f"lsp: d = {d} is more than a side of {len(clamped)} matrices has: nothing is lost there")
+    stacks = [target for target in plain if len(target.tensor.shape) > 2]
     if stacks:
         lines.append(f"lsp: {len(stacks)} stacks of matrices (experts) are trained by plain Adam, not compressed")
-    if method.others == "frozen":
-        frozen = [t.name for t in method.model.layout.tensors if not t.param.requires_grad]
-        lines.append(f"lsp: not trained: {_names(frozen)}")
-    elif full:
-        lines.append(f"lsp: by plain Adam: {_names([piece.name for piece in full])}")
-    return lines
+    frozen = [t.name for t in updates.model.layout.tensors if not t.param.requires_grad]
+    lines += [f"lsp: not trained: {_names(frozen)}"] if frozen else []
+    return lines + ([f"lsp: by plain Adam: {_names([target.name for target in plain])}"] if plain else [])
 
 
-def _say_moments(method: Any) -> str:
-    here = sum(method.optimizer.device.lengths.values())
-    away = sum(method.optimizer.lengths.values()) - here
-    units, there = method.model.layout.units, method.optimizer.device.lengths
-    places = [f"{8 * here / GIB:.2f} GiB in device memory"] if here else []
-    places += [f"{8 * away / GIB:.2f} GiB in host memory, updated by the CPU"] if away else []
-    said = f"Adam's moments: {' and '.join(places)}"
-    first = [units[unit].name for unit in method.optimizer.lengths if unit not in there]
-    return f"{said} (from {first[0]} on)" if here and away else said
+def _describe_moments(updates: SubspaceUpdates) -> str:
+    on_device = sum(updates.device.lengths.values())
+    on_host = sum(updates.lengths.values()) - on_device
+    places = [f"{8 * on_device / GIB:.2f} GiB in device memory"] if on_device else []
+    places += [f"{8 * on_host / GIB:.2f} GiB in host memory, updated by the CPU"] if on_host else []
+    units = updates.model.layout.units
+    first = [units[unit].name for unit in updates.lengths if unit not in updates.device.lengths]
+    return f"Adam's moments: {' and '.join(places)}" + (f" (from {first[0]} on)" if on_device and on_host else "")
 
 
 def _names(names: list[str]) -> str:

@@ -8,14 +8,40 @@ from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
 
 
+@dataclass(frozen=True)
+class LearningRule:
+    """The points in which our way to learn projectors and the paper's differ (LSP-Offload, Algorithm 1)."""
+
+    kind: str | None = None
+    """Kind of projectors; None: as lsp.kind says."""
+    check_share: float | None = None
+    """Share of the matrices that a check looks at; None: as lsp.check_share says."""
+    scaled: bool = True
+    """Steps are scaled, so that a rate means what it means for AdamW (target.py)."""
+    slices: int = 4
+    """Gradients that the sample is cut into."""
+    first_check: int = 0
+    """Updates before the first check. At 0 it fits without looking; else these updates go through random projectors."""
+    refined: bool = True
+    """A fit starts from the best common scale of the random numbers, new projectors are taken only if they are better,
+    and moments are carried over by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
+
+
+OURS = LearningRule()
+PAPER = LearningRule("free", 1.0, scaled=False, slices=1, first_check=1, refined=False)
+RULES = {"default": OURS, "paper": PAPER}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LSPConfig:
     """LSP-Offload: Adam in a learned sparse subspace of every matrix, its state on the GPU or the CPU. Streams."""
 
+    preset: Literal["default", "paper"] = "default"
+    """paper: LSP-Offload's Algorithm 1: kind free, check_share 1, steps not scaled, and more (docs/methods.md)."""
     d: Count = 1024
-    """Size of the subspace: the optimizer sees d x d numbers a matrix; a side that is shorter is left as it is."""
+    """Size of the subspace: the optimizer sees d x d numbers per matrix; a side that is shorter is left as it is."""
     r: Count = 4
-    """Numbers in a row of a projector; at most d."""
+    """Numbers per row of a projector; at most d."""
     kind: Literal["blocks", "runs", "free"] = "blocks"
     """Where they stand: orthonormal blocks (fitted in closed form), runs of 64 columns, anywhere (the paper's)."""
     alpha: Positive = 0.5
@@ -25,7 +51,7 @@ class LSPConfig:
     check_share: Annotated[float, Limit(0, 1, above=True)] = 0.25
     """Share of the matrices that a check looks at, drawn anew each time."""
     fit_steps: Count = 50
-    """Most steps of Adam in which projectors of kind runs and free are fitted."""
+    """Most steps of Adam in which projectors of kind runs and free are fitted: the paper's Timeout."""
     learn: bool = True
     """Fit projectors to gradients; false = random ones for ever (to compare)."""
     others: Literal["adam", "frozen"] = "adam"
@@ -49,6 +75,8 @@ class LSPConfig:
 
 
 def _faults(own: LSPConfig, run: RunSettings) -> Iterator[Fault]:
+    if own.preset == "paper" and own.kind == "runs":
+        yield "lsp.kind", "runs contradicts lsp.preset=paper, whose projectors are free; set one of them only"
     if own.r > own.d:
         yield "lsp.r", f"{own.r} numbers per row do not fit into lsp.d={own.d} columns; set r <= d"
     if run.dtype == "float16":

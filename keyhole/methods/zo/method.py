@@ -1,4 +1,4 @@
-"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only, every unit visited once a step.
+"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only, every unit visited once per step.
 
 For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step,
 
@@ -7,9 +7,9 @@ For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-
 What we do differently from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
   - The 2q passes, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update of
-    step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes an element in 16 bit, instead of 16.
+    step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes per element in 16 bit, instead of 16.
   - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1
-    (update.py). Over the link: each unit once up, and at most once down a step (write_back.py).
+    (update.py). Over the link: each unit once up, and at most once down per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
     these rows on the fly, exactly as the full pass over the table will apply it later in the step.
@@ -27,6 +27,7 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, Shared, checked_rate
+from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.compile import compile_forward
@@ -36,7 +37,7 @@ from keyhole.ops.loss import RunningNLL
 
 
 class ZO(Method):
-    """See the top of this file. `lr` may be changed between steps."""
+    """MeZO's estimator with fused, deferred updates. `lr` may be changed between steps."""
 
     name = "zo"
 
@@ -49,6 +50,7 @@ class ZO(Method):
         directions: int = 1,
         distribution: str = "gaussian",
         weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
         rounding: str = "stochastic",
         clip: float | None = None,
         seed: int = 0,
@@ -66,7 +68,8 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
-        self.update = Update(model, self.noise, self.decay, write_back_every if deferred_update else 1)
+        spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
+        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1)
         model.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
@@ -78,7 +81,8 @@ class ZO(Method):
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
         """As a config asks for it; there is no gradient whose norm could be clipped."""
-        return cls(model, shared.learning_rate, weight_decay=shared.weight_decay, seed=shared.seed, **vars(own))
+        rules = {"weight_decay": shared.weight_decay, "weight_decay_on": shared.weight_decay_on, "seed": shared.seed}
+        return cls(model, shared.learning_rate, **rules, **vars(own))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -147,7 +151,9 @@ class ZO(Method):
             if not table.param.requires_grad:
                 waiting[i, k] = stale_MH.to(self.model.dtype)
                 return waiting[i, k]
-            how = self.noise | self._perturbation(i) | (self.update.fused(self.pending) if self.pending else {})
+            decays = id(table.param) not in self.update.spared
+            update = self.update.fused(self.pending, decays) if self.pending else {}
+            how = self.noise | self._perturbation(i) | update
             plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, dtype=self.model.dtype, **how)
             return plus_MH
 

@@ -40,7 +40,10 @@ ZO = Traits(
     cls="keyhole.methods.zo.method:ZO",
     settings=ZOConfig,
     learning_rate=1e-6,
-    sane_rates=(1e-8, 2e-5),  # MeZO's grids; a zeroth-order step is noisier than a gradient, so its rate is 20 to 100 times lower
+    sane_rates=(
+        1e-8,
+        2e-5,
+    ),  # MeZO's grids; a zeroth-order step is noisier than a gradient, so its rate is 20 to 100 times lower
     sweep="forward",
     device_bytes="keyhole.methods.zo.memory:device_bytes",
     wires=("fp32", "bf16", "fp16", "fp8"),

@@ -18,8 +18,10 @@ it gets all of them, oldest first, and has the same bits as if it had been home 
 
 None is had twice, also after a step that broke off between units. Replaying a run from its journal is the same thing:
 all updates on one unit, then all on the next.
-Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not. A packed unit (8 bit)
-that is one trained span is updated as it is (ops/zo/packed.py); any other is unpacked, updated and packed.
+Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not, and where there is weight
+decay, into spans that decay and spans that do not (weight_decay.py). A packed unit (8 bit) that is one trained span is
+updated as it is (ops/zo/packed.py), and what does not decay, a few vectors, once more from what it was; any other is
+unpacked, updated and packed.
 """
 
 import weakref
@@ -31,6 +33,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo.spans import Span, cut_unit, packed_views
 from keyhole.methods.zo.write_back import WriteBack
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
@@ -46,20 +49,30 @@ class Pending:
 
 
 class Update:
-    """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding."""
+    """The updates that a model's weights wait for. noise: seed, distribution; decay: weight_decay, rounding; spared:
+    ids of the parameters that do not decay."""
 
-    def __init__(self, model: Model, noise: dict[str, Any], decay: dict[str, Any], every: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        noise: dict[str, Any],
+        decay: dict[str, Any],
+        spared: frozenset[int] = frozenset(),
+        every: int | None = None,
+    ) -> None:
         self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds us
+        self.spared = spared
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
         self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
         self.counted: set[int] = set()  # units whose share of it is in there
-        self.trained = [trained_spans(unit) for unit in model.layout.units]
+        self.trained = [cut_unit(unit) for unit in model.layout.units]
+        self.decaying = [cut_unit(unit, spared) for unit in model.layout.units]
         packed = [u for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
         in_spans = [u.numel for u in packed if not self.is_one_span(u)]
         self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
-        self.trained_numel = sum(end - begin for spans in self.trained for begin, end, on in spans if on)
+        self.trained_numel = sum(s.end - s.begin for spans in self.trained for s in spans if s.trained)
         if not self.trained_numel:
             raise UserError("every parameter is frozen: there is nothing to train")
 
@@ -91,11 +104,17 @@ class Update:
 
     def is_one_span(self, unit: Unit) -> bool:
         """Whether all of a unit is trained, with no gaps in it."""
-        return self.trained[unit.index] == [(0, unit.numel, True)]
+        return self.trained[unit.index] == [Span(0, unit.numel)]
 
-    def fused(self, pending: Pending) -> dict[str, Any]:
+    def spans(self, unit: Unit, weight_decay: float) -> list[Span]:
+        """The unit, cut where an update with this weight decay needs it."""
+        return (self.decaying if weight_decay else self.trained)[unit.index]
+
+    def fused(self, pending: Pending, decays: bool = True) -> dict[str, Any]:
         """The update as arguments of an op that also perturbs."""
-        return {"coef": pending.coef, "update_step": pending.step, **self.decay}
+        return {"coef": pending.coef, "update_step": pending.step, **self.decay} | (
+            {} if decays else {"weight_decay": 0.0}
+        )
 
     def perturb(
         self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, perturbation: dict[str, Any]
@@ -103,7 +122,7 @@ class Update:
         """Writes both perturbed copies (perturbation: step, eps, direction). The unit has just arrived if this is the
         first direction: it gets what it is owed, and goes home if it is time. Of a packed unit, what was packed is
         what is perturbed."""
-        owed, spans = [] if perturbation["direction"] else self.owed(unit), self.trained[unit.index]
+        owed = [] if perturbation["direction"] else self.owed(unit)
         in_spans = w.dtype == PACKED and not self.is_one_span(unit)
         for pending in owed if in_spans else owed[:-1]:
             self.apply(unit, w, pending)
@@ -111,23 +130,55 @@ class Update:
         if in_spans:
             ops.fp8_decode(w, self.unpacked[: unit.numel])
             w = self.unpacked[: unit.numel]
-        elif w.dtype == PACKED:
-            at = {"n": unit.numel, "offset": unit.start}
-            ops.zo_packed_(w, plus, minus, **at, **self.noise, **perturbation, **fused)
-            spans = []
-        for begin, end, trained in spans:
-            w_, plus_, minus_ = w[begin:end], plus[begin:end], minus[begin:end]
-            if not trained:
-                plus_.copy_(w_)
-                minus_.copy_(w_)
-                continue
-            how = {"offset": unit.start + begin, **self.noise, **perturbation}
-            if fused:
-                ops.zo_update_perturb_(w_, plus_, minus_, **how, **fused)
-            else:
-                ops.zo_perturb(w_, plus_, minus_, **how)
+        if w.dtype == PACKED:
+            self._packed(unit, w, plus, minus, **perturbation, **fused)
+        else:
+            self._perturb_plain(unit, w, plus, minus, perturbation, fused)
         if owed and self.write_back.is_due(unit, owed[-1].step):
             self._go_home(unit)
+
+    def _perturb_plain(
+        self,
+        unit: Unit,
+        w: torch.Tensor,
+        plus: torch.Tensor,
+        minus: torch.Tensor,
+        perturbation: dict[str, Any],
+        fused: dict[str, Any],
+    ) -> None:
+        for span in self.spans(unit, fused.get("weight_decay", 0.0)):
+            w_, plus_, minus_ = (flat[span.begin : span.end] for flat in (w, plus, minus))
+            how = {"offset": unit.start + span.begin, **self.noise, **perturbation}
+            if not span.trained:
+                plus_.copy_(w_)
+                minus_.copy_(w_)
+            elif fused:
+                ops.zo_update_perturb_(
+                    w_, plus_, minus_, **how, **fused | ({} if span.decays else {"weight_decay": 0.0})
+                )
+            else:
+                ops.zo_perturb(w_, plus_, minus_, **how)
+
+    def _packed(
+        self,
+        unit: Unit,
+        w: torch.Tensor,
+        plus: torch.Tensor | None = None,
+        minus: torch.Tensor | None = None,
+        **how: Any,
+    ) -> None:
+        """Updates and perturbs a packed unit, all as if it decayed; then what does not, from what it was. (`changed`
+        counts the former.)"""
+        spared = [span for span in self.spans(unit, how.get("weight_decay", 0.0)) if not span.decays]
+        before = [torch.cat(packed_views(w, unit.numel, span)) for span in spared]
+        ops.zo_packed_(w, plus, minus, n=unit.numel, offset=unit.start, **self.noise, **how)
+        for span, packed in zip(spared, before, strict=True):
+            both = (None if flat is None else flat[span.begin : span.end] for flat in (plus, minus))
+            at = {"n": span.end - span.begin, "offset": unit.start + span.begin}
+            ops.zo_packed_(packed, *both, **at, **self.noise, **how | {"weight_decay": 0.0, "changed": None})
+            codes, scales = packed_views(w, unit.numel, span)
+            codes.copy_(packed[: at["n"]])
+            scales.copy_(packed[at["n"] :])
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
         """An update alone, on a unit that is here, plain or packed. decay: another than this run's. (What is unpacked
@@ -136,8 +187,7 @@ class Update:
         if w.dtype != PACKED:
             self._apply_plain(unit, w, pending, decay, changed)
         elif self.is_one_span(unit):
-            at = {"n": unit.numel, "offset": unit.start, "changed": changed}
-            ops.zo_packed_(w, **at, **self.noise, coef=pending.coef, update_step=pending.step, **decay)
+            self._packed(unit, w, coef=pending.coef, update_step=pending.step, changed=changed, **decay)
         else:
             unpacked = self.unpacked[: unit.numel]
             ops.fp8_decode(w, unpacked)
@@ -148,10 +198,11 @@ class Update:
     def _apply_plain(
         self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any], changed: torch.Tensor | None
     ) -> None:
-        for begin, end, trained in self.trained[unit.index]:
-            if trained:
-                at = {"offset": unit.start + begin, "coef": pending.coef, "step": pending.step}
-                ops.zo_update_(w[begin:end], **at, **self.noise, **decay, changed=changed)
+        for span in self.spans(unit, decay["weight_decay"]):
+            if span.trained:
+                how = decay if span.decays else decay | {"weight_decay": 0.0}
+                at = {"offset": unit.start + span.begin, "coef": pending.coef, "step": pending.step}
+                ops.zo_update_(w[span.begin : span.end], **at, **self.noise, **how, changed=changed)
 
     def apply_to_rest(self, everywhere: bool = False) -> None:
         """At the end of a sweep: what is owed to units that no pass has visited, or to all."""
@@ -176,7 +227,7 @@ class Update:
         self.at_home[unit.index] = len(self.waiting)
 
     def _must_go(self, unit: Unit) -> bool:
-        return any(on for _, _, on in self.trained[unit.index]) or self.write_back.is_awaited(unit)
+        return any(span.trained for span in self.trained[unit.index]) or self.write_back.is_awaited(unit)
 
     def _count(self, unit: Unit, pending: Pending) -> torch.Tensor | None:
         """Where to count the weights that this update moves: of the last update, once a unit."""
@@ -223,17 +274,3 @@ class Update:
                     yield unit
         finally:
             self.waiting, self.at_home = [], [0] * len(self.at_home)
-
-
-def trained_spans(unit: Unit) -> list[tuple[int, int, bool]]:
-    """[begin, end) ranges of the unit with whether they are trained; one range when all its tensors agree. Gaps between
-    aligned tensors are in none: they stay 0, as after loading, whatever a checkpoint does not hold."""
-    spans: list[tuple[int, int, bool]] = []
-    for tensor in unit.tensors:
-        begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)
-        trained = tensor.param.requires_grad
-        if spans and spans[-1][1:] == (begin, trained):
-            spans[-1] = (spans[-1][0], end, trained)
-        else:
-            spans.append((begin, end, trained))
-    return spans

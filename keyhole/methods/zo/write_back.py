@@ -1,9 +1,9 @@
 """When a streamed unit goes home: after every step, or after every few.
 
-A step of zo changes every unit, so every unit would cross the link twice a step: up, and down. Both ways at once are
+A step of zo changes every unit, so every unit would cross the link twice per step: up, and down. Both ways at once are
 slower than one (an H200: 55 GB/s up alone, 39 to 51 while the same comes down). But the host does not need the weights
 of each step: updates can be made again (update.py). A unit that stays away for n steps comes up as it was and gets n
-updates; the bytes, and the costs an element:
+updates; the bytes, and the costs per element:
 
     every step      1 up, 1 down        the fused pass
     every nth       1 up, 1 / n down    the fused pass, and (n - 1) / 2 updates more on average

@@ -128,8 +128,8 @@ def test_the_plan_counts_what_the_lane_takes() -> None:
         buffers = [b for slot in method.lane.lane.slots for b in slot.buffers]
         lane_bytes = sum(b.numel() * b.element_size() for b in buffers)
         work = Workload(method="adam-offload", tokens=1, passes=1)
-        room = Room(Wire(torch.bfloat16), 0)
-        assert device_bytes(model.layout, set(), work, room).updates - 4 * LANDING == lane_bytes
+        planned = device_bytes(model.layout, set(), work, Room(Wire(torch.bfloat16), workspace_bytes=0))
+        assert planned.updates - 4 * LANDING == lane_bytes
         method.close()
 
 

@@ -17,7 +17,7 @@ from tests.methods.baselines.test_first_order import plain_loss
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
-HOW = {"lr": 1e-2, "weight_decay": 0.1, "beta2": 0.99}
+HOW = {"lr": 1e-2, "weight_decay": 0.1, "weight_decay_on": "all", "beta2": 0.99}
 
 
 def load(name: str = "llama", **options: Any) -> keyhole.Model:
@@ -57,9 +57,9 @@ def test_equals_torch_adamw_in_a_plain_loop(name: str, clip: float | None) -> No
     ours, theirs = load(name), load(name).module
     method = AdamOffload(ours, max_grad_norm=clip, **HOW)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    schedule = Schedule("cosine", 1e-3, 20, warmup_ratio=0.1)
     for t in range(10):
-        rate = Schedule("cosine", 1e-3, 20, 0.1).rate(t)
-        method.lr = optimizer.param_groups[0]["lr"] = rate
+        method.lr = optimizer.param_groups[0]["lr"] = schedule.rate(t)
         loss = plain_loss(theirs, micro(t))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), math.inf if clip is None else clip)
@@ -106,6 +106,21 @@ def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype
     for twin in (*twins, partly):
         assert same(expected, trained(twin, max_grad_norm=clip))
     assert same(expected, trained(streamed(base), max_grad_norm=clip, schedule="monolithic"))
+
+
+def test_monolithic_sends_weights_back_beside_the_updates_of_others() -> None:
+    """ZeRO-Offload's order: updates begin when all gradients are out, and the first weights return before the last
+    update; the step ends when all have."""
+    method, events = AdamOffload(load(), schedule="monolithic", **HOW), []
+    update, send_back, finished = method.state.update, method.exchange.send_back, method.finished
+    method.finished = lambda unit: (events.append("gradient"), finished(unit))[1]
+    method.state.update = lambda *args, **how: (events.append("update"), update(*args, **how))
+    method.exchange.send_back = lambda *args: (events.append("back"), send_back(*args))
+    method.step(micro(0))
+    last = {name: len(events) - events[::-1].index(name) for name in ("gradient", "update", "back")}
+    assert last["gradient"] <= events.index("update") < events.index("back") < last["update"]
+    assert events.count("back") == len(method.state.units)
+    method.close()
 
 
 def test_the_demo_sized_vocabulary_is_chunked_alike() -> None:

@@ -5,15 +5,16 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.adam_offload.state import AdamState, trained_in
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from tests.model.decoders import config
 
-RULE = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+RULE = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8}
 
 
 def make() -> AdamState:
-    state = AdamState(find_layout(build(config("llama"), torch.float32)), RULE, threads=1)
+    state = AdamState(find_layout(build(config("llama"), torch.float32)), RULE, WeightDecay(0.1), threads=1)
     for unit in state.units:
         state.start(unit, torch.linspace(-1, 1, unit.numel))
     return state

@@ -41,7 +41,8 @@ def plain_loss(module: torch.nn.Module, batches: list) -> torch.Tensor:
 def test_equals_a_plain_torch_loop(make: type, options: dict[str, float]) -> None:
     """Five steps with micro-batches and clipping give the weights of the loop anyone would write."""
     ours, theirs = load(), load().module
-    method = METHODS["adamw" if make is torch.optim.AdamW else "sgd"].load()(ours, lr=1e-2, max_grad_norm=0.5, **options)
+    own = METHODS["adamw" if make is torch.optim.AdamW else "sgd"].load()
+    method = own(ours, lr=1e-2, max_grad_norm=0.5, weight_decay_on="all", **options)
     optimizer = make(theirs.parameters(), lr=1e-2, **options)
     for t in range(5):
         batches = [batch(seed=2 * t), batch(seed=2 * t + 1, length=7)]

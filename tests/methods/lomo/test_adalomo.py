@@ -1,5 +1,8 @@
 """AdaLOMO against its own formulas, written out."""
 
+import math
+
+import pytest
 import torch
 
 from keyhole.methods.lomo.adalomo import AdaLOMO
@@ -7,17 +10,22 @@ from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import close, load, micro_batches, rate, weights
 
 
-def test_adalomo_equals_its_reference() -> None:
-    """Each tensor by the textbook formulas from torch's gradients."""
+@pytest.mark.parametrize("clip_value", [None, 1e-3])
+def test_adalomo_equals_its_reference(clip_value: float | None) -> None:
+    """Each tensor by the textbook formulas from torch's gradients, clamped or not; the logged norm is unclipped."""
     model, module = load(), load().module
-    opt, states = AdaLOMO(model, weight_decay=0.1), {}
+    opt, states = AdaLOMO(model, weight_decay=0.1, weight_decay_on="all", clip_value=clip_value), {}
     for t in range(5):
         plain_loss(module, micro_batches(t, 2)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), math.inf)
         for name, p in module.named_parameters():
+            if clip_value is not None:
+                p.grad.clamp_(-clip_value, clip_value)
             _adalomo_by_the_book(p, states.setdefault(name, {}), t + 1, lr=rate(t) / 10, weight_decay=0.1)
             p.grad = None
         opt.lr = rate(t) / 10
         opt.step(micro_batches(t, 2))
+        assert float(opt.metrics()["grad_norm"]) == pytest.approx(float(norm), rel=1e-4)
     expected = dict(module.named_parameters())
     assert all(close(tensor, expected[name].data, 1e-5) for name, tensor in weights(model).items())
 

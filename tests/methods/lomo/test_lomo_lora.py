@@ -19,13 +19,18 @@ def step(opt: LOMOLoRA, first: int, steps: int, micro: int = 2) -> list[float]:
     return [float(opt.step(micro_batches(t, micro))) for t in range(first, first + steps)]
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_equals_two_torch_optimizers(clip: float | None) -> None:
-    """SGD on the base and AdamW on the adapters of an ordinary peft model, one clipping over both."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 0.3}, {"clip_value": 1e-3}, {"clip_group_norm": 0.02}, {"weight_decay": 0.5}],
+    ids=str,
+)
+def test_equals_two_torch_optimizers(options: dict[str, float]) -> None:
+    """SGD on the base and AdamW on the adapters of an ordinary peft model; clipping and decay hold for both."""
     from peft import LoraConfig, inject_adapter_in_model
 
     model, other = load(), load()
-    opt = LOMOLoRA(model, lr=0.05, adapter_lr=1e-2, r=4, target_modules=["q_proj", "up_proj"], max_grad_norm=clip)
+    how = {"weight_decay_on": "all", **options}
+    opt = LOMOLoRA(model, lr=0.05, adapter_lr=1e-2, r=4, target_modules=["q_proj", "up_proj"], **how)
     module = inject_adapter_in_model(
         LoraConfig(r=4, lora_alpha=16.0, target_modules=["q_proj", "up_proj"]), other.module
     )
@@ -36,11 +41,16 @@ def test_equals_two_torch_optimizers(clip: float | None) -> None:
     for param in theirs.values():
         param.requires_grad_(True)
     base = [p for n, p in theirs.items() if n not in adapters]
-    sgd, adamw = torch.optim.SGD(base, lr=0.05), torch.optim.AdamW(adapters.values(), lr=1e-2, weight_decay=0.0)
+    decay = {"weight_decay": options.get("weight_decay", 0.0)}
+    sgd, adamw = torch.optim.SGD(base, lr=0.05, **decay), torch.optim.AdamW(adapters.values(), lr=1e-2, **decay)
     for t in range(4):
         plain_loss(module, micro_batches(t, 2)).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(theirs.values(), clip)
+        if "max_grad_norm" in options:
+            torch.nn.utils.clip_grad_norm_(theirs.values(), 0.3)
+        if "clip_value" in options:
+            torch.nn.utils.clip_grad_value_(theirs.values(), 1e-3)
+        for param in theirs.values() if "clip_group_norm" in options else ():
+            torch.nn.utils.clip_grad_norm_(param, 0.02)
         for optimizer in (sgd, adamw):
             optimizer.step()
             optimizer.zero_grad()
@@ -92,6 +102,17 @@ def test_what_is_saved_is_a_model_and_a_peft_adapter(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = plain_loss(model.module, batches)
         assert float(plain_loss(both, batches)) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_rate_of_zero_trains_the_adapters_alone() -> None:
+    """The model stays as it is, and nothing is divided by its rate."""
+    model = load()
+    before = weights(model)
+    opt = LOMOLoRA(model, lr=0.0, adapter_lr=1e-2, r=4)
+    start = {name: p.detach().clone() for name, p in opt.adapters.items()}
+    step(opt, 0, 2)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
+    assert any(not torch.equal(p, start[name]) for name, p in opt.adapters.items())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,6 @@ def test_within_a_point_of_adamw() -> None:
         model, method = start(name, settings, seed=0, device="cpu")
         train(model, method, settings, seed=0)
         accuracy[name] = score_task(model, read_task("demo")).accuracy
-    low = [piece for piece in method.pieces.values() if piece.p is not None]
+    low = [target for target in method.targets.values() if target.p is not None]
     assert sum(p.numel for p in low) < sum(p.tensor.shape.numel() for p in low) / 6
     assert accuracy["lsp"] >= accuracy["adamw"] - 0.01

@@ -32,8 +32,8 @@ def test_a_step_that_is_not_finite(where: str) -> None:
 
 
 def _spoil_one_gradient(opt: LSP) -> None:
-    inner = opt.optimizer.gradient
-    opt.optimizer.gradient = lambda tensor, w, grad: inner(
+    inner = opt.updates.gradient
+    opt.updates.gradient = lambda tensor, w, grad: inner(
         tensor, w, grad * float("inf") if "norm" in tensor.name else grad
     )
     opt.step(batch())
@@ -47,7 +47,7 @@ def test_an_error_in_the_reverse_is_not_silent(clip: float | None, where: str) -
     expected, model, how = load(), load(), SMALL | {"learn": False, "max_grad_norm": clip, "optimizer_on": where}
     train(LSP(expected, **how), 2)
     opt = LSP(model, **how)
-    add, seen_units = opt.optimizer.finished, []
+    add, seen_units = opt.updates.finished, []
 
     def fail(unit: Any) -> bool:
         if len(seen_units) == fail.at:
@@ -55,16 +55,16 @@ def test_an_error_in_the_reverse_is_not_silent(clip: float | None, where: str) -
         seen_units.append(unit.index)
         return add(unit)
 
-    fail.at, opt.optimizer.finished = 0, fail
+    fail.at, opt.updates.finished = 0, fail
     with pytest.raises(MemoryError):
         train(opt, 1)
-    opt.optimizer.finished, opt.step_count = add, 0
+    opt.updates.finished, opt.step_count = add, 0
     train(opt, 2)
     assert all(torch.equal(x, weights(model)[name]) for name, x in weights(expected).items())
-    fail.at, opt.optimizer.finished = 2, fail
+    fail.at, opt.updates.finished = 2, fail
     with pytest.raises(MemoryError):
         train(opt, 1)
-    opt.optimizer.finished = add
+    opt.updates.finished = add
     with pytest.raises(UserError, match="an error came in between.*last checkpoint"):
         train(opt, 1)
     with pytest.raises(UserError, match="not usable"):
@@ -75,7 +75,7 @@ def test_a_failing_worker_ends_the_run() -> None:
     """With its cause, at the next step, and without hanging."""
     opt = LSP(load(), optimizer_on="cpu", **SMALL)
     opt.step(batch())
-    opt.optimizer.host.rule = {"beta1": "no number"}
+    opt.updates.host.rule = {"beta1": "no number"}
     with pytest.raises(WorkerFailed, match="failed"):
         for _ in range(2):
             opt.step(batch())

@@ -29,17 +29,19 @@ def test_planned_is_near_measured(where: str, peak_gib: float) -> None:
     layout = find_layout(build(llama_config("7B"), torch.bfloat16))
     own = LSPConfig(d=2048, optimizer_on=where, learn=False, activations="host")
     room = Room(Wire(torch.bfloat16, None), 32 * MIB)
-    assert device_bytes(layout, set(), Workload("lsp", 4096, 1, own), room).total / GIB == pytest.approx(peak_gib, rel=0.05)
+    assert device_bytes(layout, set(), Workload("lsp", 4096, 1, own), room).total / GIB == pytest.approx(
+        peak_gib, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("others", ["adam", "frozen"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_the_plan_sees_what_the_method_sees(name: str, others: str) -> None:
-    """Unit by unit, the numbers of all pieces; blocks may keep a few columns less."""
+    """Unit by unit, the numbers of all targets; blocks may keep a few columns less."""
     model = keyhole.load(config(name), init="random", device="cpu")
     planned = count_numbers(model.layout, LSPConfig(d=16, others=others)).of
     units = LSP(model, d=16, r=4, others=others).units
-    found = {unit: sum(piece.numel for piece in members) for unit, members in units.items()}
+    found = {unit: sum(target.numel for target in members) for unit, members in units.items()}
     assert planned.keys() == found.keys()
     assert all(0.9 * planned[unit] <= found[unit] <= planned[unit] for unit in found)
 

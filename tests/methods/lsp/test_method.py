@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.lsp.gather import seen
+from keyhole.methods.lsp.gather import view_in
 from keyhole.methods.lsp.method import LSP
-from keyhole.methods.lsp.update import Updates
+from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.ops.lsp.projector import identity_projector
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
@@ -22,7 +23,11 @@ from tests.model.streaming import streamed
 def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
     """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
     model = load(name)
-    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, optimizer_on=where, eps=EPS), 5, micro)
+    train(
+        LSP(model, d=256, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, optimizer_on=where, eps=EPS),
+        5,
+        micro,
+    )
     expected = torch_adamw(name, 5, micro, clip)
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
@@ -41,16 +46,16 @@ def test_a_norm_below_the_limit_is_left(where: str) -> None:
 def test_through_identity_projectors_it_is_adamw() -> None:
     """The same by way of compressing, decompressing and adding up micro-batches in S."""
     model = load()
-    opt = LSP(model, d=16, r=1, kind="free", learn=False, weight_decay=0.1, optimizer_on="gpu", eps=EPS)
-    for piece in opt.pieces.values():
-        if piece.p is not None:
-            piece.take(*(identity_projector(rows) for rows in piece.tensor.shape))
+    opt = LSP(model, d=16, r=1, kind="free", learn=False, optimizer_on="gpu", eps=EPS)
+    for target in opt.targets.values():
+        if target.p is not None:
+            target.take(*(identity_projector(rows) for rows in target.tensor.shape))
     rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
-    how = {"max_grad_norm": None, "weight_decay": 0.1, "how": {"rounding": "stochastic", "seed": 0}, "threads": None}
-    opt.optimizer = Updates(model, opt.units, set(opt.units), rule, **how)
+    rule = UpdateRule(rule, WeightDecay(0.1), max_grad_norm=None, rounding="stochastic", seed=0)
+    opt.updates = SubspaceUpdates(model, opt.units, set(opt.units), rule)
     train(opt, 8, 2)
     expected = torch_adamw("llama", 8, 2, None)
-    assert sum(piece.p is not None for piece in opt.pieces.values()) == 21
+    assert sum(target.p is not None for target in opt.targets.values()) == 21
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
@@ -91,16 +96,16 @@ def test_accumulation_is_exact() -> None:
     opt = LSP(model, learn=False, **{**SMALL, "check_freq": 100})
     plain_loss(module, micro_batches(0, 2)).backward()
     kept = {}
-    opt.optimizer.device.deltas_ = lambda unit, given, grad, clip, skip: (
-        kept.update({piece.name: seen(grad, piece).clone() for piece in given}) or grad.zero_()
+    opt.updates.device.deltas_ = lambda unit, given, grad, clip, skip: (
+        kept.update({target.name: view_in(grad, target).clone() for target in given}) or grad.zero_()
     )
     opt.step(micro_batches(0, 2))
     grads = {name: p.grad for name, p in module.named_parameters()}
-    for piece in opt.pieces.values():
-        grad = grads[piece.name]
-        if piece.p is not None:
-            grad = piece.p.dense_Rd().T @ grad @ piece.q.dense_Rd()
-        torch.testing.assert_close(kept[piece.name], grad, rtol=1e-4, atol=1e-6)
+    for target in opt.targets.values():
+        grad = grads[target.name]
+        if target.p is not None:
+            grad = target.p.dense_Rd().T @ grad @ target.q.dense_Rd()
+        torch.testing.assert_close(kept[target.name], grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("where, dtype, clip", [("gpu", "bfloat16", None), ("cpu", "float32", 0.7)])
@@ -116,7 +121,7 @@ def test_stopped_and_resumed_is_uninterrupted(where: str, dtype: str, clip: floa
     second.load_state_dict(dict(first.state_dict().items()))
     first.close()
     train(second, 2, first=3)
-    assert max(piece.generation for piece in second.pieces.values()) > 1
+    assert max(target.generation for target in second.targets.values()) > 1
     assert all(torch.equal(value, weights(stopped)[key]) for key, value in weights(straight).items())
 
 
@@ -125,8 +130,8 @@ def test_good_projectors_stay_and_bad_ones_go() -> None:
     for alpha, replaced in ((1.0, False), (1e-6, True)):
         opt = LSP(load(), **{**SOON, "alpha": alpha, "check_share": 0.5})
         train(opt, 3)
-        generations = [piece.generation for piece in opt.pieces.values() if piece.p is not None]
-        assert len(opt.biases) == 11 and set(generations) == ({1, 2} if replaced else {1})
+        generations = [target.generation for target in opt.targets.values() if target.p is not None]
+        assert len(opt.check.biases) == 11 and set(generations) == ({1, 2} if replaced else {1})
         assert 0 < float(opt.metrics()["bias"]) < 1
 
 
@@ -136,7 +141,7 @@ def test_it_learns_in_a_subspace() -> None:
     opt = LSP(model, 1e-2, **SMALL)
     losses = [float(opt.step(batch())) for _ in range(30)]
     assert losses[-1] < 0.6 * losses[0]
-    assert sum(piece.numel for piece in opt.pieces.values() if piece.p is not None) < 30_720 / 4
+    assert sum(target.numel for target in opt.targets.values() if target.p is not None) < 30_720 / 4
 
 
 @pytest.mark.parametrize("where", ["gpu", "cpu"])

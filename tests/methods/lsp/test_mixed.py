@@ -28,7 +28,7 @@ def placed_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool
     """Decides for every unit whether its moments are on the device."""
 
     def decide(on_device: Callable[[int], bool]) -> None:
-        monkeypatch.setattr(lsp, "place_moments", lambda model, pieces, *_: {u for u in pieces if on_device(u)})
+        monkeypatch.setattr(lsp, "place_moments", lambda model, targets, *_: {u for u in targets if on_device(u)})
 
     return decide
 
@@ -73,7 +73,7 @@ def test_in_the_whole_space_it_is_adamw(placed_by: Any, micro: int, clip: float 
     """d as large as the matrices, every other unit on the host: torch's AdamW, accumulated and clipped."""
     placed_by(lambda unit: unit % 2 == 0)
     model = load()
-    train(LSP(model, d=256, weight_decay=0.1, max_grad_norm=clip, eps=EPS), 8, micro)
+    train(LSP(model, d=256, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, eps=EPS), 8, micro)
     expected = torch_adamw("llama", 8, micro, clip)
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
@@ -90,7 +90,7 @@ def test_streamed_equals_resident(placed_by: Any, name: str, how: dict[str, int]
         placed_by(lambda unit, of=blocks: of[unit] in (None, 0))
         opt = LSP(model, max_grad_norm=clip, **SOON)
         runs.append((train(opt, 3, 2), weights(model)))
-        assert opt.optimizer.host.lengths and opt.optimizer.device.lengths
+        assert opt.updates.host.lengths and opt.updates.device.lengths
         opt.close()
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
@@ -136,7 +136,7 @@ def test_auto_fills_the_budget() -> None:
         opt = LSP(model, **SMALL)
         train(opt, 2)
         assert model.placed.device_bytes.total <= need + more
-        found.append({model.layout.units[unit].kind for unit in opt.optimizer.device.lengths})
+        found.append({model.layout.units[unit].kind for unit in opt.updates.device.lengths})
         opt.close()
     assert found == [set(), {"spine", "table", "block"}, {"spine", "table", "block", "head"}]
 
@@ -145,9 +145,9 @@ def test_a_gradient_that_is_not_finite_on_one_side_only(placed_by: Any) -> None:
     """All units on the host skip the step and all on the device take it: that is no step, and the run stops."""
     placed_by(lambda unit: unit != 2)
     opt = LSP(load(), **SMALL)
-    add = opt.optimizer.gradient
+    add = opt.updates.gradient
     bad = lambda tensor, w, grad: add(tensor, w, grad * (float("inf") if tensor.block == 0 else 1.0))  # noqa: E731
-    opt.optimizer.gradient = bad
+    opt.updates.gradient = bad
     opt.step(batch())
     with pytest.raises(UserError, match="last checkpoint"):
         opt.flush()
@@ -184,8 +184,8 @@ def test_two_places_take_the_same_steps_on_a_gpu(placed_by: Any, clip: float | N
         opt = LSP(model, max_grad_norm=clip, eps=EPS, **SMALL)
         train(opt, 5, 2)
         found.append(weights(model))
-        spans = opt.optimizer.spans.read()
-        assert spans["reverse"] > 0 and (spans.get("down", 0) > 0) == (opt.optimizer.host is not None)
+        seconds = opt.updates.timing.read()
+        assert seconds["reverse"] > 0 and (seconds.get("down", 0) > 0) == (opt.updates.host is not None)
         opt.close()
         model.close()
     for other in found[1:]:

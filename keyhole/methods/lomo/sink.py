@@ -14,22 +14,24 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 
 
-class Updates:
-    """The second reverse, or the only one: every gradient updates its tensor. What it goes by is set by the method."""
+class UpdateSink:
+    """The sink of the second reverse, or the only one: every gradient updates its tensor. Its settings are the
+    method's."""
 
     accumulates = False
     model: Model
     lr: float
-    weight_decay: float
+    weight_decay: WeightDecay
     groups: list[dict[str, Any]]
     clip_value: float | None
     clip_group_norm: float | None
     rounding: str
-    measures: bool  # the norm is wanted
+    measures_norm: bool  # the norm is wanted
     seed: int
     step_count: int
     scale: torch.Tensor | None  # what gradients are multiplied by
@@ -38,13 +40,13 @@ class Updates:
     bad: torch.Tensor
     changed: torch.Tensor
     buffer: torch.Tensor  # of the largest matrix
-    lost: dict[str, torch.Tensor]  # Kahan's compensation
-    given: set[str]  # names of tensors that have had a gradient in this update
+    compensation: dict[str, torch.Tensor]  # Kahan's compensation
+    received: set[str]  # names of tensors that have had a gradient in this step
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """dy^T x straight into the weight, or by way of the one buffer."""
         if self._adds_directly(w_OI):
-            self.given.add(tensor.name)
+            self.received.add(tensor.name)
             lr, weight_decay = self._rates(tensor)
             w_OI.addmm_(dy_MO.t(), x_MI, beta=1 - lr * weight_decay, alpha=-lr)
             return True
@@ -55,7 +57,7 @@ class Updates:
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Updates one tensor."""
-        self.given.add(tensor.name)
+        self.received.add(tensor.name)
         scale = self.scale
         if self.clip_group_norm is not None:
             scale = self._group_scale(grad)
@@ -70,23 +72,29 @@ class Updates:
         self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
     ) -> None:
         ops.sgd_update_(
-            w, grad, lr=lr, weight_decay=weight_decay, scale=scale, clip_value=self.clip_value, **self._how(tensor, w)
+            w,
+            grad,
+            lr=lr,
+            weight_decay=weight_decay,
+            scale=scale,
+            clip_value=self.clip_value,
+            **self._rounding_of(tensor, w),
         )
 
-    def _how(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
-        """Rounding and counters of one update."""
+    def _rounding_of(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
+        """Rounding of one update, and where it counts: arguments of an op."""
         rounding = "nearest" if w.dtype == torch.float32 else self.rounding
-        if rounding == "kahan" and tensor.name not in self.lost:
-            self.lost[tensor.name] = torch.zeros_like(w)
-        lost = self.lost[tensor.name] if rounding == "kahan" else None
+        if rounding == "kahan" and tensor.name not in self.compensation:
+            self.compensation[tensor.name] = torch.zeros_like(w)
+        lost = self.compensation[tensor.name] if rounding == "kahan" else None
         where = {"offset": tensor.start, "seed": self.seed, "step": self.step_count}
-        sums = {"sum_squares": self.sum_squares if self.norm is None and self.measures else None}
+        sums = {"sum_squares": self.sum_squares if self.norm is None and self.measures_norm else None}
         return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
         clips = self.clip_value is not None or self.clip_group_norm is not None or self.scale is not None
         exact = w.dtype == torch.float32 or self.rounding == "nearest"
-        return not (clips or self.measures) and exact and w.dtype == self.model.dtype
+        return not (clips or self.measures_norm) and exact and w.dtype == self.model.dtype
 
     def _group_scale(self, grad: torch.Tensor) -> torch.Tensor:
         squares = torch.zeros_like(self.sum_squares)
@@ -95,18 +103,19 @@ class Updates:
         return clip if self.scale is None else clip * self.scale
 
     def _rates(self, tensor: FlatTensor) -> tuple[float, float]:
+        decay = self.weight_decay.of(tensor.param)
         for group in self.groups:
             if re.search(group["match"], tensor.name):
-                return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", self.weight_decay)
-        return self.lr, self.weight_decay
+                return self.lr * group.get("lr_scale", 1.0), group.get("weight_decay", decay)
+        return self.lr, decay
 
 
-class Squares:
+class NormSink:
     """The sink of the first of two reverses: adds up squares and changes nothing."""
 
     accumulates = False
 
-    def __init__(self, method: Updates) -> None:
+    def __init__(self, method: UpdateSink) -> None:
         self.method = method
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:

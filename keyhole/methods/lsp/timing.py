@@ -25,8 +25,8 @@ import torch
 Event = Any
 
 
-class Spans:
-    """See the top of this file."""
+class Timing:
+    """Seconds of the parts of a step, by name."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda

@@ -1,6 +1,6 @@
 """From gradients in host memory to new weights: the updates of adam-offload, as jobs for whoever is free.
 
-A unit whose gradients have left is cut in parts (state.py), and each part is a job: by the CPU in the worker,
+A unit whose gradients have left is cut into parts (state.py), and each part is a job: by the CPU in the worker,
 which sends the new masters to the device, or by the GPU through its lane (gpu_updates.py). Both look first whether the
 update is to be: where a norm is not finite, weights stay as they are (method.py says of what).
 """
@@ -13,29 +13,25 @@ import torch
 
 from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.gpu_updates import AdamLane
-from keyhole.methods.adam_offload.state import AdamState, Part, Step
+from keyhole.methods.adam_offload.state import AdamState, AdamStep, Part
 from keyhole.model.structure.layout import Unit
 from keyhole.offload.workers import Job
 
 
-class Updates:
-    """See the top of this file. at_once: new weights go back with each update (else `send_back` is called)."""
+class UpdateJobs:
+    """Makes jobs of the updates of units."""
 
-    def __init__(self, state: AdamState, exchange: Exchange, lane: AdamLane | None, at_once: bool) -> None:
-        self.state, self.exchange, self.lane, self.at_once = state, exchange, lane, at_once
+    def __init__(self, state: AdamState, exchange: Exchange, lane: AdamLane | None) -> None:
+        self.state, self.exchange, self.lane = state, exchange, lane
         self.host_s = 0.0  # of the CPU, since the caller set it to 0
 
-    def submit(self, step: Step, unit: Unit, given: list[int], after: Any) -> None:
-        """Has a unit updated, once `after` has happened. given: the first elements of what got a gradient."""
+    def submit(self, step: AdamStep, unit: Unit, starts: list[int], after: Any) -> None:
+        """Has a unit updated, once `after` has happened. starts: the first elements of its tensors with a gradient."""
         step.submitted = True
-        for part in self.state.parts(given):
-            job = partial(self.by_cpu, step, unit, given, part)
-            on_device = None if self.lane is None else partial(self.by_gpu, step, unit, given, part)
-            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], self.at_once, on_device)
-
-    def send_back(self, unit: Unit, given: list[int]) -> None:
-        """The new weights of a unit, to the device."""
-        self.exchange.send_back(unit.index, [(part.begin, part.end) for part in self.state.parts(given)])
+        for part in self.state.parts(starts):
+            job = partial(self.by_cpu, step, unit, starts, part)
+            on_device = None if self.lane is None else partial(self.by_gpu, step, unit, starts, part)
+            self.exchange.submit(unit.index, job, after, [(part.begin, part.end)], on_device)
 
     def write(self, unit: Unit, begin: int = 0, end: int | None = None) -> None:
         """The weights as they are, over a gradient that is not used."""
@@ -44,26 +40,26 @@ class Updates:
 
     # -- in the worker, and in its helper --------------------------------------------------------------------------
 
-    def by_cpu(self, step: Step, unit: Unit, given: list[int], part: Part) -> None:
+    def by_cpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> None:
         """The gradients in the staging buffer become weights there, or only the master is new."""
-        begin_s, page = time.perf_counter(), self._page(step, unit, given, part)
+        begin_s, page = time.perf_counter(), self._page(step, unit, starts, part)
         if page is not None:
             self.state.update(unit, part, page, step.lr, step.clip(), in_place=self._is_streamed(unit))
             self.state.count(part)
             self.host_s += time.perf_counter() - begin_s
 
-    def by_gpu(self, step: Step, unit: Unit, given: list[int], part: Part) -> Job:
+    def by_gpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> Job:
         """Begins it; what is returned waits for its end."""
-        page = self._page(step, unit, given, part)
+        page = self._page(step, unit, starts, part)
         if page is None:
             return lambda: None
         end = self.lane.update(unit, part, page, step.lr, step.clip())
         self.state.count(part)
         return end
 
-    def _page(self, step: Step, unit: Unit, given: list[int], part: Part) -> torch.Tensor | None:
+    def _page(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> torch.Tensor | None:
         """Where the gradients are; None, with weights in their place, if the update is not to be."""
-        if step.is_bad(given):
+        if step.is_bad(starts):
             step.bad = True
             self.write(unit, part.begin, part.end)
             return None

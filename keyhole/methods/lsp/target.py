@@ -1,4 +1,4 @@
-"""What LSP trains, piece by piece: a matrix through its two projectors, or a tensor as it is.
+"""What LSP trains: a matrix through its two projectors, or a tensor as it is.
 
     matrix    S = P^T G Q = sum over products of (dY P)^T (X Q)        [d_P, d_Q], added up in float32
               W <- round(keep W + alpha scale P delta Q^T)
@@ -6,11 +6,15 @@
               w <- round(keep w + alpha delta)
 
 So dY and X are compressed before they meet, and a matrix's gradient never exists. (A product that does not come through
-a linear layer, such as GPT-2's, arrives as a whole gradient and is compressed then.)
+a linear layer, such as GPT-2's, arrives as a complete gradient and is compressed then.)
 
 `scale` makes a learning rate mean what it means for AdamW: Adam's delta has entries of about 1, and P delta Q^T has
 entries of rms |P| |Q| / sqrt(m n) times that (Frobenius norms; half for orthonormal blocks that keep every second
-direction). scale is its inverse; identities have scale 1, and then this is AdamW.
+direction). scale is its inverse,
+
+    scale = sqrt(m n) / (|P| |Q|)
+
+and 1 for identities, with which this is AdamW. The paper has no scale: lsp.preset=paper sets it to 1 always.
 
 A side of the matrix that is not longer than d has the identity for its projector: nothing is lost there.
 """
@@ -24,16 +28,17 @@ from keyhole.methods.lsp.fit import compressed
 from keyhole.model.structure.layout import FlatTensor
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
 
-SEEDS = 1 << 20  # projectors a piece may have in its life
+SEEDS = 1 << 20  # projectors a target may have in its life
 
 
 @dataclass
-class Piece:
-    """One trained tensor (or chunk of a table). p is None: plain."""
+class Target:
+    """One trained tensor (or chunk of a table). p is None: plain. scaled: its steps are multiplied by `scale`."""
 
     tensor: FlatTensor
     unit: int
     kind: str = ""
+    scaled: bool = True
     p: Projector | None = None
     q: Projector | None = None
     scale: float = 1.0
@@ -64,7 +69,7 @@ class Piece:
         else:
             s.add_(torch.mm(dy_TM.t(), x_TN, out_dtype=torch.float32))
 
-    def add_whole(self, s: torch.Tensor, first: bool, grad: torch.Tensor) -> None:
+    def add_gradient(self, s: torch.Tensor, first: bool, grad: torch.Tensor) -> None:
         """The same from a gradient as a tensor."""
         grad = grad if self.p is None else compressed(grad.contiguous(), self.p, self.q)
         s.copy_(grad) if first else s.add_(grad)
@@ -78,11 +83,14 @@ class Piece:
             ops.sgd_update_(w, delta.view(w.shape), lr=-alpha, weight_decay=(keep - 1) / alpha if alpha else 0, **how)
 
     def take(self, p: Projector, q: Projector) -> None:
-        """Other projectors from now on."""
+        """Uses other projectors from now on."""
         self.p, self.q, self.generation = p, q, self.generation + 1
         self.rescale()
 
     def rescale(self) -> None:
+        """Sets `scale` for the projectors."""
+        if not self.scaled:
+            return
         lengths = self.p.values_Rr.double().norm() * self.q.values_Rr.double().norm()
         self.scale = float((self.p.rows * self.q.rows) ** 0.5 / lengths.clamp(min=1e-30))
 

@@ -1,0 +1,49 @@
+"""Which tensors weight decay shrinks: one rule for all methods.
+
+    matrices    all but biases and the weights of norms: what Hugging Face's Trainer decays. A norm's weight is a gain
+                near 1 and a bias an offset; shrinking them towards 0 changes what a layer computes and regularises
+                nothing.
+    all         every trained tensor, as `torch.optim.AdamW(model.parameters(), ..)` does
+
+Hugging Face decides by name (NOT_DECAYED), and by class for nn.LayerNorm, which some models call ln_1 or ln_f. Stacks
+of experts, position tables and embeddings count as matrices. How a method decays (apart from the gradient, or as
+torch's SGD in it) is the method's own.
+"""
+
+import re
+from dataclasses import dataclass
+
+from torch import nn
+
+from keyhole.errors import UserError
+
+CHOICES = ("matrices", "all")
+NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+@dataclass(frozen=True)
+class WeightDecay:
+    """The rate of decay of each parameter. spared: ids of those that have none."""
+
+    rate: float = 0.0
+    spared: frozenset[int] = frozenset()
+
+    def of(self, param: nn.Parameter) -> float:
+        return 0.0 if id(param) in self.spared else self.rate
+
+
+def weight_decay_of(module: nn.Module, rate: float, on: str = "matrices") -> WeightDecay:
+    """The rule for a module's parameters."""
+    if on not in CHOICES:
+        raise UserError(f"weight_decay_on: {on!r} is not one of {', '.join(CHOICES)}")
+    if on == "all":
+        return WeightDecay(rate)
+    by_name = {id(p) for name, p in module.named_parameters() if NOT_DECAYED.search(name.lower())}
+    by_class = {id(p) for norm in module.modules() if isinstance(norm, nn.LayerNorm) for p in norm.parameters()}
+    return WeightDecay(rate, frozenset(by_name | by_class))
+
+
+def parameter_groups(params: list[nn.Parameter], decay: WeightDecay) -> list[dict]:
+    """Groups for a torch optimizer: decayed, and not; one where all are alike."""
+    rates = sorted({decay.of(p) for p in params}, reverse=True)
+    return [{"params": [p for p in params if decay.of(p) == rate], "weight_decay": rate} for rate in rates]

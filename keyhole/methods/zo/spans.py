@@ -1,0 +1,38 @@
+"""A unit cut into spans that an update treats alike: trained or not, and with weight decay or without."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from keyhole.model.structure.layout import Unit
+from keyhole.ops.fp8 import GROUP
+
+
+@dataclass
+class Span:
+    """[begin, end) of a unit."""
+
+    begin: int
+    end: int
+    trained: bool = True
+    decays: bool = True
+
+
+def cut_unit(unit: Unit, spared: frozenset[int] = frozenset()) -> list[Span]:
+    """The spans of a unit; spared: ids of the parameters that do not decay. Gaps between aligned tensors are in no
+    span: they stay 0, as after loading, whatever a checkpoint does not hold."""
+    spans: list[Span] = []
+    for tensor in unit.tensors:
+        begin, end = max(0, tensor.start - unit.start), min(unit.numel, tensor.stop - unit.start)
+        span = Span(begin, end, tensor.param.requires_grad, id(tensor.param) not in spared)
+        if spans and replace(span, begin=spans[-1].begin, end=begin) == spans[-1]:
+            spans[-1].end = end
+        else:
+            spans.append(span)
+    return spans
+
+
+def packed_views(packed: torch.Tensor, numel: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a span of a packed unit (ops/fp8.py)."""
+    scales = slice(numel + span.begin // GROUP, numel + span.end // GROUP)
+    return packed[span.begin : span.end], packed[scales]

@@ -1,0 +1,101 @@
+"""When projectors are learned and on what: ours, and the paper's Algorithm 1 to the letter."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.lsp.fit import bias
+from keyhole.methods.lsp.method import LSP
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.methods.lomo.loops import micro_batches, weights
+from tests.methods.lsp.loops import SOON, load, train
+
+PAPER = {"preset": "paper", "d": 16, "r": 4, "alpha": 0.3, "check_freq": 2, "fit_steps": 5, "optimizer_on": "gpu"}
+
+
+def matrices(opt: LSP) -> list[Any]:
+    return [target for target in opt.targets.values() if target.p is not None]
+
+
+def gradients(seed: int, like: LSP) -> dict[str, torch.Tensor]:
+    """Of a batch, by torch, at the weights of a run."""
+    module = load().module
+    for name, p in module.named_parameters():
+        p.data.copy_(weights(like.model)[name])
+    plain_loss(module, micro_batches(seed, 1)).backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+def test_paper_the_first_update_goes_through_random_projectors_without_a_scale() -> None:
+    """W - lr P Adam(P^T G Q) Q^T with P and Q from N(0, 1/sqrt r), written out; nothing is checked before it."""
+    opt = LSP(load(), lr=1e-2, **PAPER)
+    before, grads = weights(opt.model), gradients(0, opt)
+    opt.step(micro_batches(0, 1))
+    assert opt.check is None and {target.kind for target in matrices(opt)} == {"free"}
+    for target in matrices(opt):
+        p, q = target.p.dense_Rd(), target.q.dense_Rd()
+        s = p.T @ grads[target.name] @ q
+        expected = before[target.name] - 1e-2 * p @ (s / (s.abs() + 1e-8)) @ q.T
+        moved = weights(opt.model)[target.name]
+        assert (moved - expected).norm() <= 1e-3 * (expected - before[target.name]).norm()
+    free = torch.cat([target.p.values_Rr.flatten() for target in matrices(opt) if target.p.r == 4])
+    assert float(free.std()) == pytest.approx(4**-0.5, rel=0.1)
+
+
+def test_paper_a_check_looks_at_all_matrices_and_takes_what_was_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias of the batch's own gradient; above alpha, new projectors and P_new^T P M Q^T Q_new, better or not."""
+    opt = LSP(load(), lr=1e-2, **PAPER)
+    opt.step(micro_batches(0, 1))
+    old = {t.name: (t.p, t.q, *(m.clone() for m in opt.updates.moments_of(t))) for t in matrices(opt)}
+    grads, seen = gradients(1, opt), {}
+    begin = opt.updates.begin  # right behind the check
+    keep = lambda: seen.update({t.name: [m.clone() for m in opt.updates.moments_of(t)] for t in matrices(opt)})  # noqa: E731
+    opt.updates.begin = lambda *args: (keep(), begin(*args))
+    opt.step(micro_batches(1, 1))
+    assert opt.check.found.keys() == opt.check.biases.keys() == old.keys()
+    for target in matrices(opt):
+        p, q, m, v = old[target.name]
+        found = opt.check.found[target.name]
+        assert found == pytest.approx(float(bias(grads[target.name], p, q)), rel=1e-2) and found > 0.3
+        assert target.generation == 1 and target.scale == 1.0
+        x_p, x_q = target.p.dense_Rd().T @ p.dense_Rd(), target.q.dense_Rd().T @ q.dense_Rd()
+        torch.testing.assert_close(seen[target.name][0], x_p @ m @ x_q.T, rtol=1e-3, atol=1e-6)
+        torch.testing.assert_close(seen[target.name][1], x_p**2 @ v @ (x_q**2).T, rtol=1e-3, atol=1e-9)
+    opt.step(micro_batches(2, 1))
+    assert opt.check is None  # CheckFreq = 2
+
+
+def test_paper_stopped_and_resumed_is_uninterrupted() -> None:
+    """Projectors that were never fitted come back too."""
+    found = []
+    for stop in (None, 1, 3):
+        model = load()
+        opt = LSP(model, **PAPER)
+        train(opt, stop or 4)
+        if stop is not None:
+            state = {key: value.clone() if torch.is_tensor(value) else value for key, value in opt.state_dict().items()}
+            opt.close()
+            opt = LSP(model, **PAPER)
+            opt.load_state_dict(state)
+            train(opt, 4 - stop, first=stop)
+        found.append(weights(model))
+    assert all(torch.equal(found[0][key], other[key]) for other in found[1:] for key in found[0])
+
+
+def test_the_log_tells_what_a_check_found_from_what_was_fitted() -> None:
+    """bias_found is that of projectors which have not seen the batch, and above what they are fitted to."""
+    opt = LSP(load(), **SOON | {"alpha": 1e-6, "check_share": 1.0})
+    opt.step(micro_batches(0, 1))
+    assert "bias_found" not in opt.metrics() and opt.metrics()["learn_s"] > 0
+    opt.step(micro_batches(1, 1))
+    assert not {"bias", "bias_found", "learn_s"} & opt.metrics().keys()
+    opt.step(micro_batches(2, 1))
+    assert 0 < opt.metrics()["bias"] < opt.metrics()["bias_found"]
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    """With those that are known."""
+    with pytest.raises(UserError, match="lsp.preset: 'papers' is not one of default, paper"):
+        LSP(load(), preset="papers")
