@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import typer
 
 import keyhole
-from keyhole.cli import bench, chat, config, data, demo, env, replay, train, words
+from keyhole.cli import arguments, bench, chat, config, data, demo, env, replay, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 
@@ -29,10 +29,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=train.TrainCommand)(train.train)
-app.command(cls=words.ConfigCommand)(data.data)
+app.command(cls=arguments.SettingsCommand)(data.data)
 app.command(cls=eval_.EvalCommand)(eval_.eval)
-app.command(cls=words.ConfigCommand)(chat.chat)
-app.command(cls=words.ConfigCommand)(replay.replay)
+app.command(cls=arguments.SettingsCommand)(chat.chat)
+app.command(cls=arguments.SettingsCommand)(replay.replay)
 app.command()(env.env)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")

@@ -76,7 +76,7 @@ class RunConfig:
     warmup_ratio: Fraction = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
     weight_decay: NotNegative = 0.0
-    """All weights shrink by learning_rate * weight_decay a step (sgd: torch's L2 term in the gradient)."""
+    """All weights shrink by learning_rate * weight_decay per step (sgd: torch's L2 term in the gradient)."""
     max_grad_norm: Positive | None = None
     """Clips the norm of the whole gradient; null = no clipping. For zo use zo.clip."""
 

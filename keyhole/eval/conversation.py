@@ -3,7 +3,7 @@
 A tokenizer with a chat template gets the whole conversation, written by the template. Without one there are
 no turns to speak of: the model simply goes on from each line. Sampling and stop tokens are those of the
 model's generation_config.json. The answer appears as it is generated. When units are streamed, each new token
-pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens a
+pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens per
 second.
 
     /reset   forget the conversation        /exit   leave (as does the end of the input)

@@ -86,6 +86,25 @@ def test_help_and_recipes_do_not_import_torch(args: tuple[str, ...]) -> None:
     assert done.stdout
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("train", "no-such.yaml"), "no such config file"),
+        (("train", "demo-zo", "learnin_rate=1"), "did you mean `learning_rate`?"),
+        (("train", "demo-zo", "--seed", "3"), "write seed=3"),
+        (("eval", "out", "--tasks", "a", "gpu_memory=8"), "such as 8GiB"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_told_without_torch(args: tuple[str, ...], says: str) -> None:
+    """What can be refused without a model is refused at once: torch takes seconds to import."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        f"from keyhole.cli import main; sys.exit(main({list(args)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
 def test_a_user_error_is_one_message_and_exit_2() -> None:
     """In a real process: the message on stderr, no traceback, nothing on stdout."""
     done = run("train", "no-such-config.yaml")
@@ -128,4 +147,4 @@ def test_version(capsys: Any) -> None:
 def test_a_verb_is_a_file() -> None:
     """Every verb lives in a file of its own name."""
     files = {path.stem for path in Path(keyhole.cli.__file__).parent.glob("*.py")}
-    assert {verb for verb in SURFACE if verb and " " not in verb} == files - {"__init__", "words"}
+    assert {verb for verb in SURFACE if verb and " " not in verb} == files - {"__init__", "arguments"}
