@@ -18,6 +18,7 @@ from keyhole.config.loader import load_config, parse_settings
 from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
+from keyhole.machine.text import printable
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
@@ -33,7 +34,7 @@ Overrides = Annotated[
 
 def note(text: str) -> None:
     """Prints a line on stderr: it is not part of the command's result."""
-    print(f"keyhole: {text}", file=sys.stderr)
+    print(f"keyhole: {printable(text)}", file=sys.stderr)
 
 
 def load_settings(config: str, overrides: list[str] | None) -> TrainConfig:
