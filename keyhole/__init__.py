@@ -15,7 +15,11 @@ from keyhole.methods.base import imported
 
 __version__ = "0.2.0"
 
-_WHERE = {"Workload": "keyhole.methods.base:Workload", "load": "keyhole.loading:load", "Model": "keyhole.model.model:Model"}
+_WHERE = {
+    "Workload": "keyhole.methods.base:Workload",
+    "load": "keyhole.loading:load",
+    "Model": "keyhole.model.model:Model",
+}
 _WHERE |= {name: row.cls for name, row in CLASSES.items()}
 __all__ = sorted(_WHERE)
 

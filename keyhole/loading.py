@@ -58,7 +58,7 @@ def load(
     dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process.
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
-    workload says what will run (method, tokens a pass, number of passes), so that the budget leaves room for it.
+    workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
     if init not in ("pretrained", "random"):
@@ -138,7 +138,7 @@ def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
 
 
 def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:
-    """One home a unit: streamed units side by side in host memory, the others side by side on the device."""
+    """One home per unit: streamed units side by side in host memory, the others side by side on the device."""
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
     for on_host in (True, False):
         units = [u for u in layout.units if (u.index in placed.streamed) == on_host]

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import keyhole
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, choose_dtype
+from keyhole.model.structure import source
 from keyhole.model.structure.source import find_directory
 from tests.model.decoders import batch, config
 
@@ -104,6 +106,60 @@ def test_generation_config_survives_a_round_trip(broken: Path, tmp_path: Path) -
         keyhole.load(broken, device="cpu")
 
 
+def to_bin(path: Path, count: int = 1, rename: str = "", **how: object) -> None:
+    """Rewrites model.safetensors as pytorch_model.bin, or as `count` of them with an index."""
+    tensors = {name.removeprefix(rename): x for name, x in load_file(path / "model.safetensors").items()}
+    (path / "model.safetensors").unlink()
+    names = (
+        [f"pytorch_model-{i + 1:05d}-of-{count:05d}.bin" for i in range(count)] if count > 1 else ["pytorch_model.bin"]
+    )
+    weight_map = {}
+    for i, file in enumerate(names):
+        part = dict(list(tensors.items())[i::count])
+        torch.save(part, path / file, **how)
+        weight_map |= dict.fromkeys(part, file)
+    if count > 1:
+        (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+BINS = {
+    "one file": {},
+    "shards": {"count": 3},
+    "without the decoder's prefix": {"rename": "model."},
+    "the format of before PyTorch 1.6": {"_use_new_zipfile_serialization": False},
+}
+
+
+@pytest.mark.parametrize("how", BINS)
+def test_bin_files_are_read_to_the_same_bits(saved: Path, broken: Path, how: str) -> None:
+    """What was published before safetensors loads as it is, in one file, in shards, and with other names."""
+    to_bin(broken, **BINS[how])
+    one, two = (keyhole.load(path, device="cpu", placement="stream") for path in (saved, broken))
+    for (name, a), (_, b) in zip(one.named_tensors(), two.named_tensors(), strict=True):
+        assert torch.equal(a, b), name
+
+
+class Evil:
+    """Unpickling it would write a file."""
+
+    def __init__(self, at: Path) -> None:
+        self.at = at
+
+    def __reduce__(self) -> tuple:
+        return (Path.write_text, (self.at, "owned"))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_no_code_in_a_bin_file_runs(broken: Path, tmp_path: Path, zipped: bool) -> None:
+    """A pickle that asks for more than tensors is refused unopened."""
+    (broken / "model.safetensors").unlink()
+    content = {"model.embed_tokens.weight": Evil(tmp_path / "owned")}
+    torch.save(content, broken / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(UserError, match="pytorch_model.bin holds more than tensors.*not opened"):
+        keyhole.load(broken, device="cpu")
+    assert not (tmp_path / "owned").exists()
+
+
 def drop(path: Path, name: str) -> None:
     file = path / "model.safetensors"
     save_file({key: x for key, x in load_file(file).items() if key != name}, file, metadata={"format": "pt"})
@@ -123,25 +179,52 @@ def set_key(path: Path, **keys: object) -> None:
     (path / "config.json").write_text(json.dumps(text | keys))
 
 
+def index(path: Path, weight_map: object) -> None:
+    text = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+    (path / "model.safetensors.index.json").write_text(text)
+
+
 BREAKS = {
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "broken has no weights"),
     "pickle only": (
         lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
-        "pytorch_model.bin is a pickle.*convert it to safetensors",
+        "pytorch_model.bin holds more than tensors, or is no weight file.*not opened: convert it to safetensors",
     ),
     "truncated": (lambda p: truncate(p / "model.safetensors"), "model.safetensors cannot be read.*incomplete"),
     "not safetensors": (lambda p: (p / "model.safetensors").write_text("hello"), "model.safetensors cannot be read"),
     "wrong shape": (reshape, r"model.safetensors holds .* with shape \(99, 32\); config.json says \(98, 32\)"),
     "missing tensor": (lambda p: drop(p, "model.layers.1.mlp.up_proj.weight"), r"broken lacks .*up_proj.weight \(1 "),
     "no config": (lambda p: (p / "config.json").unlink(), "broken has no config.json"),
-    "broken config": (lambda p: (p / "config.json").write_text("{"), "config of .*broken cannot be read"),
+    "broken config": (lambda p: (p / "config.json").write_text("{"), "config.json cannot be read"),
     "unknown architecture": (lambda p: set_key(p, model_type="nonsense"), "nonsense"),
     "not a decoder": (lambda p: (p / "config.json").write_text('{"model_type": "vit"}'), "not a decoder"),
     "quantized": (lambda p: set_key(p, quantization_config={"quant_method": "fp8"}), "quantization_config.*dequantize"),
-    "broken index": (
-        lambda p: (p / "model.safetensors.index.json").write_text("{}"),
-        "model.safetensors.index.json cannot be read",
+    "broken index": (lambda p: index(p, "{}"), "index.json cannot be read: its weight_map must name a file"),
+    "index of numbers": (lambda p: index(p, {"a": 3}), "index.json cannot be read: its weight_map must name a file"),
+    "index is a list": (lambda p: index(p, "[]"), "index.json cannot be read.*holds a list"),
+    "deep index": (lambda p: index(p, "[" * 200_000), "index.json cannot be read: its brackets are nested too deeply"),
+    "index with a path": (lambda p: index(p, {"a": "../../etc/passwd"}), "names '../../etc/passwd'.*without a path"),
+    "index that lies": (lambda p: index(p, {"a": "model.safetensors"}), "model.safetensors has no a, though the index"),
+    "weights are a directory": (
+        lambda p: ((p / "model.safetensors").unlink(), (p / "model.safetensors").mkdir()),
+        "model.safetensors cannot be read.*no ordinary file",
     ),
+    "config is a list": (lambda p: (p / "config.json").write_text("[]"), "config.json cannot be read.*holds a list"),
+    "deep config": (lambda p: (p / "config.json").write_text('{"a":' * 100_000), "config.json.*nested too deeply"),
+    "binary config": (lambda p: (p / "config.json").write_bytes(b"\xff\xfe"), "config.json cannot be read"),
+    "text for a number": (lambda p: set_key(p, hidden_size="wide"), "hidden_size"),
+    "null for a number": (lambda p: set_key(p, num_hidden_layers=None), "model: "),
+    "negative width": (lambda p: set_key(p, hidden_size=-8), "model: "),
+    "no heads": (lambda p: set_key(p, num_attention_heads=0), "model: "),
+    "unknown dtype": (lambda p: set_key(p, dtype="float12"), "float12"),
+    "ten million layers": (lambda p: set_key(p, num_hidden_layers=10**7), "num_hidden_layers is 1e.07.*30 tensors"),
+    "a width of a billion": (lambda p: set_key(p, hidden_size=10**9), r"hidden_size is 1e.09.*largest tensor"),
+    "heads of a billion": (lambda p: set_key(p, head_dim=10**9), r"head_dim is 1e.09.*largest tensor"),
+    "attention from a hub": (
+        lambda p: set_key(p, attn_implementation="someone/kernels"),
+        "attn_implementation is 'someone/kernels': Transformers would fetch that code",
+    ),
+    "experts from a hub": (lambda p: set_key(p, experts_implementation="a/b"), "would fetch that code"),
 }
 
 
@@ -181,10 +264,56 @@ def test_whatever_the_hub_says_is_one_message(fault: Exception, monkeypatch: pyt
         raise fault
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.setattr(source, "hub_answers", lambda: True)
     with pytest.raises(UserError, match=f"^model: some/model is not .*{type(fault).__name__}.*the disk"):
         find_directory("some/model")
     with pytest.raises(UserError, match="openai-community/gpt2, not gpt2"):
         find_directory("gpt2")
+
+
+def test_a_mistyped_path_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first part is a directory here, it is a path and no hub id; the nearest one is named."""
+    (tmp_path / "models" / "llama-7b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(source, "hub_answers", lambda: pytest.fail("the hub was asked"))
+    with pytest.raises(UserError, match="models/lama-7b is not a directory here; did you mean models/llama-7b?"):
+        keyhole.load("models/lama-7b")
+    with pytest.raises(UserError, match="models/x is not a directory here, though models/ is"):
+        keyhole.load("models/x")
+
+
+def test_an_unreachable_hub_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's library would try for half a minute; one look at the connection is enough."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(source.socket, "create_connection", fail)
+    monkeypatch.setattr(source.urllib.request, "getproxies", dict)
+    source.hub_answers.cache_clear()
+    begin_s = time.perf_counter()
+    with pytest.raises(UserError, match="no-such-owner/model is not a directory here, and the hub cannot be reached"):
+        keyhole.load("no-such-owner/model")
+    source.hub_answers.cache_clear()
+    assert time.perf_counter() - begin_s < 15  # 23 s before
+
+
+def test_bin_files_of_a_hub_model_are_fetched_where_there_are_no_others(
+    broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """facebook/opt-13b is published as .bin; a model that has safetensors is not downloaded twice."""
+    asked = []
+
+    def download(model: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        asked.append("pytorch_model*.bin" in allow_patterns)
+        return str(broken)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(source, "hub_answers", lambda: True)
+    find_directory("some/model")
+    (broken / "model.safetensors").unlink()
+    find_directory("some/model")
+    assert asked == [False, False, True]
 
 
 def test_a_file_is_not_a_model(saved: Path) -> None:

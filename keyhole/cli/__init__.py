@@ -9,6 +9,8 @@ is imported inside it, so that `keyhole --help` starts without torch. Exit codes
     130  interrupted (training saves first)
 """
 
+import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,9 +18,10 @@ from collections.abc import Sequence
 import typer
 
 import keyhole
-from keyhole.cli import bench, chat, config, data, demo, env, replay, train, words
+from keyhole.cli import arguments, bench, chat, config, data, demo, env, replay, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
+from keyhole.machine.text import printable_lines
 
 app = typer.Typer(
     help="Full-parameter fine-tuning of language models that do not fit your GPU.",
@@ -29,10 +32,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=train.TrainCommand)(train.train)
-app.command(cls=words.ConfigCommand)(data.data)
+app.command(cls=arguments.SettingsCommand)(data.data)
 app.command(cls=eval_.EvalCommand)(eval_.eval)
-app.command(cls=words.ConfigCommand)(chat.chat)
-app.command(cls=words.ConfigCommand)(replay.replay)
+app.command(cls=arguments.SettingsCommand)(chat.chat)
+app.command(cls=arguments.SettingsCommand)(replay.replay)
 app.command()(env.env)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")
@@ -48,18 +51,19 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    _open_streams()
     try:
         typer.main.get_command(app)(args=args, prog_name="keyhole")
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except UserError as error:
-        print(f"keyhole: {error}", file=sys.stderr)
+        print(f"keyhole: {printable_lines(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("keyhole: interrupted", file=sys.stderr)
         return 130
     except Exception:
-        traceback.print_exc()
+        print(printable_lines(traceback.format_exc()), file=sys.stderr)
         print(
             "keyhole: this is our mistake, not yours. Please report it with the text above and the output of "
             "`keyhole env`.",
@@ -67,3 +71,13 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         return 1
     return 0
+
+
+def _open_streams() -> None:
+    """A stream that the caller has closed is one that nobody reads; a character that the locale lacks is escaped."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+        elif name == "stdout" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

@@ -4,22 +4,20 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.words import Model, Placement, read_placement
+from keyhole.cli.arguments import ModelArgument, PlacementSettings, parse_placement
 
 
 def chat(
-    directory: Model,
-    overrides: Placement = None,
+    directory: ModelArgument,
+    overrides: PlacementSettings = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System prompt.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Longest answer in tokens.")
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest answer in tokens.")] = None,
 ) -> None:
     """Talk to a model, also to one that is larger than the GPU.
 
     Example: keyhole chat out gpu_memory=8GiB
     """
-    settings = read_placement(overrides)
+    settings = parse_placement(overrides)
     from keyhole.eval.conversation import chat as run
 
     run(directory, system=system, max_new_tokens=max_new_tokens, **settings)

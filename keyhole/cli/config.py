@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.words import ConfigCommand, Overrides, read_config
+from keyhole.cli.arguments import Overrides, SettingsCommand, load_settings
 from keyhole.config import docs
 from keyhole.config.recipes import copy_recipe, recipes, title
 
@@ -33,7 +33,7 @@ def cp(
     typer.echo(f"wrote {target}; run it with: keyhole train {target}")
 
 
-@app.command(cls=ConfigCommand)
+@app.command(cls=SettingsCommand)
 def show(
     config: Annotated[
         str | None, typer.Argument(metavar="[CONFIG]", help="Config or recipe; without it, all settings.")
@@ -44,4 +44,4 @@ def show(
 
     Without CONFIG: all settings with type, default and meaning. With it: the resolved values.
     """
-    typer.echo(docs.explain() if config is None else docs.annotated(read_config(config, overrides)))
+    typer.echo(docs.explain() if config is None else docs.annotated(load_settings(config, overrides)))

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.words import Config, Overrides, read_config
+from keyhole.cli.arguments import ConfigArgument, Overrides, load_settings
 
 
 def data(
-    config: Config,
+    config: ConfigArgument,
     overrides: Overrides = None,
     count: Annotated[int, typer.Option("-n", "--count", min=0, help="How many samples to show.")] = 3,
 ) -> None:
@@ -19,7 +19,7 @@ def data(
 
     Example: keyhole data my.yaml -n 5 max_length=512
     """
-    settings = read_config(config, overrides)
+    settings = load_settings(config, overrides)
     from keyhole.data import preview_config
 
     typer.echo(preview_config(settings, count, color=sys.stdout.isatty()))

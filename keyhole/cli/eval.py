@@ -4,30 +4,28 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.words import ConfigCommand, Model, Placement, read_placement, repeat_option
+from keyhole.cli.arguments import ModelArgument, PlacementSettings, SettingsCommand, parse_placement, repeat_option
 
 
-class EvalCommand(ConfigCommand):
-    """`--tasks` takes all the words that follow."""
+class EvalCommand(SettingsCommand):
+    """`--tasks` takes all the arguments that follow."""
 
     def rewrite(self, args: list[str]) -> list[str]:
         return repeat_option(args, "--tasks")
 
 
 def eval(
-    directory: Model,
+    directory: ModelArgument,
     tasks: Annotated[list[str], typer.Option(metavar="FILE...", help="Task or data files, or demo.")],
-    overrides: Placement = None,
+    overrides: PlacementSettings = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only N rows of each file.")] = None,
-    json_path: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")
-    ] = None,
+    json_path: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")] = None,
 ) -> None:
     """Score a model: validation loss, and tasks by log-likelihood.
 
     Example: keyhole eval out --tasks rte.jsonl held-out.jsonl gpu_memory=8GiB
     """
-    settings = read_placement(overrides, "max_length")
+    settings = parse_placement(overrides, "max_length")
     from keyhole.eval.evaluate import evaluate as run
 
     typer.echo(run(directory, tasks, limit=limit, json_path=json_path, **settings))

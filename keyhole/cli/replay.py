@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from keyhole.config.loader import read_words
+from keyhole.config.loader import parse_settings
 
 
 def replay(
@@ -24,7 +24,7 @@ def replay(
 
     Example: keyhole replay facebook/opt-1.3b out/run/journal rebuilt device=cpu
     """
-    where = read_words(overrides or (), ("device", "placement", "gpu_memory"))
+    where = parse_settings(overrides or (), ("device", "placement", "gpu_memory"))
     from keyhole.checkpoint.journal.replay import replay as run
 
     done = run(base, Path(journal), Path(out), steps=steps, say=typer.echo, **where)

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.words import Config, ConfigCommand, Overrides, read_config, with_resume_value
+from keyhole.cli.arguments import ConfigArgument, Overrides, SettingsCommand, load_settings, with_resume_value
 
 LAST = "last"
 
 
-class TrainCommand(ConfigCommand):
+class TrainCommand(SettingsCommand):
     """`--resume` may stand alone."""
 
     def rewrite(self, args: list[str]) -> list[str]:
@@ -17,7 +17,7 @@ class TrainCommand(ConfigCommand):
 
 
 def train(
-    config: Config,
+    config: ConfigArgument,
     overrides: Overrides = None,
     resume: Annotated[
         str | None,
@@ -31,7 +31,7 @@ def train(
 
     Example: keyhole train my.yaml learning_rate=1e-6 zo.directions=4
     """
-    settings = read_config(config, overrides)
+    settings = load_settings(config, overrides)
     from keyhole.training.start import train as run
 
     raise typer.Exit(run(settings, resume=resume, dry_run=dry_run))

@@ -1,8 +1,8 @@
 """The settings explained, from the one line under each field of schema.py and of a method's settings.
 
-    keyhole config show              every key, its type, default and line
-    keyhole config show CONFIG       the values a run would use, each with its line
-    python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks that it is up to date)
+keyhole config show              every key, its type, default and line
+keyhole config show CONFIG       the values a run would use, each with its line
+python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks that it is up to date)
 """
 
 import sys

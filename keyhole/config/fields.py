@@ -1,7 +1,7 @@
 """The table of settings: each dotted key ("zo.eps") with its type, default and doc line.
 
-Made once from schema.py and the methods' rows: types by typing, defaults by dataclasses, and the doc line from the source
-text, because Python throws away the string under a field. A field whose type is a dataclass is a section; its
+Made once from schema.py and the methods' rows: types by typing, defaults by dataclasses, and the doc line from the
+source text, because Python throws away the string under a field. A field whose type is a dataclass is a section; its
 fields appear under their dotted names and the section itself does not.
 """
 
@@ -59,9 +59,7 @@ def _own_settings(cls: type, prefix: str) -> dict[str, Setting]:
     hints = typing.get_type_hints(cls, include_extras=True)
     docs = doc_lines(cls)
     own = [f for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(hints[f.name])]
-    return {
-        prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, docs.get(f.name, "")) for f in own
-    }
+    return {prefix + f.name: Setting(prefix + f.name, hints[f.name], f.default, docs.get(f.name, "")) for f in own}
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""YAML file and `key=value` words in, typed config out; every fault found is reported at once.
+"""Reads a YAML file and `key=value` overrides into a typed config; reports all faults at once.
 
     text --compose--> nodes with line numbers --open sections--> {"zo.eps": node} --+
-    key=value words -------------------------------------------> {"zo.eps": node} --+--> typed --> TrainConfig
+    key=value       -------------------------------------------> {"zo.eps": node} --+--> typed --> TrainConfig
 
 An override replaces the file's entry before anything is checked, so it can also repair it. Only what the
 schema knows is descended into, so aliases and deep nesting cost nothing; nothing is evaluated, imported or
@@ -28,8 +28,8 @@ COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A value with the place it came from: "line 3", "command line", or "" for a config made in Python."""
+class LocatedNode:
+    """A YAML node and the place it came from: "line 3", "command line", or "" for a config made in Python."""
 
     node: yaml.Node
     where: str
@@ -43,18 +43,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainC
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read the config: {getattr(error, 'strerror', error)}") from None
-    return read_config(text, overrides, source=str(path))
+    return parse_config(text, overrides, source=str(path))
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """The same checks and defaults for a config made in Python; resolving twice changes nothing."""
-    return read_config(to_yaml(config), source="TrainConfig", where="")
+    return parse_config(to_yaml(config), source="TrainConfig", where="")
 
 
-def read_words(words: Iterable[str], allowed: Collection[str]) -> dict[str, Any]:
-    """Typed values of key=value words for a command that takes a few settings and no config."""
+def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, Any]:
+    """The typed values of key=value arguments, for a command that takes a few settings and no config."""
     faults: list[Finding] = []
-    entries: dict[str, Entry] = {}
+    entries: dict[str, LocatedNode] = {}
     for word in words:
         entries |= _override(word, faults)
     for key in entries.keys() & settings().keys() - set(allowed):
@@ -64,7 +64,7 @@ def read_words(words: Iterable[str], allowed: Collection[str]) -> dict[str, Any]
     return values
 
 
-def read_config(
+def parse_config(
     text: str, overrides: Iterable[str] = (), *, source: str = "config", where: str | None = None
 ) -> tuple[TrainConfig, list[str]]:
     """Reads config text: the work behind load_config and resolve. `where` stands in for line numbers."""
@@ -98,9 +98,9 @@ def _compose(text: str, source: str) -> yaml.MappingNode:
     return root
 
 
-def _open(root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]) -> dict[str, Entry]:
+def _open(root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]) -> dict[str, LocatedNode]:
     """Dotted key -> entry; sections are opened, nothing else is."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, LocatedNode] = {}
     for key_node, node in root.value:
         place = f"line {key_node.start_mark.line + 1}" if where is None else where
         if not isinstance(key_node, yaml.ScalarNode):
@@ -108,16 +108,14 @@ def _open(root: yaml.MappingNode, prefix: str, where: str | None, faults: list[F
             continue
         key = prefix + key_node.value
         is_section = key in sections()
-        new = _section(key, node, where, place, faults) if is_section else {key: Entry(node, place)}
+        new = _section(key, node, where, place, faults) if is_section else {key: LocatedNode(node, place)}
         for name in entries.keys() & new.keys():
             faults.append(Finding(name, f"given twice, also in {entries[name].where}", new[name].where))
         entries |= new
     return entries
 
 
-def _section(
-    key: str, node: yaml.Node, where: str | None, place: str, faults: list[Finding]
-) -> dict[str, Entry]:
+def _section(key: str, node: yaml.Node, where: str | None, place: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     if isinstance(node, yaml.MappingNode):
         return _open(node, f"{key}.", where, faults)
     if not is_null(node):
@@ -125,7 +123,7 @@ def _section(
     return {}
 
 
-def _override(word: str, faults: list[Finding]) -> dict[str, Entry]:
+def _override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text."""
     key, equals, text = word.partition("=")
     key, text = key.strip(), text.strip()
@@ -142,10 +140,10 @@ def _override(word: str, faults: list[Finding]) -> dict[str, Entry]:
             return {}
     if key in sections():
         return _section(key, node, COMMAND_LINE, COMMAND_LINE, faults)
-    return {key: Entry(node, COMMAND_LINE)}
+    return {key: LocatedNode(node, COMMAND_LINE)}
 
 
-def _typed(entries: dict[str, Entry], faults: list[Finding]) -> dict[str, Any]:
+def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, Any]:
     table, values = settings(), {}
     for key, entry in entries.items():
         if key not in table:
@@ -159,7 +157,7 @@ def _typed(entries: dict[str, Entry], faults: list[Finding]) -> dict[str, Any]:
     return values
 
 
-def _placed(finding: Finding, entries: dict[str, Entry]) -> Finding:
+def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:
     """The finding with the place its key was set in."""
     return replace(finding, where=entries[finding.key].where) if finding.key in entries else finding
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.weight_files import is_pickled
 from keyhole.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -41,6 +42,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 def content_hash(directory: Path) -> str:
     """The hash of the weights in a directory, 64 hex digits."""
+    if is_pickled(directory):
+        return _hash(_pickled_lines(directory))
     try:
         parts = []
         for path in weight_files(directory):
@@ -50,7 +53,30 @@ def content_hash(directory: Path) -> str:
             lines = list(pool.map(_line, parts))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
+    return _hash(lines)
+
+
+def _hash(lines: list[str]) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _pickled_lines(directory: Path) -> list[str]:
+    """The lines of weights in .bin files: the same as those of the same tensors in safetensors."""
+    from keyhole.disk.tensors import DTYPES, pieces
+    from keyhole.disk.weight_files import open_shard, stored_tensors
+
+    shards: dict[str, list[str]] = {}
+    for name, stored in stored_tensors(directory).items():
+        shards.setdefault(stored.file, []).append(name)
+    lines = []
+    for file, names in shards.items():
+        shard = open_shard(directory / file)
+        for name in names:
+            tensor, crc = shard.get_tensor(name), 0
+            for piece in pieces(tensor.contiguous()):
+                crc = zlib.crc32(piece, crc)
+            lines.append(f"{name} {DTYPES[tensor.dtype]} {list(tensor.shape)} {crc:08x}")
+    return lines
 
 
 def _line(part: tuple[Path, int, str, dict[str, Any]]) -> str:

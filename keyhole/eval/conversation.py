@@ -3,7 +3,7 @@
 A tokenizer with a chat template gets the whole conversation, written by the template. Without one there are
 no turns to speak of: the model simply goes on from each line. Sampling and stop tokens are those of the
 model's generation_config.json. The answer appears as it is generated. When units are streamed, each new token
-pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens a
+pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens per
 second.
 
     /reset   forget the conversation        /exit   leave (as does the end of the input)
@@ -28,6 +28,7 @@ from keyhole.data.capacity import check_ids, context_length
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.rows import not_finite
 from keyhole.loading import load
+from keyhole.machine.text import printable, without_controls
 from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 
@@ -76,17 +77,17 @@ def talk(conversation: "Conversation", source: TextIO, out: TextIO) -> None:
         if line == "/reset":
             conversation.reset()
         elif line.startswith("/"):
-            print(f"keyhole: {line.split()[0]} is not a command; {HELP}", file=sys.stderr)
+            print(f"keyhole: {printable(line.split()[0], 40)} is not a command; {HELP}", file=sys.stderr)
         elif line:
             try:
                 conversation.answer(line, out)
             except Refused as refused:
                 place = "" if on_terminal else f"line {number} is not answered: "
-                print(f"keyhole: {place}{refused}", file=sys.stderr)
+                print(f"keyhole: {place}{printable(refused)}", file=sys.stderr)
             except (KeyboardInterrupt, UserError) as stop:
                 if not on_terminal:
                     raise
-                print("" if isinstance(stop, KeyboardInterrupt) else f"keyhole: {stop}", file=sys.stderr)
+                print("" if isinstance(stop, KeyboardInterrupt) else f"keyhole: {printable(stop)}", file=sys.stderr)
 
 
 def _lines(source: TextIO, on_terminal: bool) -> Iterator[str]:
@@ -194,5 +195,5 @@ class _Writer(TextStreamer):
         self.out = out
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.out.write(text)
+        self.out.write(without_controls(text) if self.out.isatty() else text)
         self.out.flush()

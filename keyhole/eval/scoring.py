@@ -6,7 +6,7 @@ For prompt x and candidate c of n tokens, with p the model's next-token probabil
 
 `accuracy` chooses by the mean, as MeZO and LOMO do, since a sum favours short candidates; `accuracy_sum`
 chooses by the sum. `margin` is the average over questions of mean(right) - max mean(wrong): it moves before
-the accuracy does. `loss` is the NLL a token of the right candidates; `chance` the accuracy of guessing.
+the accuracy does. `loss` is the NLL per token of the right candidates; `chance` the accuracy of guessing.
 
 Where does the candidate begin? Prompt and candidate are tokenised as one text, because apart they would give
 tokens that the model has never seen. The prompt ends where the tokens of (prompt + candidate) stop agreeing
@@ -88,7 +88,7 @@ def _check_finite(model: Model, questions: list[Question], sums: list[torch.Tens
 
 
 class Encoder:
-    """Questions into rows of tokens, one row a candidate."""
+    """Questions into rows of tokens, one row per candidate."""
 
     def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
         if tokenizer is None:

@@ -1,1 +1,1 @@
-"""What this computer has: host memory and cores (host), versions, GPU and link (probe), sizes and their units (sizes)."""
+"""What this computer has, and what is said about it: memory and cores, versions and GPU, sizes with units, printed text."""

@@ -1,5 +1,7 @@
 """A batch on its way to the device: the inputs of the decoder, and the positions that predict a trained token.
 
+A batch is any mapping of names to tensors: a dict, or what a Hugging Face collator returns (BatchEncoding). A name that
+is not known is refused, since a model given less than it was asked to use would train on something else.
 Labels follow the Hugging Face convention: not shifted, -100 where nothing is trained. Position t predicts token
 t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that selecting
 them on the device needs no wait, and logits are computed for them only.
@@ -8,14 +10,16 @@ On a GPU a batch crosses on a stream of its own. The host is usually far ahead o
 when they need it; on the stream of the kernels it would queue behind the uploads of weights.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.model.packing import is_packed, separate
 
-Batch = dict[str, torch.Tensor]
+Batch = Mapping[str, torch.Tensor]
 IGNORED = -100
 PER_TOKEN = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -30,21 +34,27 @@ class DeviceBatch:
     row_N: torch.Tensor
     row_count: int
     token_count: int  # N, known on the host
+    packed: bool = False  # samples share rows; the model must keep them apart
 
 
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
-    batches = [batch] if isinstance(batch, dict) else list(batch)
+    batches = [batch] if isinstance(batch, Mapping) else list(batch)
     if not batches:
         raise UserError("batch: the list is empty; a step needs at least one micro-batch")
     return batches
 
 
 def check(batch: Batch, row_count: int) -> None:
-    """Refuses a batch that cannot be trained on. row_count: of the embedding."""
-    if not isinstance(batch, dict) or not {"input_ids", "labels"} <= batch.keys():
-        found = ", ".join(batch) if isinstance(batch, dict) else type(batch).__name__
+    """UserError for what cannot be trained on. row_count: of the embedding."""
+    if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
+    if unknown := [str(name) for name in batch if name not in PER_TOKEN]:
+        raise UserError(
+            f"batch: {', '.join(unknown)}: not used here, and nothing is left out in silence; a batch may hold "
+            f"{', '.join(PER_TOKEN)}. Remove what you do not need (of a tokenizer: return_token_type_ids=False)"
+        )
     shape = tuple(getattr(batch["input_ids"], "shape", ()))
     for name, x in ((name, batch[name]) for name in PER_TOKEN if name in batch):
         if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
@@ -52,6 +62,12 @@ def check(batch: Batch, row_count: int) -> None:
             raise UserError(f"batch: {name} is {found}; all must be tensors of one shape [rows, length], as input_ids")
         if x.is_floating_point():
             raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.device.type == "cpu" and not bool(((mask == 0) | (mask == 1)).all()):
+        raise UserError(
+            f"batch: attention_mask holds {int(mask.min())} to {int(mask.max())}; 0 and 1 are needed (samples that "
+            "share a row are told apart by position_ids that restart at 0)"
+        )
     _check_tokens("input_ids", batch["input_ids"], row_count)
     _check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
 
@@ -73,11 +89,13 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
     flat = next_BT.flatten()
     index_N = (flat != IGNORED).nonzero()[:, 0]
     inputs = {"input_ids": batch["input_ids"]}
-    mask = batch.get("attention_mask")
-    if mask is not None and not bool(mask.all()):  # an all-ones mask says nothing, and costs kernels
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    packed = positions is not None and is_packed(positions, mask)
+    hides = mask is not None and not bool(mask.all())  # an all-ones mask says nothing, and costs kernels
+    if hides and not packed:
         inputs["attention_mask"] = mask
-    if "position_ids" in batch:
-        inputs["position_ids"] = batch["position_ids"]
+    if positions is not None:
+        inputs["position_ids"] = separate(positions, mask) if hides and packed else positions
     return DeviceBatch(
         inputs={name: _move(x, device) for name, x in inputs.items()},
         index_N=_move(index_N, device),
@@ -85,6 +103,7 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         row_N=_move(index_N // labels_BT.shape[1], device),
         row_count=labels_BT.shape[0],
         token_count=index_N.numel(),
+        packed=packed,
     )
 
 

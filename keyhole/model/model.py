@@ -17,7 +17,7 @@ Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.forward.row_tiles import compute_in_tiles
+from keyhole.model.packing import check_packing
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.format import PACKED
@@ -79,6 +80,7 @@ class Model:
         self.homes = Homes(layout, engine.homes, dtype, self.device)
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
+        self._keeps_packed_apart = False  # known only once the model was asked
         install_hooks(self)
         compute_in_tiles(self)
         fuse_relu(self)
@@ -96,7 +98,19 @@ class Model:
         batches = as_list(batch)
         for one in batches:
             check(one, self.layout.table.shape[0])
-        return [to_device(one, self.device) for one in batches]
+        sent = [to_device(one, self.device) for one in batches]
+        if not self._keeps_packed_apart and any(one.packed for one in sent):
+            self.check_packing(max(one["input_ids"].shape[1] for one in batches))
+        return sent
+
+    def check_packing(self, length: int | None = None) -> None:
+        """UserError where samples that share a row of so many tokens would see each other. Asks the model once."""
+        self._keeps_packed_apart = True  # the check itself runs packed batches
+        try:
+            check_packing(self, length)
+        except BaseException:
+            self._keeps_packed_apart = False
+            raise
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token."""
@@ -192,7 +206,7 @@ class Model:
                     self.head.add_nll(state, x, unit.rows[0])
                 self.engine.release(unit.index)
         results = [_by_row(state.nll_N(), b) for state, b in zip(running, batches, strict=True)]
-        return results[0] if isinstance(batch, dict) else results
+        return results[0] if isinstance(batch, Mapping) else results
 
     @torch.no_grad()
     def generate(

@@ -1,8 +1,8 @@
-"""What a run needs and what the machine has: bytes on both sides of the link, and where every unit lives.
+"""What a run needs and what the machine has: where every unit lives, and how many bytes that takes.
 
-    machine/host.py       host memory and cores that this process can have
-    model/forward/memory.py     device bytes of a zeroth-order step      model/backward/memory.py   of a step that differentiates block by block
-    methods/lsp/memory.py        of lsp, and where its moments go         methods/adam_offload/memory.py     host bytes of adam-offload
-    placement.py  which units stay on the device           machine/probe.py      the machine, for `keyhole env`
-    refusals.py   what too small a budget is told
+placement.py   which units stay on the device, and which are streamed
+refusals.py    what a budget that is too small is told
+
+The byte formulas are beside the code they describe: model/forward/memory.py, model/backward/memory.py, and memory.py
+in the folder of a method. What the machine has is in machine/host.py.
 """

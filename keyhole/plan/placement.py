@@ -42,7 +42,7 @@ SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
 
 @dataclass
 class Placement:
-    """The decision: pages to stream, slots, planned bytes, and the reasons, a line each."""
+    """The decision: pages to stream, slots, planned bytes, and the reasons, one per line."""
 
     streamed: set[int]
     slot_count: int
@@ -53,14 +53,14 @@ class Placement:
     reasons: list[str] = field(default_factory=list)
 
     def warn_if_planned_for_another(self, method: str) -> None:
-        """When a method is made on a model whose budget was planned for another: it may need more beside the weights."""
+        """Warns when a method is made on a model that was planned for another: it may need more memory."""
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Turns a set of streamed units into planned bytes. row: None for forward passes alone (evaluation, chat, replay)."""
+    """Plans the bytes for a set of streamed units. row: None for forward passes alone (evaluation, chat, replay)."""
 
     work: Workload
     room: Room
@@ -187,7 +187,7 @@ def _spread(groups: list[list[Unit]], share: float) -> set[int]:
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """What cuBLAS reserves a thread: 32 MiB from compute capability 9.0 on, 8 MiB and a little before."""
+    """What cuBLAS reserves per thread: 32 MiB from compute capability 9.0 on, 8 MiB and a little before."""
     if device.type != "cuda":
         return 0
     return 32 * MIB if torch.cuda.get_device_capability(device)[0] >= 9 else 8 * MIB + 128 * 1024
@@ -234,9 +234,7 @@ def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
     return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
 
 
-def _reasons(
-    layout: Layout, placed: Placement, placement: str, costs: Costs, device: torch.device
-) -> list[str]:
+def _reasons(layout: Layout, placed: Placement, placement: str, costs: Costs, device: torch.device) -> list[str]:
     formats, blocks = costs.room.formats, layout.of_kind("block")
     cut = len(blocks) // layout.block_count if layout.block_count else 0
     away = host_bytes(layout, placed.streamed, formats)

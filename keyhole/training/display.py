@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from keyhole.machine.text import printable
+
 Entry = dict[str, Any]
 KNOWN = {
     "step",
@@ -63,6 +65,7 @@ class Display:
 
     def line(self, text: str) -> None:
         """One line of text, above the bar if there is one."""
+        text = printable(text)
         try:
             if self.bar is None:
                 print(text, flush=True)

@@ -17,7 +17,7 @@ from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.resume_point import Origin, find_origin
 from keyhole.checkpoint.state import method_state
 from keyhole.config import TrainConfig, resolve, to_yaml
-from keyhole.data import Data, check_packing, from_config
+from keyhole.data import Data, from_config
 from keyhole.loading import choose_device, choose_dtype, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
@@ -101,7 +101,7 @@ def build_run(job: Job, lock: Lock) -> Run:
     torch.manual_seed(config.seed)
     model = load_model(config, origin.choice)
     if config.packing:
-        check_packing(model, config.max_length)
+        model.check_packing(config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
     method = make_method(model, config, origin)
     described = flat_config(config)

@@ -5,7 +5,7 @@ from typing import Any
 
 from keyhole.cli import main
 from keyhole.config.fields import settings
-from keyhole.config.loader import read_config
+from keyhole.config.loader import parse_config
 from keyhole.config.recipes import recipes
 
 
@@ -46,5 +46,5 @@ def test_show_explains_all_settings(capsys: Any) -> None:
 def test_show_prints_a_config_that_runs(capsys: Any) -> None:
     """With CONFIG the output is YAML, resolved, with the overrides in it."""
     assert main(["config", "show", "demo-zo", "zo.directions=3", "learning_rate=null"]) == 0
-    config, _ = read_config(capsys.readouterr().out)
+    config, _ = parse_config(capsys.readouterr().out)
     assert config.zo.directions == 3 and config.learning_rate == 1e-6

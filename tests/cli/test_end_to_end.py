@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from keyhole.cli import main
 from keyhole.config import load_config
@@ -48,6 +49,20 @@ def test_placement_and_switches_change_no_number(config: Path) -> None:
         assert main(["train", str(config), f"output_dir={out}", *words]) == 0
         weights.append((out / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] == weights[2]
+
+
+def test_a_model_in_bin_files_trains_and_resumes(config: Path, tiny_model: Path, tmp_path: Path, capsys: Any) -> None:
+    """As facebook/opt-13b is published: the run, its journal and its resume are those of the same safetensors."""
+    old = shutil.copytree(tiny_model, tmp_path / "old")
+    torch.save(load_file(old / "model.safetensors"), old / "pytorch_model.bin")
+    (old / "model.safetensors").unlink()
+    weights = []
+    for model in (old, tiny_model):
+        words = [f"model={model}", f"output_dir={tmp_path / ('out-' + model.name)}"]
+        assert main(["train", str(config), *words, "max_steps=2", "lr_scheduler_type=constant"]) == 0
+        assert main(["train", str(config), *words, "--resume", "lr_scheduler_type=constant"]) == 0
+        weights.append((tmp_path / f"out-{model.name}" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
 
 
 def test_resume_goes_on(config: Path, capsys: Any) -> None:

@@ -12,6 +12,7 @@ import keyhole.cli
 from keyhole.cli import app, main
 from keyhole.errors import UserError
 
+ROOT = Path(keyhole.cli.__file__).parents[2]
 SURFACE = {
     "": {"--version"},
     "train": {"CONFIG", "KEY=VALUE", "--resume", "--dry-run"},
@@ -86,6 +87,25 @@ def test_help_and_recipes_do_not_import_torch(args: tuple[str, ...]) -> None:
     assert done.stdout
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("train", "no-such.yaml"), "no such config file"),
+        (("train", "demo-zo", "learnin_rate=1"), "did you mean `learning_rate`?"),
+        (("train", "demo-zo", "--seed", "3"), "write seed=3"),
+        (("eval", "out", "--tasks", "a", "gpu_memory=8"), "such as 8GiB"),
+    ],
+)
+def test_a_mistake_in_the_settings_is_told_without_torch(args: tuple[str, ...], says: str) -> None:
+    """What can be refused without a model is refused at once: torch takes seconds to import."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        f"from keyhole.cli import main; sys.exit(main({list(args)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
 def test_a_user_error_is_one_message_and_exit_2() -> None:
     """In a real process: the message on stderr, no traceback, nothing on stdout."""
     done = run("train", "no-such-config.yaml")
@@ -128,4 +148,28 @@ def test_version(capsys: Any) -> None:
 def test_a_verb_is_a_file() -> None:
     """Every verb lives in a file of its own name."""
     files = {path.stem for path in Path(keyhole.cli.__file__).parent.glob("*.py")}
-    assert {verb for verb in SURFACE if verb and " " not in verb} == files - {"__init__", "words"}
+    assert {verb for verb in SURFACE if verb and " " not in verb} == files - {"__init__", "arguments"}
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+
+
+def test_escapes_from_files_do_not_reach_the_terminal(tmp_path: Path, capsys: Any) -> None:
+    """A key, a file name and an argument with escape sequences are shown as text, and a huge one is cut."""
+    config = tmp_path / f"bad{ESCAPE}.yaml"
+    config.write_text(f'"{ESCAPE.encode("unicode_escape").decode()}": 3\n' + "".join(f"k{i}: 1\n" for i in range(5000)))
+    for args in (["train", str(config)], ["train", f"none{ESCAPE}"], ["train", "demo-zo", f"{ESCAPE}=1"]):
+        assert main(args) == 2
+        message = capsys.readouterr().err
+        assert "\x1b" not in message and "\x07" not in message and "\\x1b" in message
+        assert len(message) < 30_000
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_and_a_plain_locale_end_well(closed: str) -> None:
+    """A daemon or a cron job may have no stdin, stdout or stderr, and a C locale: the exit code is still right."""
+    python = f"{sys.executable} -m keyhole"
+    for words, code in (("config show demo-zo", 0), ("train none.yaml", 2)):
+        environment = {"PATH": "/usr/bin:/bin", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(f"{python} {words} {closed}", shell=True, env=environment, timeout=60, check=False)
+        assert done.returncode == code

@@ -85,9 +85,7 @@ def test_bad_configs_are_one_message_exit_2_and_nothing_written(
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "says"), [(b"", "empty"), (b"\x89PNG\xff", "not UTF-8"), (b"- a", "key: value")]
-)
+@pytest.mark.parametrize(("content", "says"), [(b"", "empty"), (b"\x89PNG\xff", "not UTF-8"), (b"- a", "key: value")])
 def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str, capsys: Any) -> None:
     """An empty, a binary and a list file are named for what they are."""
     path = tmp_path / "odd.yaml"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keyhole.config import Bytes, TrainConfig, load_config, resolve, to_yaml
 from keyhole.config import fields as table
-from keyhole.config.loader import read_config
+from keyhole.config.loader import parse_config
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig, SGDConfig
 from keyhole.methods.zo.traits import ZOConfig
@@ -27,7 +27,7 @@ max_steps: 10
 def faults_of(text: str, *overrides: str) -> str:
     """The message of the UserError that reading must raise."""
     with pytest.raises(UserError) as caught:
-        read_config(text, overrides)
+        parse_config(text, overrides)
     return str(caught.value)
 
 
@@ -74,7 +74,7 @@ configs = st.builds(
 @given(configs)
 def test_any_config_survives_yaml(config: TrainConfig) -> None:
     """Written and read again, every value and its type is the same, to the last bit of a float."""
-    again, _ = read_config(to_yaml(config))
+    again, _ = parse_config(to_yaml(config))
     assert again == config
     assert type(again.gpu_memory) is type(config.gpu_memory)
     assert resolve(again)[0] == again
@@ -99,7 +99,7 @@ known_keys = st.sampled_from([*table.settings(), *table.sections()])
 def test_any_tree_is_read_or_refused(tree: dict[str, Any]) -> None:
     """Random values under real and invented keys give a config or a UserError, nothing else."""
     try:
-        read_config(yaml.safe_dump(tree))
+        parse_config(yaml.safe_dump(tree))
     except UserError as error:
         assert str(error).startswith("config")
 
@@ -109,7 +109,7 @@ def test_any_tree_is_read_or_refused(tree: dict[str, Any]) -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     """Random characters, YAML's own signs among them, never end in a traceback."""
     with pytest.raises(UserError):
-        read_config(text)
+        parse_config(text)
 
 
 @settings(max_examples=150)
@@ -117,7 +117,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_any_override_is_read_or_refused(given_words: list[str]) -> None:
     """Random key=value words are applied or refused."""
     try:
-        config, _ = read_config(GOOD, given_words)
+        config, _ = parse_config(GOOD, given_words)
     except UserError as error:
         assert "command line" in str(error) or "missing" in str(error) or "problem" in str(error)
     else:
@@ -253,7 +253,7 @@ OVERRIDES = [
 @pytest.mark.parametrize(("word", "key", "value"), OVERRIDES)
 def test_overrides_replace_the_files_values(word: str, key: str, value: Any) -> None:
     """key=value sets the key, in sections too, with null, lists and signs that YAML would trip over."""
-    config, _ = read_config(GOOD + "eval_data: held.jsonl\n", [word])
+    config, _ = parse_config(GOOD + "eval_data: held.jsonl\n", [word])
     found: Any = config
     for part in key.split("."):
         found = getattr(found, part)
@@ -262,5 +262,5 @@ def test_overrides_replace_the_files_values(word: str, key: str, value: Any) -> 
 
 def test_an_override_repairs_a_bad_value_and_the_last_one_wins() -> None:
     """What is replaced is not checked; of two overrides the later counts."""
-    config, _ = read_config(GOOD + "batch_size: many\n", ["batch_size=2", "batch_size=3"])
+    config, _ = parse_config(GOOD + "batch_size: many\n", ["batch_size=2", "batch_size=3"])
     assert config.batch_size == 3

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from keyhole.disk.weights_hash import content_hash, read_header
@@ -32,3 +34,9 @@ def test_a_short_file_is_named(tiny_model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         content_hash(tmp_path / "nowhere")
     assert "model.norm.weight" in read_header(tiny_model / "model.safetensors")[0]
+
+
+def test_bin_files_hash_as_the_same_tensors_in_safetensors(tiny_model: Path, tmp_path: Path) -> None:
+    """A run's journal names its base by this hash, whichever format the base was published in."""
+    torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    assert content_hash(tmp_path) == content_hash(tiny_model)

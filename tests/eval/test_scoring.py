@@ -81,9 +81,7 @@ def test_a_trained_model_answers_right(tiny_model: Path) -> None:
     before = score_task(model, task)
     encoder, opt = Encoder(model.tokenizer), keyhole.AdamW(model, 1e-2)
     right = [rows[q.answer] for q, rows in zip(questions, encoder.encode(questions), strict=True)]
-    batches = [
-        {"input_ids": torch.tensor([row.input_ids]), "labels": torch.tensor([row.labels])} for row in right
-    ]
+    batches = [{"input_ids": torch.tensor([row.input_ids]), "labels": torch.tensor([row.labels])} for row in right]
     for _ in range(30):
         opt.step(batches)
     after = score_task(model, task)

@@ -13,9 +13,7 @@ def machine(tmp_path: Path, groups: dict[str, dict[str, str]], own: str) -> tupl
     """A fake /proc with 64 GiB (48 available) and a fake control group tree."""
     proc, root = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(
-        f"MemTotal: {64 * 2**20} kB\nMemAvailable: {48 * 2**20} kB\nHugePages_Total: 0\n"
-    )
+    (proc / "meminfo").write_text(f"MemTotal: {64 * 2**20} kB\nMemAvailable: {48 * 2**20} kB\nHugePages_Total: 0\n")
     (proc / "self" / "cgroup").write_text(own)
     for directory, files in groups.items():
         (root / directory).mkdir(parents=True, exist_ok=True)

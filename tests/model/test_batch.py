@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import keyhole
 from keyhole.errors import UserError
 from keyhole.model.batch import as_list, check, to_device
+from tests.model.decoders import batch, config
 
 CPU = torch.device("cpu")
 
@@ -73,3 +75,65 @@ def test_a_step_without_batches_is_refused() -> None:
     empty: list[Any] = []
     with pytest.raises(UserError, match="at least one"):
         as_list(empty)
+
+
+def test_what_a_hugging_face_collator_returns_is_a_batch() -> None:
+    """A BatchEncoding is a Mapping and no dict; the README's own loop hands one over."""
+    from transformers import BatchEncoding
+
+    made = BatchEncoding({"input_ids": IDS - 1, "labels": IDS - 1})
+    check(made, 9)
+    assert as_list(made) == [made] and to_device(made, CPU).token_count == 4
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    loss = keyhole.SGD(model).step(BatchEncoding(batch()))
+    assert torch.isfinite(loss) and torch.is_tensor(model.nll(BatchEncoding(batch()))[0])
+
+
+def test_a_name_that_is_not_known_is_refused_by_name() -> None:
+    """Leaving it out would compute something else than was asked for."""
+    with pytest.raises(UserError, match="batch: token_type_ids, weights: not used here"):
+        check({"input_ids": IDS - 1, "labels": IDS - 1, "token_type_ids": IDS, "weights": IDS}, 9)
+    with pytest.raises(UserError, match="attention_mask holds 1 to 2; 0 and 1 are needed"):
+        check({"input_ids": IDS - 1, "labels": IDS - 1, "attention_mask": torch.tensor([[1, 1, 2], [1, 2, 2]])}, 9)
+
+
+def two_samples(padding: int) -> dict[str, torch.Tensor]:
+    """Samples of 8 and 5 tokens in one row, with a mask and so much padding."""
+    ids = batch(1, 13)["input_ids"]
+    labels = ids.clone()
+    labels[:, 8] = -100
+    positions = torch.cat([torch.arange(8), torch.arange(5)])[None]
+    made = {"input_ids": ids, "labels": labels, "position_ids": positions, "attention_mask": torch.ones_like(ids)}
+    fill = {"labels": -100}
+    return {name: torch.nn.functional.pad(x, (0, padding), value=fill.get(name, 0)) for name, x in made.items()}
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_packed_samples_do_not_see_each_other_whatever_the_mask(family: str, padding: int) -> None:
+    """Positions that restart mean packed samples, with a mask of ones and with padding: each is scored as if alone."""
+    model, packed = keyhole.load(config(family), init="random", device="cpu"), two_samples(padding)
+    ids = packed["input_ids"]
+    alone = [model.nll({"input_ids": x, "labels": x})[0] for x in (ids[:, :8], ids[:, 8:13])]
+    assert torch.allclose(model.nll(packed)[0], alone[0] + alone[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["opt", "mamba"])
+def test_a_model_that_cannot_keep_packed_samples_apart_refuses_them(family: str) -> None:
+    """In a loop of one's own too, at the first packed batch; other batches are taken."""
+    model = keyhole.load(config(family), init="random", device="cpu")
+    model.nll(batch())
+    for _ in range(2):
+        with pytest.raises(UserError, match="packed samples see each other.*a row of its own"):
+            model.nll(two_samples(0))
+
+
+def test_left_padding_is_no_packing() -> None:
+    """Positions as generation makes them: the mask stays, and nothing is asked of the model."""
+    ids, mask = batch(1, 6)["input_ids"], torch.tensor([[0, 0, 1, 1, 1, 1]])
+    positions = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    sent = to_device({"input_ids": ids, "labels": ids, "attention_mask": mask, "position_ids": positions}, CPU)
+    assert not sent.packed and torch.equal(sent.inputs["attention_mask"], mask)
+    hole = two_samples(0) | {"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 7])}
+    with pytest.raises(UserError, match="hides tokens before the end of a row"):
+        to_device(hole, CPU)

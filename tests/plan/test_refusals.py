@@ -25,10 +25,18 @@ def small(method: str, budget: str, how: str = "stream", **work: object) -> list
 
 ADVICE = {  # what the message says, and what it must not say
     "zo": ({"passes": 2}, "lower batch_size or max_length.", ("directions", "accumulation", "activations=host")),
-    "zo, more": ({"passes": 8, "settings": ZOConfig(directions=2)}, "gradient_accumulation_steps or zo.directions.", ("host",)),
+    "zo, more": (
+        {"passes": 8, "settings": ZOConfig(directions=2)},
+        "gradient_accumulation_steps or zo.directions.",
+        ("host",),
+    ),
     "lomo": ({"passes": 1}, "lower batch_size or max_length, or set lomo.activations=host.", ("perturbed", "zo.")),
     "adam-offload": ({"passes": 1}, "or set adam_offload.activations=host.", ("perturbed", "zo.")),
-    "lsp": ({"passes": 1, "settings": LSPConfig(activations="host")}, "lower batch_size or max_length.", ("activations=host", "zo.")),
+    "lsp": (
+        {"passes": 1, "settings": LSPConfig(activations="host")},
+        "lower batch_size or max_length.",
+        ("activations=host", "zo."),
+    ),
     "adamw": ({"passes": 1}, "adamw cannot stream them. Raise gpu_memory", ("zo.", "activations", "perturbed")),
     "eval": ({"passes": 1}, "Raise gpu_memory, or use dtype=bfloat16.", ("batch_size", "perturbed", "tokens")),
     "replay": ({}, "Raise gpu_memory.", ("batch_size", "perturbed", "dtype")),

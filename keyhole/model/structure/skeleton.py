@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.model.structure.source import check_name
+from keyhole.model.structure.config_file import check_config_file, check_implementation
+from keyhole.model.structure.source import check_name, find_file, is_local
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
 
@@ -50,10 +51,12 @@ def read_config(model: Any, trust_remote_code: bool = False) -> Any:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"model: {path} has no config.json, so it is not a Hugging Face model directory")
+    check_config_file(path / "config.json" if path.is_dir() else find_file(model, "config.json"))
     try:
-        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=path.exists())
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model: the config of {model} cannot be read: {error}") from error
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local(model))
+    except Exception as error:  # values of the wrong type, keys of another version: each family raises its own
+        why = str(error) or type(error).__name__
+        raise UserError(f"model: the config of {model} cannot be read: {why}") from error
     return check_decoder(found)
 
 
@@ -94,11 +97,14 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
     check_decoder(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        check_implementation("_attn_implementation", getattr(part, "_attn_implementation", None), type(part).__name__)
     with _matrices_on_meta():
         try:
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        except ValueError as error:
-            raise UserError(f"model: no module can be built from {type(config).__name__}: {error}") from error
+        except Exception as error:  # the family's own code, on numbers that do not go together
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error
     stand_ins: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():

@@ -1,24 +1,90 @@
-"""Where a model's files are: a directory here, or a hub id whose files are downloaded."""
+"""Where a model's files are: a directory here, or a hub id whose files are downloaded.
 
+A name that cannot be a hub id, or that begins with a directory that is here, is a path that was mistyped: no hub is
+asked. Without a network the hub's library tries for half a minute before it gives up, so whether the hub answers at
+all is asked once, in a few seconds; where it does not, files that were downloaded before are used, or the name is
+refused.
+
+Weights in .bin files are downloaded only where a model has no safetensors.
+"""
+
+import difflib
+import os
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import TOKENIZER_FILES
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
+PICKLED_PATTERNS = ["pytorch_model*.bin"]
+PATIENCE_S = 5.0
 
 
 def check_name(model: str | Path) -> None:
     """Refuses, without a request, what is neither a directory nor a hub id. One word is refused too: all such ids of
     the hub have a longer name today, and a word is more likely a directory that does not exist."""
     path, text = Path(model), str(model)
-    if path.is_file():
+    if path.is_dir():
+        return
+    if path.exists():
         raise UserError(f"model: {text} is a file; give the directory that holds config.json and the weights")
-    if not path.exists() and (path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1):
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1 or not all(text.split("/")):
         raise UserError(
             f"model: {text} is not a directory here, and not a hub id, which looks like name/model "
-            "(openai-community/gpt2, not gpt2)"
+            f"(openai-community/gpt2, not gpt2){_nearest(path)}"
         )
+    if path.parent.is_dir():
+        raise UserError(
+            f"model: {text} is not a directory here{_nearest(path) or f', though {path.parent}/ is'}. If you mean a "
+            "model of that name on the hub, call from another directory"
+        )
+
+
+def _nearest(path: Path) -> str:
+    """`; did you mean ...?`, from the directories beside a path that is not there."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, beside, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def is_local(model: str | Path) -> bool:
+    """Whether no request is to be made for this model: it is a directory, or the hub does not answer."""
+    return Path(model).is_dir() or not hub_answers()
+
+
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached. Asked once per process; behind a proxy the library is left to find out."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    if urllib.request.getproxies():
+        return True
+    at = urllib.parse.urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((at.hostname, at.port or (80 if at.scheme == "http" else 443)), PATIENCE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def find_file(model: str | Path, name: str) -> Path:
+    """One small file of a hub id, downloaded or from the cache."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(model), name, local_files_only=is_local(model)))
+    except Exception as error:  # as below
+        raise _not_had(model, error) from error
 
 
 def find_directory(model: str | Path) -> Path:
@@ -26,14 +92,32 @@ def find_directory(model: str | Path) -> Path:
     check_name(model)
     if Path(model).is_dir():
         return Path(model)
+    directory = _download(model, WEIGHT_PATTERNS)
+    if not any(directory.glob("*.safetensors")):
+        directory = _download(model, [*WEIGHT_PATTERNS, *PICKLED_PATTERNS])
+    return directory
+
+
+def _download(model: str | Path, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(model), allow_patterns=WEIGHT_PATTERNS))
+        return Path(snapshot_download(str(model), allow_patterns=list(patterns), local_files_only=is_local(model)))
     except Exception as error:  # no network, no such model, no access, no room: no type is common to them
-        said = " ".join(str(error).split())
-        raise UserError(
-            f"model: {model} is not a directory here, and its files cannot be had from the hub: {said} "
-            f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
-            "the disk, or give the directory of a copy"
-        ) from error
+        raise _not_had(model, error) from error
+
+
+def _not_had(model: str | Path, error: Exception) -> UserError:
+    said = " ".join(str(error).split())
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
+    if not hub_answers():
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached from here"
+        return UserError(
+            f"model: {model} is not a directory here, and {why}; nor was it downloaded before. Check the name and the "
+            "network, or give the directory of a copy"
+        )
+    return UserError(
+        f"model: {model} is not a directory here, and its files cannot be had from the hub: {said} "
+        f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
+        "the disk, or give the directory of a copy"
+    )

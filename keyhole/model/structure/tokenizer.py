@@ -25,11 +25,13 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a directory (no request is made) or a hub id; None where a directory has none."""
     from transformers import AutoTokenizer
 
+    from keyhole.model.structure.source import is_local
+
     path = Path(model)
     if path.is_dir() and not any(file for name in TOKENIZER_FILES for file in path.glob(name)):
         return None
     try:
-        how = {"local_files_only": path.is_dir(), "trust_remote_code": trust_remote_code}
+        how = {"local_files_only": is_local(path), "trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(model, **how)
     except Exception as error:  # bad files, a bad name, no network: each has its own type
         why = str(error).strip().partition("\n")[0] or type(error).__name__

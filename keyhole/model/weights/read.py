@@ -1,86 +1,99 @@
 """Weights from a Hugging Face directory into the homes of a `Model`, file by file.
 
-Each tensor is copied from the mapped file to its home and nowhere else. A checkpoint whose names do not match the
-module's one to one (Transformers merges the experts of some models while loading) goes through Transformers' own
-loader and is moved over tensor by tensor, each freed as it moves.
+Each tensor is copied from the mapped file to its home and nowhere else. Names in the files are those of the module, or
+the same without (or with) the prefix of its decoder, as GPT-2 and OPT are published. A checkpoint whose names match in
+neither way (Transformers merges the experts of some models while loading) goes through Transformers' own loader and is
+moved over tensor by tensor, each freed as it moves.
 """
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
+
+Target = FlatTensor | torch.Tensor
 
 
 def fill_from(model: Model, directory: Path, dtype: torch.dtype) -> None:
     """Fills every parameter and saved buffer of the model from a directory."""
-    files = _weight_files(directory)
+    stored = stored_tensors(directory)
+    names = match_names(model.module, model.layout, stored)
+    if names is None:
+        _fill_by_transformers(model, directory, dtype)
+        return
+    check_shapes(model.layout, stored, names, directory)
+    targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
+    for file in sorted({stored[name].file for name in names.values()}):
+        shard = open_shard(directory / file)
+        for name, in_file in names.items():
+            if stored[in_file].file == file:
+                _fill(model, targets[name], shard.get_tensor(in_file))
+
+
+def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
+    if isinstance(target, FlatTensor):
+        model.homes.fill(target, lambda home: home.copy_(tensor))
+    else:
+        target.copy_(tensor)
+
+
+def match_names(module: nn.Module, layout: Layout, stored: Mapping[str, Stored]) -> dict[str, str] | None:
+    """Name in the module -> name in the files; None where a parameter has none, and Transformers must know how."""
     aliases: dict[int, list[str]] = {}
-    for name, param in model.module.named_parameters(remove_duplicate=False):
+    for name, param in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(param), []).append(name)
-    wanted: dict[str, list[tuple[str, FlatTensor | torch.Tensor]]] = {}
-    for tensor in model.layout.tensors:
-        name = next((n for n in aliases[id(tensor.param)] if n in files), None)
-        if name is None:
-            _fill_by_transformers(model, directory, dtype)
-            return
-        wanted.setdefault(files[name], []).append((name, tensor))
-    for name, buffer in saved_buffers(model.module).items():
-        if name in files:
-            wanted.setdefault(files[name], []).append((name, buffer))
-    for file, pairs in wanted.items():
-        _fill_from_shard(model, directory / file, pairs)
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."
+    names: dict[str, str] = {}
+    for tensor in layout.tensors:
+        known = aliases[id(tensor.param)]
+        known = [*known, *(n.removeprefix(prefix) for n in known), *(prefix + n for n in known)]
+        found = next((name for name in known if name in stored), None)
+        if found is None:
+            return None
+        names[tensor.name] = found
+    for name in saved_buffers(module):
+        found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
+        names |= {} if found is None else {name: found}
+    return names
 
 
-def _fill_from_shard(model: Model, file: Path, pairs: list[tuple[str, FlatTensor | torch.Tensor]]) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as shard:
-            for name, target in pairs:
-                stored = shard.get_tensor(name)
-                if stored.shape != target.shape:
-                    found, expected = tuple(stored.shape), tuple(target.shape)
-                    raise UserError(f"model: {file} holds {name} with shape {found}; config.json says {expected}")
-                if isinstance(target, FlatTensor):
-                    model.homes.fill(target, lambda home, stored=stored: home.copy_(stored))
-                else:
-                    target.copy_(stored)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
+def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
+    """UserError where a tensor in the files has another shape than the config says."""
+    for tensor in layout.tensors:
+        found = stored[names[tensor.name]]
+        if found.shape != tuple(tensor.shape):
+            file, expected = directory / found.file, tuple(tensor.shape)
+            raise UserError(f"model: {file} holds {tensor.name} with shape {found.shape}; config.json says {expected}")
 
 
-def _weight_files(directory: Path) -> dict[str, str]:
-    """Tensor name -> file, from the index or the single file of a checkpoint."""
-    from safetensors import SafetensorError, safe_open
-
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    try:
-        if index.exists():
-            weight_map = json.loads(index.read_text())["weight_map"]
-            missing = sorted({f for f in weight_map.values() if not (directory / f).exists()})
-            if missing:
-                raise UserError(f"model: {index} names {missing[0]}, which is missing ({len(missing)} files)")
-            return weight_map
-        if single.exists():
-            with safe_open(single, framework="pt") as shard:
-                return {name: single.name for name in shard.keys()}
-    except (SafetensorError, json.JSONDecodeError, KeyError, OSError) as error:
-        file = index if index.exists() else single
-        raise UserError(f"model: {file} cannot be read, it may be damaged or incomplete: {error}") from error
-    pickles = sorted(p.name for p in directory.glob("*.bin"))
-    hint = f"; {pickles[0]} is a pickle, which can run code: convert it to safetensors first" if pickles else ""
-    raise UserError(f"model: {directory} has no weights (model.safetensors or its index){hint}")
+def check_weights(module: nn.Module, layout: Layout, directory: Path) -> str:
+    """What a load would find, from the headers alone: UserError, or a line that says what is there."""
+    stored = stored_tensors(directory)
+    names = match_names(module, layout, stored)
+    files = len({one.file for one in stored.values()})
+    count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
+    if names is None:
+        return f"weights: {count}, whose names Transformers will have to match; not checked further"
+    check_shapes(layout, stored, names, directory)
+    return f"weights: {count}, complete and of the shapes that the config says"
 
 
 def _fill_by_transformers(model: Model, directory: Path, dtype: torch.dtype) -> None:
     from transformers import AutoModelForCausalLM
 
-    other, info = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    how = {"dtype": dtype, "use_safetensors": not is_pickled(directory), "weights_only": True, "local_files_only": True}
+    try:
+        other, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **how)
+    except Exception as error:  # the files are damaged in a way that only the family's own code sees
+        why = " ".join(str(error).split())
+        raise UserError(f"model: Transformers cannot load {directory}: {why} ({type(error).__name__})") from error
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"model: {directory} lacks {missing[0]} ({len(missing)} tensors); is it the right checkpoint?")
     theirs = dict(other.named_parameters(remove_duplicate=False))

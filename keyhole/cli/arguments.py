@@ -1,9 +1,9 @@
-"""Words of the command line that typer does not know: settings, and options whose value may be left out.
+"""Arguments that typer does not know: settings (`key=value`), and options that take no value or several.
 
-Settings are words of their own, `learning_rate=1e-5`; options start with dashes. Someone who writes a setting
-as an option (`--learning_rate 1e-5`, as other trainers want it) is told the word to write. `--resume` may
-stand alone or before a path, and `--tasks` takes all the words that follow; typer wants one value each, so
-the words are rewritten before it sees them.
+A setting is an argument of its own, `learning_rate=1e-5`; an option starts with dashes. A setting that is written
+as an option (`--learning_rate 1e-5`, as in other trainers) is refused with the argument to write instead.
+`--resume` takes a path or nothing, and `--tasks` takes all the arguments that follow. typer wants exactly one
+value per option, so these arguments are rewritten before typer parses them.
 """
 
 import sys
@@ -14,14 +14,15 @@ from typer.core import TyperCommand
 
 from keyhole.config.faults import ELSEWHERE, suggest_key
 from keyhole.config.fields import sections, settings
-from keyhole.config.loader import load_config, read_words
+from keyhole.config.loader import load_config, parse_settings
 from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
+from keyhole.machine.text import printable
 
-Config = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
-Model = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
-Placement = Annotated[
+ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
+PlacementSettings = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, placement, gpu_memory."),
 ]
@@ -32,11 +33,11 @@ Overrides = Annotated[
 
 
 def note(text: str) -> None:
-    """A line for the user that is not the command's result."""
-    print(f"keyhole: {text}", file=sys.stderr)
+    """Prints a line on stderr: it is not part of the command's result."""
+    print(f"keyhole: {printable(text)}", file=sys.stderr)
 
 
-def read_config(config: str, overrides: list[str] | None) -> TrainConfig:
+def load_settings(config: str, overrides: list[str] | None) -> TrainConfig:
     """The resolved config, with a note when it is a shipped recipe and one for every warning."""
     path, is_recipe = find_config(config)
     if is_recipe:
@@ -47,9 +48,9 @@ def read_config(config: str, overrides: list[str] | None) -> TrainConfig:
     return resolved
 
 
-def read_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
-    """Settings of a command that loads a model without a config."""
-    return read_words(words or (), ("device", "dtype", "placement", "gpu_memory", *more))
+def parse_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
+    """The settings of a command that loads a model without a config, as typed values."""
+    return parse_settings(words or (), ("device", "dtype", "placement", "gpu_memory", *more))
 
 
 def is_override(word: str) -> bool:
@@ -102,8 +103,8 @@ def repeat_option(args: list[str], option: str) -> list[str]:
     return words
 
 
-class ConfigCommand(TyperCommand):
-    """A verb that takes CONFIG and key=value words."""
+class SettingsCommand(TyperCommand):
+    """A verb that takes key=value arguments; a setting written as an option is refused."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for param in self.get_params(ctx) for option in param.opts}
@@ -111,5 +112,5 @@ class ConfigCommand(TyperCommand):
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:
-        """The words as typer should see them."""
+        """The arguments as typer should parse them."""
         return args

@@ -2,7 +2,7 @@
 
 import pytest
 
-from keyhole.cli.words import refuse_setting_as_option, repeat_option, with_resume_value
+from keyhole.cli.arguments import refuse_setting_as_option, repeat_option, with_resume_value
 from keyhole.errors import UserError
 
 RESUME = [

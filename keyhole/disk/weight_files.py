@@ -1,0 +1,149 @@
+"""The weight files of a Hugging Face directory: which tensors they hold, of what shape, and a way to read them.
+
+    model.safetensors     or, cut into shards, model.safetensors.index.json with {"weight_map": {tensor: file}}
+    pytorch_model.bin     or pytorch_model.bin.index.json; the format of before: a pickle in a zip archive
+
+Safetensors are preferred where both are there. A .bin is opened by torch.load(weights_only=True), which builds tensors
+and refuses everything else that a pickle could ask for, so no code in it runs; its data are mapped, not read, until a
+tensor is copied. Shards are opened one after the other. Nothing here needs the module: what a directory holds can be
+compared with a config before anything is built.
+"""
+
+import pickle
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from keyhole.disk.read_json import read_json
+from keyhole.errors import UserError
+
+KINDS = {"safetensors": ("model.safetensors.index.json", "model.safetensors")}
+KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    file: str
+    shape: tuple[int, ...]
+
+
+class Shard(Protocol):
+    """One open weight file."""
+
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+    def get_slice(self, name: str) -> Any: ...
+
+
+class _Pickled:
+    """A .bin file: its tensors are views of the mapped file."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def keys(self) -> list[str]:
+        return list(self.tensors)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> "_Shape":
+        return _Shape(list(self.tensors[name].shape))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What safetensors calls a slice, as far as it is used here."""
+
+    shape: list[int]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether the directory holds weights in a format that is read here."""
+    return any((directory / name).exists() for names in KINDS.values() for name in names)
+
+
+def is_pickled(directory: Path) -> bool:
+    """Whether the weights are in .bin files alone."""
+    return not any((directory / name).exists() for name in KINDS["safetensors"]) and has_weights(directory)
+
+
+def weight_files(directory: Path) -> dict[str, str] | list[str]:
+    """Tensor name -> file, by the index; or the one file, in a list."""
+    for index, single in KINDS.values():
+        if (directory / index).exists():
+            return _read_index(directory / index)
+        if (directory / single).exists():
+            return [single]
+    raise UserError(
+        f"model: {directory} has no weights (model.safetensors, pytorch_model.bin, or an index of several such files)"
+    )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path, "model").get("weight_map")
+    named = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
+    if not named or not weight_map:
+        raise UserError(f"model: {path} cannot be read: its weight_map must name a file for every tensor")
+    outside = [file for file in weight_map.values() if Path(file).name != file or file in ("", ".", "..")]
+    if outside:
+        raise UserError(f"model: {path} names {outside[0]!r}; weight files lie beside their index, without a path")
+    missing = sorted({file for file in weight_map.values() if not (path.parent / file).is_file()})
+    if missing:
+        raise UserError(f"model: {path} names {missing[0]}, which is missing ({len(missing)} files)")
+    return weight_map
+
+
+def open_shard(file: Path) -> Shard:
+    """One weight file, open for reading while it is referred to; UserError where it is damaged, or holds more than
+    tensors. (Safetensors checks the whole header, and the file's size against it.)"""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if not file.is_file():
+            raise OSError("it is no ordinary file")
+        return _Pickled(_load_pickle(file)) if file.suffix == ".bin" else safe_open(file, framework="pt")
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"model: {file} holds more than tensors, or is no weight file ({_first_line(error)}); such a pickle can "
+            "run code, so it is not opened: convert it to safetensors where you trust it"
+        ) from error
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+        raise UserError(
+            f"model: {file} cannot be read, it may be damaged or incomplete: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors by name. Files of before PyTorch 1.6 are no archives and cannot be mapped: those are read."""
+    found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
+        raise ValueError("it is no table of tensors by name")
+    return found
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Every tensor of the directory, from the headers of its files: a few milliseconds, and no weight is read."""
+    listed = weight_files(directory)
+    files = listed if isinstance(listed, list) else sorted(set(listed.values()))
+    found: dict[str, Stored] = {}
+    for file in files:
+        shard = open_shard(directory / file)
+        for name in shard.keys():
+            found[name] = Stored(file, tuple(shard.get_slice(name).get_shape()))
+    absent = [name for name in listed if name not in found] if isinstance(listed, dict) else []
+    if absent:
+        raise UserError(f"model: {directory / listed[absent[0]]} has no {absent[0]}, though the index says so")
+    return found

@@ -1,0 +1,34 @@
+"""Text that comes from files and is shown to a person: a terminal must show it, never obey it.
+
+A column name, a file name, a key or a template's error may hold escape sequences: they move the cursor, rename the
+window, or hide what was printed before. It may also hold a megabyte. So everything that is printed passes here once:
+
+    printable(text)         one line: every character that is not printable as an escape (`\\x1b`), cut at a limit
+    printable_lines(text)   the same for each line of a message, and only so many lines
+    without_controls(text)  a text of many lines (an answer): line breaks and tabs stay, control characters go
+"""
+
+LINE_CHARACTERS = 2000
+MESSAGE_LINES = 100
+
+
+def printable(text: object, limit: int = LINE_CHARACTERS) -> str:
+    """The text on one line, safe for a terminal; cut after `limit` characters with the count of what is left out."""
+    text = str(text)
+    cut = f"... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
+    shown = text[:limit]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return shown + cut
+
+
+def printable_lines(text: object, limit: int = LINE_CHARACTERS, most: int = MESSAGE_LINES) -> str:
+    """A message of several lines, each one printable; lines after the first `most` are counted."""
+    lines = str(text).split("\n")
+    more = [f"... ({len(lines) - most:,} more lines)"] if len(lines) > most else []
+    return "\n".join([printable(line, limit) for line in lines[:most]] + more)
+
+
+def without_controls(text: str) -> str:
+    """The text as it is, but for control characters other than line breaks and tabs."""
+    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
