@@ -36,7 +36,7 @@ from keyhole.bench.report import commit
 from keyhole.bench.runner import choose_device
 from keyhole.bench.shapes import QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots_report import markdown, one_line
-from keyhole.checkpoint import select as find
+from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.writer import Writer
@@ -45,7 +45,7 @@ from keyhole.checkpoint.state import About, verify
 from keyhole.disk.files import write_text
 from keyhole.machine.probe import environment
 from keyhole.methods.base import Workload
-from keyhole.training.metrics import Record, Recorder
+from keyhole.training.metrics import QueuedStep, Recorder
 
 LENGTH, LR = 2048, 1e-7
 MODES = ("none", "background", "torch.save")
@@ -68,14 +68,14 @@ class Loop:
     def _entry(self, entry: dict[str, Any]) -> None:
         self.seconds.append(entry["seconds"])
 
-    def _note(self, record: Record, update: list[float]) -> None:
+    def _note(self, record: QueuedStep, update: list[float]) -> None:
         device = self.model.device.type
         self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
 
     def step(self) -> None:
         self.step_count += 1
         loss = self.method.step(self.batch)
-        record = Record(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.latest.coef)
+        record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.latest.coef)
         self.recorder.add(record)
 
     def settle(self, step: int) -> bool:
@@ -114,7 +114,7 @@ def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
         done.append(background.wait())
         if done[-1].error is not None:
             raise done[-1].error
-        deleting = find.prune(loop.scratch, 1, period)
+        deleting = select.prune(loop.scratch, 1, period)
     loop.wait()
     wall_s = time.perf_counter() - begin_s
     deleting.join()

@@ -86,7 +86,7 @@ def _refuse_to_branch(path: Path, root: Path) -> None:
         )
 
 
-def set_aside(paths: Iterable[Path]) -> None:
+def rename_damaged(paths: Iterable[Path]) -> None:
     """Renames damaged checkpoints to checkpoint-N.damaged: nothing is lost, and none counts as good."""
     for path in paths:
         names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())

@@ -15,7 +15,7 @@ from keyhole.checkpoint.journal.resume_point import Origin, continued
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.data import Data
 from keyhole.methods.zo.method import ZO
-from keyhole.training.metrics import Record
+from keyhole.training.metrics import QueuedStep
 
 PATIENCE_S = 60.0
 
@@ -27,7 +27,7 @@ class Journaling:
         self.writer, self.method, self.say = writer, method, say
         self.failing = False
 
-    def note(self, record: Record, update: list[float]) -> None:
+    def note(self, record: QueuedStep, update: list[float]) -> None:
         """Takes a step that was read and found good; `update` is [lr, g_1/q .. g_q/q]."""
         if self.writer is None:
             return
@@ -48,7 +48,7 @@ class Journaling:
             self.say(f"the journal is whole again, up to step {record.step}")
         self.failing = False
 
-    def settle(self, step: int) -> bool:
+    def flush_up_to(self, step: int) -> bool:
         """Before a checkpoint of this step appears: its record, and all before it, are on the disk. False: the step
         was not good, or the journal cannot be written."""
         if self.writer is None:

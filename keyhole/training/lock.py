@@ -53,7 +53,7 @@ class Lock:
 
 @contextmanager
 def locked(path: Path) -> Iterator[Lock]:
-    """A lock that is given back at the end, whatever happens."""
+    """A lock that is released at the end, whatever happens."""
     lock = Lock(path)
     try:
         yield lock

@@ -2,8 +2,8 @@
 
     (step, check?, evaluation?, save?) x total -> the model
 
-The loop itself holds no state that a checkpoint does not: step number, position in the data, the method's state. So N + M
-steps are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
+The loop holds no state that a checkpoint lacks: step number, position in the data, the method's state. So N + M steps
+are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
 from keyhole.training.display import Display
 from keyhole.training.evaluate import evaluate
 from keyhole.training.journaling import Journaling
-from keyhole.training.metrics import Entry, MetricsFile, Record, Recorder, memory_gib, token_count
+from keyhole.training.metrics import Entry, MetricsFile, QueuedStep, Recorder, memory_gib, token_count
 from keyhole.training.plot import plot_loss
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
@@ -99,7 +99,7 @@ class Run:
         self.method.lr = rate
         loss = self.method.step(batches)
         self.moving_steps += rate > 0
-        record = Record(step, loss, rate, loader.epoch, token_count(batches), loader.where())
+        record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
         record.update = None if self.journal.writer is None else self.method.journal_update()
         self.recorder.add(record)
@@ -107,7 +107,7 @@ class Run:
     def last_good(self) -> Path | None:
         """The newest good checkpoint, for a message that ends the run: one that is still being written counts."""
         self.journal.end()
-        return self.saver.settled()
+        return self.saver.newest_good()
 
     def report(self, entry: Entry) -> None:
         """Takes the entry of a finished step, or of an evaluation."""

@@ -33,7 +33,7 @@ Entry = dict[str, Any]
 
 
 @dataclass
-class Record:
+class QueuedStep:
     """What is known of a step when it has been queued. `extra` may hold scalars on the device; `update` is the vector
     that a journal records, and `position` where the data stand after the step."""
 
@@ -65,21 +65,21 @@ class Recorder:
         write: Callable[[Entry], None],
         warn: Callable[[str], None],
         last_good: Callable[[], Path | None],
-        done: Callable[[Record, list[float]], None] = lambda record, update: None,
+        done: Callable[[QueuedStep, list[float]], None] = lambda record, update: None,
     ) -> None:
         self.device, self.write, self.warn, self.last_good, self.done = device, write, warn, last_good, done
         self.lag = 1 if device.type == "cuda" else 0
-        self.queue: deque[tuple[Record, torch.Tensor, Stamp]] = deque()
+        self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
         self.skips = self.still = 0
         self.clock = Stamp(device)
 
-    def add(self, record: Record) -> None:
+    def add(self, record: QueuedStep) -> None:
         """Takes the record of the step just queued; reads the one before it (on a GPU)."""
         self.queue.append((record, self._send(record), Stamp(self.device)))
         while len(self.queue) > self.lag:
             self._read(*self.queue.popleft())
 
-    def _send(self, record: Record) -> torch.Tensor:
+    def _send(self, record: QueuedStep) -> torch.Tensor:
         """The numbers of a record as one vector on the host, or on their way there."""
         numbers = torch.cat([t.detach().reshape(-1).to(self.device, torch.float32) for t in record.tensors()])
         if self.device.type != "cuda":
@@ -95,7 +95,7 @@ class Recorder:
         """Time up to now belongs to no step (it was an evaluation or a save)."""
         self.clock = Stamp(self.device)
 
-    def _read(self, record: Record, sent: torch.Tensor, done: "Stamp") -> None:
+    def _read(self, record: QueuedStep, sent: torch.Tensor, done: "Stamp") -> None:
         seconds, self.clock = done.seconds_since(self.clock), done  # waits: what was sent is there
         numbers = iter(sent.tolist())
         loss = next(numbers)
@@ -119,7 +119,7 @@ class Recorder:
         self._notice(record, extra)
         self.done(record, list(numbers))
 
-    def _check(self, record: Record, loss: float, extra: dict[str, float]) -> None:
+    def _check(self, record: QueuedStep, loss: float, extra: dict[str, float]) -> None:
         if not math.isfinite(loss):
             raise guard.stop(record.step, f"the loss is {loss}", record.batch, self.last_good())
         bad = guard.bad_numbers(extra)
@@ -130,7 +130,7 @@ class Recorder:
             what = f"{', '.join(bad)}, for {self.skips} steps in a row"
             raise guard.stop(record.step, what, record.batch, self.last_good())
 
-    def _notice(self, record: Record, extra: dict[str, float]) -> None:
+    def _notice(self, record: QueuedStep, extra: dict[str, float]) -> None:
         """Says it once when nothing has moved for a while: a run that has diverged into a flat place looks well."""
         moved = [extra[name] for name in ("grad_norm", "projected_grad") if name in extra]
         self.still = self.still + 1 if moved and not any(moved) and record.learning_rate else 0

@@ -1,7 +1,7 @@
 """When a checkpoint is written, whether the disk has room for it, and what happens when it fails.
 
-During training checkpoints are written in the background (checkpoint/snapshot/background.py); the next one waits for the
-one before. Where that is not possible, is switched off, or a run ends, training waits for the write.
+During training, checkpoints are written in the background (checkpoint/snapshot/), one at a time. Where that is not
+possible, is switched off, or a run ends, training waits for the write.
 
 A checkpoint needs   weights + the method's tensors + MARGIN_BYTES   on disk before the oldest one goes. Where
 that is not there, the oldest goes first, as long as one good checkpoint stays; where it still is not there,
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from keyhole.checkpoint import select as find
+from keyhole.checkpoint import select
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
@@ -65,7 +65,7 @@ class SaveSettings:
 class Saver:
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
-    settle_journal(step) returns when the journal is on disk up to a step; False: it never will be.
+    flush_journal(step) returns when the journal is on disk up to a step; False: it never will be.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Saver:
         self.last_step: int | None = None
         self.retry_at: int | None = None
         self.deleting: threading.Thread | None = None  # old checkpoints, beside training
-        self.settle_journal: Callable[[int], bool] = lambda step: True
+        self.flush_journal: Callable[[int], bool] = lambda step: True
         self.background: Background | None = None
         if settings.background and settings.every is not None:
             background = Background(model, method)
@@ -133,7 +133,7 @@ class Saver:
             deferred = self.method.deferred_state()
             self._make_room(step, self.method.state_dict() if deferred is None else deferred)
             about = About(step, loader, self.config, self.versions)
-            self.background.begin(self.root / f"checkpoint-{step}", about, self.settle_journal)
+            self.background.begin(self.root / f"checkpoint-{step}", about, self.flush_journal)
             return lines
         except NonFinite:
             raise
@@ -150,14 +150,14 @@ class Saver:
         done = None if self.background is None else self.background.wait()
         return [] if done is None else [self._finished(done, step)]
 
-    def settled(self) -> Path | None:
-        """The last good checkpoint when nothing is being written any more."""
+    def newest_good(self) -> Path | None:
+        """Waits for a checkpoint that is being written, and returns the newest good one."""
         with suppress(NonFinite):
             self.wait(0)
         return self.last_good
 
     def close(self) -> None:
-        """Lets go of what is being written, when training has ended with an error."""
+        """Ends what is being written, when training has ended with an error."""
         if self.background is not None:
             self.background.abandon()
 
@@ -169,7 +169,7 @@ class Saver:
             return self._failed(step, now, UserError(f"output_dir: {done.path} could not be written: {error}"))
         if error is not None:
             raise error
-        self._took(done.path, step)
+        self._note_saved(done.path, step)
         snapshot = done.snapshot
         cost = f"copies took {snapshot.peak_bytes / GIB:.2f} GiB, training waited {snapshot.waited_s:.2f} s"
         return f"saved {done.path} in {done.seconds:.1f} s behind training ({cost})"
@@ -183,9 +183,9 @@ class Saver:
         good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"
         return NonFinite(f"step {step}: {what}, so it is not saved; {good}")
 
-    def _took(self, path: Path, step: int) -> None:
+    def _note_saved(self, path: Path, step: int) -> None:
         self.last_good, self.last_step = path, step
-        self.deleting = find.prune(self.root, self.settings.keep, step)
+        self.deleting = select.prune(self.root, self.settings.keep, step)
 
     def save(self, step: int, loader: dict[str, Any]) -> Path:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old."""
@@ -200,7 +200,7 @@ class Saver:
             save_checkpoint(path, self.model, state, About(step, loader, self.config, self.versions))
         except (OSError, SafetensorError) as error:
             raise UserError(f"output_dir: {path} could not be written: {error}") from error
-        self._took(path, step)
+        self._note_saved(path, step)
         self._wait_for_room()
         return path
 
@@ -213,7 +213,7 @@ class Saver:
         limit = self.settings.keep
         self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:
-            find.prune(self.root, limit - 1, step).join()
+            select.prune(self.root, limit - 1, step).join()
         free = free_bytes(self.root)
         if need > free:
             raise UserError(

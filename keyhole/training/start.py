@@ -1,9 +1,9 @@
 """How a run starts, from top to bottom: what is asked for, what is there, what is built.
 
-    config -> output_dir and lock -> what to go on from -> data -> model and method -> start block -> directory -> journal -> loop
+    config -> output_dir, lock -> resume point -> data -> model, method -> start block -> directory -> journal -> loop
 
-Everything is checked before anything is written, and cheap checks come first. The config is read here and nowhere below:
-each part gets the few values that it needs.
+Everything is checked before anything is written, and cheap checks come first. The config is read here and nowhere
+below: each part gets the few values that it needs.
 """
 
 import math
@@ -113,13 +113,13 @@ def build_run(job: Job, lock: Lock) -> Run:
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, to_yaml(config), environment(), lock)
-    select.set_aside(origin.choice.damaged)
+    select.rename_damaged(origin.choice.damaged)
     saver.went_on_from(origin.choice.path, origin.step)
     if origin.tail:
         seconds = apply_records(method, origin.tail, job.display.line)
         job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     journal = _journal(job, method, described)
-    saver.settle_journal = journal.settle
+    saver.flush_journal = journal.flush_up_to
     return Run(
         directory=job.directory,
         display=job.display,

@@ -166,7 +166,7 @@ def create(path: Path, header: Header) -> Journal:
     return Journal(header, [])
 
 
-def set_aside(path: Path) -> Path:
+def rename_old(path: Path) -> Path:
     """Gives a journal that cannot be continued a name of its own: journal.1, journal.2, .."""
     names: Iterator[Path] = (path.with_name(f"{path.name}.{i}") for i in range(1, 10**6))
     target = next(name for name in names if not name.exists())

@@ -10,7 +10,7 @@ asked for by its path is gone on from as it is: records behind it are cut.
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from keyhole.checkpoint import select as find
+from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Journal, Record
 from keyhole.checkpoint.journal.writer import Writer
@@ -24,7 +24,7 @@ from keyhole.model.structure.source import find_directory
 class Origin:
     """A checkpoint (None: the model itself) and the records to apply to it; `journal` is what run/journal holds."""
 
-    choice: find.Choice = field(default_factory=find.Choice)
+    choice: select.Choice = field(default_factory=select.Choice)
     journal: Journal | None = None
     tail: list[Record] = field(default_factory=list, repr=False)
     notes: list[str] = field(default_factory=list)
@@ -54,13 +54,13 @@ def find_origin(resume: str | None, root: Path, journal_path: Path, model: str, 
     if resume is None:
         return Origin()
     if not journaled:
-        return Origin(find.choose(resume, root))
+        return Origin(select.choose(resume, root))
     found, notes = _read(journal_path)
-    if resume not in find.LAST:
-        return Origin(find.choose(resume, root), found, notes=notes)
-    choice = find.newest(root)
+    if resume not in select.LAST:
+        return Origin(select.choose(resume, root), found, notes=notes)
+    choice = select.newest(root)
     if choice.path is None and (found is None or found.header.first > 0 or not found.records):
-        return Origin(find.choose(resume, root), found, notes=notes)
+        return Origin(select.choose(resume, root), found, notes=notes)
     begin = choice.state.step if choice.state else 0
     fits = found is not None and found.header.first <= begin <= found.last
     origin = Origin(choice, found, found.after(begin) if fits else [], notes)
@@ -99,7 +99,7 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
     found, step = origin.journal, origin.step
     if found is None or not found.header.first <= step <= found.last:
         if path.exists():
-            journal.set_aside(path)
+            journal.rename_old(path)
         base = content_hash(find_directory(source))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

@@ -130,4 +130,4 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(journal.FRONT.pack(journal.MAGIC, 9, 0) + b"....")
     with pytest.raises(BadJournal, match="version 9"):
         read(path)
-    assert journal.set_aside(path).name == "journal.1" and not path.exists()
+    assert journal.rename_old(path).name == "journal.1" and not path.exists()
