@@ -58,7 +58,7 @@ class About:
 def save_checkpoint(path: Path, model: Any, method_state: dict[str, Any], about: About) -> None:
     """Writes a checkpoint, and waits. The method has been flushed; method_state is what its state_dict returned."""
     tensors, scalars = split_state(method_state)
-    with staged(path) as temporary:
+    with staged(path.parent, path.name) as temporary:
         write_files(model, temporary)
         if tensors:
             write_tensors(temporary / TENSORS, tensors)

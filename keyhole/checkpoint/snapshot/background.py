@@ -174,7 +174,7 @@ class Writing:
         self.seconds = time.perf_counter() - self.begin_s
 
     def _write(self) -> None:
-        with staged(self.path) as temporary:
+        with staged(self.path.parent, self.path.name) as temporary:
             for files in self.files:
                 create_files(files, temporary)
             for name, content in self.small.items():
