@@ -87,7 +87,7 @@ def no_growth_of_the_journal_from_3_to_6() -> None:
 
     def step(self: trainer.Run, number: int) -> None:
         if number in (3, 6):
-            size = self.job.directory.journal.stat().st_size + 10 if number == 3 else -1
+            size = self.directory.journal.stat().st_size + 10 if number == 3 else -1
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
         real(self, number)
 
