@@ -7,6 +7,8 @@ directory. Tests that change a directory copy it first.
 
 import gc
 import json
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,29 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{a} + {a * a} = ", "completion": f"{a + a * a}"} for a in range(1, 25)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a file system of so many MiB; the test is skipped where mounting is not allowed."""
+    mounted: list[Path] = []
+
+    def mount(mib: int) -> Path:
+        path = tmp_path / f"disk-{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except OSError as error:
+            pytest.skip(f"no mount command: {error}")
+        if done.returncode:
+            pytest.skip(f"mounting is not allowed: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "--lazy", str(path)], check=False)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

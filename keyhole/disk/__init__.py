@@ -1,2 +1,8 @@
-"""Files that survive a crash: atomic writes (files), checksums (crc), safetensors tensor by tensor (tensors), and which
-weights a model directory holds (weights_hash). Knows nothing of models or training."""
+"""Files that survive a crash. Knows nothing of models or training.
+
+files.py          durable writes: temporary names, flushes, renames; links are not followed
+append.py         records appended to a file, kept in memory while the disk is full
+crc.py            the checksum of a file from the checksums of its pieces
+tensors.py        safetensors files, tensor by tensor
+weights_hash.py   which weights a model directory holds
+"""

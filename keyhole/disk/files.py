@@ -1,50 +1,42 @@
-"""Durable writes: beside the place, flushed to disk, then moved into place by one rename.
+"""Durable writes: under a temporary name, flushed to the disk, then moved into place by one rename.
 
-A reader sees the old file or directory, or the new one, and after a power cut too: the data is flushed before
-the rename, and the directory that holds the name after it. What a killed process leaves is a name that starts
-with a dot and has its process number in it; rundir.py sweeps such names away.
+A reader sees the old file or directory, or the new one, and after a power cut too: the data is flushed before the
+rename, and the directory that holds the name after it. Temporary names start with a dot:
+
+    .NAME.tmp             a file that is being written
+    .NAME.saving-PID      a directory that is being written
+    .NAME.old-PID         a directory that is being replaced, where the system cannot exchange two names
+    .NAME.deleted-PID     a directory that is being deleted
+
+A temporary lies in the directory of the name that it will have, so that no rename crosses file systems. Files are
+created exclusively, and links are not followed: whoever can write into the directory cannot make this process write
+elsewhere. A killed process leaves temporaries; the next run sweeps them (training/rundir.py).
 """
 
+import ctypes
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from keyhole.disk.crc import Span, crc_of
 
 READERS = 4
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
 
 
 def flush(path: Path) -> None:
     """Makes a file, or the names in a directory, durable."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a small text file, atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
-    os.replace(temporary, path)
-
-
-@contextmanager
-def staged(path: Path) -> Iterator[Path]:
-    """An empty directory beside `path`; whatever has not been moved away in the end is deleted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.saving-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        yield temporary
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def flush_all(directory: Path) -> None:
@@ -54,14 +46,121 @@ def flush_all(directory: Path) -> None:
     flush(directory)
 
 
-def replace_directory(new: Path, path: Path) -> None:
-    """Moves `new` to `path`. What stood there is deleted once the new one has its name."""
-    old = path.parent / f".{path.name}.old-{os.getpid()}"
-    if path.exists():
-        os.replace(path, old)
-    os.replace(new, path)
+def make_directories(path: Path) -> None:
+    """Makes a directory and its missing parents, and makes their names durable."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    for place in reversed(missing):
+        place.mkdir(exist_ok=True)
+        with suppress(PermissionError):  # a parent that may be written to and not read
+            flush(place.parent)
+
+
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of a regular file. OSError for a link, which is not followed, a device or a pipe."""
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed", str(path)) from None
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_small(path: Path, limit_bytes: int) -> bytes:
+    """The content of a regular file of at most this size; OSError otherwise. Follows links: it only reads."""
+    with os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, {limit_bytes:,} at most are read", str(path))
+        return file.read()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when the block ends well, atomically and durably."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
+    create = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, create, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a small text file."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def staged(parent: Path, name: str) -> Iterator[Path]:
+    """An empty directory in `parent` for what will be called `name` there; deleted in the end if it was not moved."""
+    make_directories(parent)
+    temporary = parent / f".{name}.saving-{os.getpid()}"
+    remove(temporary)
+    temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        remove(temporary)
+
+
+def remove(path: Path) -> None:
+    """Deletes a directory with everything in it, or a link or file; what cannot be deleted stays."""
+    if path.is_symlink() or path.is_file():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def replace_directory(new: Path, path: Path) -> None:
+    """Moves `new` to `path`; what had that name before is deleted.
+
+    Where the system can exchange two names (Linux), there is always a complete directory at `path`. Elsewhere two
+    renames are needed, and a crash between them leaves the old directory as .NAME.old-PID: `restore` gives it its name
+    back.
+    """
+    if not os.path.lexists(path):
+        os.replace(new, path)
+        flush(path.parent)
+    elif exchange(new, path):
+        flush(path.parent)
+        remove(new)
+    else:
+        old = path.parent / f".{path.name}.old-{os.getpid()}"
+        os.replace(path, old)
+        try:
+            os.replace(new, path)
+        except OSError:
+            os.replace(old, path)
+            raise
+        flush(path.parent)
+        remove(old)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; False where this system or file system cannot."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(one))
 
 
 def crc32(path: Path, known: list[Span] | None = None) -> str:

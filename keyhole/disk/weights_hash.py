@@ -9,8 +9,11 @@ question is "did you give me the right directory?" and not "is somebody lying?".
 
 import hashlib
 import json
+import math
 import os
+import re
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,9 @@ from keyhole.disk.weight_files import is_pickled
 from keyhole.errors import UserError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PIECE_BYTES = 8 * 2**20
+HEADER_BYTES = 100 * 10**6  # what the safetensors library accepts
 READERS = min(16, os.cpu_count() or 1)
 
 
@@ -31,19 +36,50 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / SINGLE]
 
 
+def stored_weights(directory: Path) -> set[str]:
+    """Names of the files in a directory that a model saved there consists of: model.safetensors,
+    model-NNNNN-of-NNNNN.safetensors, and what the index lists. Other files belong to the user, whatever they hold."""
+    names = {path.name for path in directory.iterdir() if OWN_NAME.fullmatch(path.name)}
+    try:
+        listed = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        names |= {name for name in listed if Path(name).name == name and name.endswith(".safetensors")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass  # no index, or none that lists anything
+    return {name for name in names if (directory / name).is_file()}
+
+
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file."""
+    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file. ValueError when it says what
+    cannot be true: a header longer than the file, or data outside of it."""
+    size_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+        if length > min(HEADER_BYTES, size_bytes - 8):
+            raise ValueError(f"{path.name} has {size_bytes} bytes, its header says {length}")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            for name, about in header.items():
+                _check_entry(name, about)
+                if about["data_offsets"][1] > size_bytes - 8 - length:
+                    raise ValueError(f"{path.name} ends before the data of {name}")
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path.name} has a header that cannot be read: {error!r}") from None
     return header, 8 + length
+
+
+def _check_entry(name: str, about: dict[str, Any]) -> None:
+    first, last = about["data_offsets"]
+    bits = int(re.sub(r"\D", "", about["dtype"].partition("_")[0]) or 8)  # F32, BF16, U8, F8_E4M3, BOOL
+    whole = all(type(number) is int and number >= 0 for number in (first, last, *about["shape"]))
+    if not whole or (last - first) * 8 != math.prod(about["shape"]) * bits:
+        raise ValueError(f"the header's entry of {name} cannot be true: {about}")
 
 
 def content_hash(directory: Path) -> str:
     """The hash of the weights in a directory, 64 hex digits."""
     if is_pickled(directory):
-        return _hash(_pickled_lines(directory))
+        return hash_of(_pickled_lines(directory))
     try:
         parts = []
         for path in weight_files(directory):
@@ -51,12 +87,13 @@ def content_hash(directory: Path) -> str:
             parts += [(path, begin, name, about) for name, about in header.items()]
         with ThreadPoolExecutor(READERS) as pool:
             lines = list(pool.map(_line, parts))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
-    return _hash(lines)
+    return hash_of(lines)
 
 
-def _hash(lines: list[str]) -> str:
+def hash_of(lines: Iterable[str]) -> str:
+    """The hash of lines in any order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 

@@ -5,8 +5,8 @@
 weight near 1 needs a step of 0.002). Comparing whole tensors would need a second copy of the model, so up to
 SAMPLE elements of each, evenly spaced, are kept on the host (8 KiB a tensor in 16 bit) and compared bit by
 bit after CHECK_STEPS steps whose rate was not 0. Gradient methods move only those rows of the embedding that
-a batch uses, so its sample is taken from rows of the first batch. A tensor whose sample stands still may
-still have moved elsewhere: hence a warning, not an error.
+a batch uses, so its sample is taken from rows of the first batch. A tensor whose sample has not
+changed may have changed elsewhere: hence a warning, not an error.
 """
 
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ class ChangeCheck:
         for name, param in ({} if self.model.addon is None else self.model.addon.params).items():
             yield name, sample(param.data)
 
-    def still(self) -> tuple[list[str], float]:
+    def unchanged(self) -> tuple[list[str], float]:
         """(tensors whose sample has not changed, share of all sampled elements that has)."""
         names, changed, total = [], 0, 0
         for name, after in self._samples():
@@ -49,16 +49,18 @@ class ChangeCheck:
 
     def verdict(self, steps: int) -> str:
         """The line for the user after so many steps."""
-        (still, share), count, dtype = self.still(), len(self.before), self.model.dtype
+        (unchanged, share), count, dtype = self.unchanged(), len(self.before), self.model.dtype
         percent = f"{100 * share:.1f} % of the sampled weights changed"
-        if not still:
+        if not unchanged:
             return f"check: all {count} trained tensors changed within {steps} steps ({percent})"
-        names = ", ".join(still[:NAMED]) + (f", and {len(still) - NAMED} more" if len(still) > NAMED else "")
+        names = ", ".join(unchanged[:NAMED]) + (
+            f", and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else ""
+        )
         why = "they get no gradient, or their steps are too small"
         if torch.finfo(dtype).bits == 16:
             why = f"rounding to nearest {dtype} loses small steps, stochastic rounding takes few of them"
             why += "; raise learning_rate, or set dtype=float32"
-        head = f"warning: {len(still)} of {count} trained tensors did not change in {steps} steps"
+        head = f"warning: {len(unchanged)} of {count} trained tensors did not change in {steps} steps"
         return f"{head} ({names}): {why}. {percent}"
 
 

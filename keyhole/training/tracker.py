@@ -1,6 +1,6 @@
-"""Metrics for others: TensorBoard when `report_to: tensorboard`, nobody otherwise.
+"""A copy of the metrics in another format: TensorBoard when `report_to: tensorboard`, none otherwise.
 
-metrics.jsonl is always written and is the truth; a tracker is a copy of it in another format, opt-in.
+run/metrics.jsonl is always written; a tracker is opt-in and may fail without harm.
 """
 
 import importlib.util
@@ -9,9 +9,11 @@ from typing import Any
 
 from keyhole.errors import UserError
 
+QUEUE = 10**6  # entries; with its default of 10 a slow disk would hold up training
 
-class Nobody:
-    """Takes entries and keeps nothing."""
+
+class NullTracker:
+    """A tracker that keeps nothing: `report_to: null`."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """An entry of metrics.jsonl."""
@@ -20,13 +22,14 @@ class Nobody:
         """Nothing to close."""
 
 
-class TensorBoard(Nobody):
+class TensorBoard(NullTracker):
     """Scalars in run/tensorboard; a resumed run replaces the steps it does again."""
 
     def __init__(self, directory: Path, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=last_step + 1)
+        place = str(directory / "tensorboard")
+        self.writer = SummaryWriter(place, purge_step=last_step + 1, max_queue=QUEUE)
 
     def write(self, entry: dict[str, Any]) -> None:
         for name, value in entry.items():
@@ -43,6 +46,6 @@ def require(report_to: str | None) -> None:
         raise UserError("report_to: tensorboard is missing; pip install 'keyhole[tensorboard]', or report_to=null")
 
 
-def tracker(report_to: str | None, directory: Path, last_step: int) -> Nobody:
+def tracker(report_to: str | None, directory: Path, last_step: int) -> NullTracker:
     """The tracker that the config asks for."""
-    return Nobody() if report_to is None else TensorBoard(directory, last_step)
+    return NullTracker() if report_to is None else TensorBoard(directory, last_step)

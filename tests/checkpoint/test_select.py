@@ -2,12 +2,11 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import keyhole
-from keyhole.checkpoint import select as find
+from keyhole.checkpoint import select
 from keyhole.checkpoint.state import About, save_checkpoint
 from keyhole.errors import UserError
 
@@ -22,7 +21,7 @@ def root(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def names(root: Path) -> list[str]:
-    return [path.name for path in find.checkpoints(root)]
+    return [path.name for path in select.checkpoints(root)]
 
 
 def harm(path: Path) -> None:
@@ -34,69 +33,69 @@ def test_newest_by_number(root: Path) -> None:
     (root / "checkpoint-best").mkdir()
     (root / "checkpoint-99").write_text("a file")
     assert names(root) == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
-    assert find.newest(root).path == root / "checkpoint-12"
-    assert find.newest(root / "nowhere").path is None
+    assert select.newest(root).path == root / "checkpoint-12"
+    assert select.newest(root / "nowhere").path is None
 
 
-@pytest.mark.parametrize("word", find.LAST)
+@pytest.mark.parametrize("word", select.LAST)
 def test_damaged_ones_are_passed_over_and_named(root: Path, word: str) -> None:
     """The newest whole one is chosen; each damaged newer one is reported and set aside, not deleted."""
     harm(root / "checkpoint-12")
     (root / "checkpoint-8" / "config.json").unlink()
-    choice = find.choose(word, root)
+    choice = select.choose(word, root)
     assert choice.path == root / "checkpoint-4" and choice.state.step == 4
     assert "config.json is missing" in choice.damaged[root / "checkpoint-8"]
-    find.set_aside(choice.damaged)
+    select.rename_damaged(choice.damaged)
     assert names(root) == ["checkpoint-4"]
     assert (root / "checkpoint-12.damaged" / "model.safetensors").read_bytes() == b"half"
 
 
 def test_only_damaged_ones_is_an_error(root: Path) -> None:
     """A run is never started over in silence because its checkpoints are broken."""
-    for path in find.checkpoints(root):
+    for path in select.checkpoints(root):
         harm(path)
     with pytest.raises(UserError, match="every checkpoint(.|\n)*checkpoint-12: model.safetensors has 4 bytes"):
-        find.choose("last", root)
+        select.choose("last", root)
 
 
 def test_a_path(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A checkpoint, or a directory that holds some, can be named; what cannot be used is refused."""
     elsewhere = tmp_path_factory.mktemp("new")
-    assert find.choose(str(root / "checkpoint-8"), elsewhere).state.step == 8
-    assert find.choose(str(root), elsewhere).state.step == 12
+    assert select.choose(str(root / "checkpoint-8"), elsewhere).state.step == 8
+    assert select.choose(str(root), elsewhere).state.step == 12
     with pytest.raises(UserError, match="is not a directory"):
-        find.choose(str(root / "checkpoint-7"), root)
+        select.choose(str(root / "checkpoint-7"), root)
     harm(root / "checkpoint-8")
     with pytest.raises(UserError, match="checkpoint-8 cannot be used: model.safetensors"):
-        find.choose(str(root / "checkpoint-8"), elsewhere)
+        select.choose(str(root / "checkpoint-8"), elsewhere)
 
 
 def test_no_second_history_in_one_directory(root: Path) -> None:
     """Going on from an old checkpoint while a newer one stands beside it is refused."""
     with pytest.raises(UserError, match="checkpoint-12 too"):
-        find.choose(str(root / "checkpoint-4"), root)
-    assert find.choose(str(root / "checkpoint-12"), root).state.step == 12
+        select.choose(str(root / "checkpoint-4"), root)
+    assert select.choose(str(root / "checkpoint-12"), root).state.step == 12
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [4, 8, 12]), (5, [4, 8, 12]), (2, [8, 12]), (1, [12]), (0, [12])])
 def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -> None:
     """The newest stay, at least one always; nothing half-deleted is left."""
-    find.prune(root, keep, up_to=12).join()
+    select.prune(root, keep, up_to=12).join()
     assert names(root) == [f"checkpoint-{step}" for step in left]
     assert not [path for path in root.iterdir() if path.name.startswith(".")]
 
 
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old checkpoints are out of sight at once, and gone when the thread has ended."""
-    go, real = threading.Event(), find.shutil.rmtree
+    go, real = threading.Event(), select.remove
 
-    def slow(path: Path, **options: Any) -> None:
+    def slow(path: Path) -> None:
         assert go.wait(20)
-        real(path, **options)
+        real(path)
 
-    monkeypatch.setattr(find.shutil, "rmtree", slow)
-    thread = find.prune(root, 1, up_to=12)
-    assert names(root) == ["checkpoint-12"] and find.newest(root).state.step == 12
+    monkeypatch.setattr(select, "remove", slow)
+    thread = select.prune(root, 1, up_to=12)
+    assert names(root) == ["checkpoint-12"] and select.newest(root).state.step == 12
     assert len([path for path in root.iterdir() if path.name.startswith(".")]) == 2
     go.set()
     thread.join()

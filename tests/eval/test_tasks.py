@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from scripts.demo_model.task import make_rows, rows_as_jsonl
 from keyhole.errors import UserError
 from keyhole.eval.tasks import is_task, read_task, task_name
+from scripts.demo_model.task import make_rows, rows_as_jsonl
 
 GOOD = {"prompt": "2 + 2 =", "candidates": [" 4", " 5"], "answer": 0}
 

@@ -18,7 +18,7 @@ def test_names_the_tensors_that_stood_still(tiny_model: Path) -> None:
             tensor[7, 3] += 1.0
         elif name != "model.norm.weight":
             tensor.view(-1)[:1] += 1.0
-    still, share = check.still()
+    still, share = check.unchanged()
     assert still == ["model.norm.weight"]
     assert 0 < share < 1
     line = check.verdict(3)

@@ -8,13 +8,13 @@ import torch
 
 from keyhole.errors import NonFinite
 from keyhole.training.guard import MOST_SKIPS
-from keyhole.training.metrics import MetricsFile, Record, Recorder, read_metrics
+from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder, read_metrics
 
 CPU = torch.device("cpu")
 
 
-def record(step: int, loss: float, **extra: float) -> Record:
-    return Record(step, torch.tensor(loss), 1e-3, step / 10, 100, f"samples {step}", extra)
+def record(step: int, loss: float, **extra: float) -> QueuedStep:
+    return QueuedStep(step, torch.tensor(loss), 1e-3, step / 10, 100, f"samples {step}", extra)
 
 
 def recorder(entries: list, lag: int = 0, warnings: list | None = None) -> Recorder:

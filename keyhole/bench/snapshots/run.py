@@ -33,7 +33,7 @@ from keyhole.bench.process import Say, make_job
 from keyhole.bench.shapes import POSITIONS, QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots.disk import disk_rate
 from keyhole.bench.snapshots.report import SnapshotReport, one_line
-from keyhole.checkpoint import select as find
+from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.writer import Writer
@@ -42,7 +42,7 @@ from keyhole.checkpoint.state import About, verify
 from keyhole.machine.probe import environment
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.traits import ZO
-from keyhole.training.metrics import Record, Recorder
+from keyhole.training.metrics import QueuedStep, Recorder
 
 LR = 1e-7
 
@@ -74,14 +74,14 @@ class Loop:
     def _entry(self, entry: dict[str, Any]) -> None:
         self.seconds.append(entry["seconds"])
 
-    def _note(self, record: Record, update: list[float]) -> None:
+    def _note(self, record: QueuedStep, update: list[float]) -> None:
         device = self.model.device.type
-        self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
+        self.journal.append(journal.QueuedStep(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
 
     def step(self) -> None:
         self.step_count += 1
         loss = self.method.step(self.batch)
-        record = Record(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.latest.coef)
+        record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.latest.coef)
         self.recorder.add(record)
 
     def settle(self, step: int) -> bool:
@@ -120,7 +120,7 @@ def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
         done.append(background.wait())
         if done[-1].error is not None:
             raise done[-1].error
-        deleting = find.prune(loop.scratch, 1, period)
+        deleting = select.prune(loop.scratch, 1, period)
     loop.wait()
     wall_s = time.perf_counter() - begin_s
     deleting.join()
@@ -199,7 +199,7 @@ def time_replay(loop: Loop, steps: int) -> float:
     rng = random.Random(0)
     first = loop.step_count
     records = [
-        journal.Record(first + i, 0, 0, 0, 0.0, loop.model.device.type, (LR, rng.gauss(0.0, 1.0)))
+        journal.QueuedStep(first + i, 0, 0, 0, 0.0, loop.model.device.type, (LR, rng.gauss(0.0, 1.0)))
         for i in range(1, steps + 1)
     ]
     loop.method.flush()

@@ -1,10 +1,10 @@
-"""A checkpoint written behind the back of training: what is captured, by which rule, and the thread that writes it.
+"""A checkpoint in the background: which memory is captured, how its changes are announced, and the thread that writes.
 
-How changes are announced differs between methods (`announces` in a method's row):
+A snapshot must hear of a change before it happens. How it does is a trait of the method (`announces` in its row):
 
-    pages    every page is changed between engine.acquire and engine.commit: the engine tells
-    step     everything changes in one update, and the method calls a hook first
-    never    nobody tells: all that the pool and the disk cannot take at once is waited for, before the next step begins
+    pages    pages change between engine.acquire and engine.commit: the engine announces each
+    step     all weights change in one update, and the method calls a hook before it
+    never    changes are not announced: the next step waits until everything is copied or written
 
 The files are those of a checkpoint that is waited for (checkpoint/state.py), byte for byte.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.snapshot.copy_threads import Copiers
+from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
 from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES
-from keyhole.checkpoint.snapshot.snapshot import HANDS, Snapshot
+from keyhole.checkpoint.snapshot.snapshot import PAGE_WRITERS, Cancelled, Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source, event_on, segments_of
 from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
 from keyhole.disk.files import replace_directory, staged
@@ -49,11 +49,11 @@ class Background:
         self.small = small_files(model)
         self.pool_bytes = _pool_bytes(model) if pool_bytes is None else pool_bytes
         self.writing: Writing | None = None
-        self.copiers = Copiers()
+        self.copy_threads = CopyThreads()
         if self.announces == "step":
-            method.call_before_update(self.settle)
+            method.call_before_update(self.release_all)
 
-    def begin(self, path: Path, about: About, settle_journal: Callable[[int], bool]) -> "Writing":
+    def begin(self, path: Path, about: About, flush_journal: Callable[[int], bool]) -> "Writing":
         """Starts a checkpoint of the weights after the last step; training may go on when this returns."""
         state = self.method.deferred_state()
         if state is None:
@@ -66,10 +66,10 @@ class Background:
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files({}, {}, {})
         others = [_whole(name, t, own) for name, t in tensors.items()]
         buffers = [_whole(n, b, self.files, self.places) for n, b in saved_buffers(self.model.module).items()]
-        snapshot = Snapshot(self._pages(), others + buffers, self.pool_bytes, self.model.device, self.copiers)
+        snapshot = Snapshot(self._pages(), others + buffers, self.pool_bytes, self.model.device, self.copy_threads)
         for source in snapshot.queue:
             source.event = None if source.state == WAITING else self._event(source)
-        self.writing = Writing(snapshot, path, about, scalars, [self.files, own], self.small, settle_journal)
+        self.writing = Writing(snapshot, path, about, scalars, [self.files, own], self.small, flush_journal)
         self.model.engine.watch = snapshot
         self._take_what_nobody_announces(snapshot, others)
         return self.writing
@@ -95,47 +95,47 @@ class Background:
         return pages
 
     def _event(self, source: Source) -> Any:
-        """After it, work that was queued before now has changed the source."""
+        """An event after everything that was queued before now to change the source; None on a CPU."""
         engine = self.model.engine
         if not engine.cuda:
             return None
         return event_on(torch.cuda.current_stream(engine.device) if source.flat.is_cuda else engine.down)
 
-    def settle(self) -> None:
-        """Returns when everything may be changed."""
+    def release_all(self) -> None:
+        """Returns when training may change everything."""
         if self.writing is not None:
             self.writing.snapshot.release_all()
 
     def wait(self) -> "Writing | None":
-        """Waits for the checkpoint that is being written, if any, and hands it over."""
+        """Waits for the checkpoint that is being written, and returns it; None if there is none."""
         if self.writing is None:
             return None
         if not self.writing.snapshot.is_whole:
             self.method.flush()
-        return self._hand_over()
+        return self._finish()
 
     def poll(self) -> "Writing | None":
         """The checkpoint that has been finished since, if any."""
-        return None if self.writing is None or self.writing.thread.is_alive() else self._hand_over()
+        return None if self.writing is None or self.writing.thread.is_alive() else self._finish()
 
-    def _hand_over(self) -> "Writing":
+    def _finish(self) -> "Writing":
         done, self.writing = self.writing, None
         done.thread.join()
         self.model.engine.watch = None
         return done
 
     def abandon(self) -> None:
-        """Training is over, well or not: what has all its weights is finished, the rest is dropped."""
+        """At the end of training: finishes a checkpoint that has all its weights, drops any other."""
         if self.writing is not None:
             if not self.writing.snapshot.is_whole:
                 self.writing.snapshot.cancel()
-            self._hand_over()
+            self._finish()
 
 
 def _pool_bytes(model: Model) -> int:
     """For copies: half of the weights, less the workers' buffers (unless these were most of it), if so much is free."""
     half = sum(home.numel() * home.element_size() for home in model.engine.homes) // 2
-    buffers = HANDS * BUFFER_BYTES if model.engine.cuda else 0
+    buffers = PAGE_WRITERS * BUFFER_BYTES if model.engine.cuda else 0
     return min(max(half - buffers, half // 2), max(0, host_memory().available_bytes - SLACK_BYTES))
 
 
@@ -155,10 +155,10 @@ class Writing:
         scalars: dict[str, Any],
         files: list[Files],
         small: dict[str, bytes],
-        settle_journal: Callable[[int], bool],
+        flush_journal: Callable[[int], bool],
     ) -> None:
         self.snapshot, self.path, self.about, self.scalars = snapshot, path, about, scalars
-        self.files, self.small, self.settle_journal = files, small, settle_journal
+        self.files, self.small, self.flush_journal = files, small, flush_journal
         self.error: BaseException | None = None
         self.begin_s = time.perf_counter()
         self.seconds = 0.0
@@ -174,7 +174,7 @@ class Writing:
         self.seconds = time.perf_counter() - self.begin_s
 
     def _write(self) -> None:
-        with staged(self.path) as temporary:
+        with staged(self.path.parent, self.path.name) as temporary:
             for files in self.files:
                 create_files(files, temporary)
             for name, content in self.small.items():
@@ -182,6 +182,6 @@ class Writing:
                 (temporary / name).write_bytes(content)
             self.snapshot.write(temporary)
             write_state(temporary, self.about, self.scalars, self.snapshot.sums)
-            if not self.settle_journal(self.about.step):
-                raise OSError(f"the journal has no record of step {self.about.step}")
+            if not self.flush_journal(self.about.step):
+                raise Cancelled(f"the journal has no record of step {self.about.step}")
             replace_directory(temporary, self.path)

@@ -3,9 +3,9 @@
 A page must be copied aside before its next change is queued, and training waits meanwhile. At 400 MB every 45 ms (a
 6.7B model, 16 x 2048 tokens) that takes 9 GB/s; one core manages 3 to 5, fresh pages of memory included.
 
-torch's own threads do not serve: training is kept on one core while it launches kernels (model/forward/lockstep.py), and a team
-that is first called for there stays on that core with it. These threads are started elsewhere, in time. numpy's copy
-lets go of the interpreter's lock.
+torch's own threads do not serve: training is kept on one core while it launches kernels (model/forward/lockstep.py),
+and a thread team that is created there stays on that core. These threads are created before. numpy's copy releases the
+interpreter's lock.
 """
 
 import threading
@@ -16,22 +16,22 @@ import torch
 
 from keyhole.machine.host import cpu_count
 
-COPIERS = 8
+COPY_THREADS = 8
 SMALL_BYTES = 2**20  # not worth sharing out
 
 
-class Copiers:
-    """Threads that start here, with the caller's choice of cores."""
+class CopyThreads:
+    """Threads that copy; they start when this is made, on the cores that the caller may use."""
 
     def __init__(self, count: int | None = None) -> None:
-        count = min(COPIERS, cpu_count()) if count is None else count
+        count = min(COPY_THREADS, cpu_count()) if count is None else count
         self.count = count
-        self.pool = ThreadPoolExecutor(count, thread_name_prefix="keyhole-copier")
+        self.pool = ThreadPoolExecutor(count, thread_name_prefix="keyhole-copy")
         together = threading.Barrier(count)
         list(self.pool.map(lambda _: together.wait(), range(count)))  # a pool starts a thread only when it needs one
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Flat host tensors of one dtype and length."""
+        """Copies source to target: flat host tensors of one dtype and length."""
         into, out_of = (flat.view(torch.uint8).numpy() for flat in (target, source))
         parts = self.count if len(into) > SMALL_BYTES else 1
         cuts = [len(into) * i // parts for i in range(parts + 1)]

@@ -1,5 +1,8 @@
-"""How flat memory gets into a file at its place: in pieces, from a GPU by way of a page-locked buffer, and only if it
-is finite. Weights that are broken must not take the place of good ones. Each piece is summed up on its way (crc.py).
+"""Writes flat memory into its places in the files of a checkpoint.
+
+Memory is written in pieces: on a GPU through a page-locked buffer, elsewhere straight from where it lies. Each piece is
+checked to be finite first, because broken weights must not take the place of good ones, and its CRC-32 is kept, so that
+the file need not be read again (disk/crc.py).
 """
 
 import os
@@ -17,7 +20,7 @@ from keyhole.errors import NonFinite
 PIECE_BYTES = 16 * 2**20
 BUFFER_BYTES = 4 * 2**20  # page-locked: pieces of what lies on a GPU, where 4 MiB already cross at full rate
 Memory = Callable[[Source], AbstractContextManager[torch.Tensor]]
-LOOK = 2**20  # elements that are looked at together: they and their bits stay in a core's cache
+CHECKED_TOGETHER = 2**20  # elements; they and their bits stay in a core's cache
 INFINITY = {  # the integer of the same width, and the bits of infinity
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -25,8 +28,8 @@ INFINITY = {  # the integer of the same width, and the bits of infinity
 }
 
 
-class Hand:
-    """What a worker writes with: on a GPU a page-locked buffer and a stream."""
+class PageWriter:
+    """Writes sources; each thread has its own, because on a GPU it owns a page-locked buffer and a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, None
@@ -35,7 +38,7 @@ class Hand:
             self.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
 
     def write(self, source: Source, memory: Memory, files: dict[str, int], sums: dict[str, list[Span]]) -> None:
-        """Piece by piece; each is read inside memory(source), which says from where. Checksums are added to `sums`."""
+        """Writes a source in pieces, each read inside memory(source), and adds their checksums to `sums`."""
         if source.unpacks is not None:
             numel, dtype = source.unpacks
             unpacked = torch.empty(numel, dtype=dtype)
@@ -55,6 +58,7 @@ class Hand:
                 offset += len(data)
 
     def to_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """The piece itself, or its copy in the buffer, which the next call overwrites."""
         if piece.device.type != "cuda":
             return piece
         with torch.cuda.stream(self.stream):
@@ -72,8 +76,8 @@ def check_finite(piece: torch.Tensor, name: str) -> None:
     if piece.dtype in INFINITY and piece.numel():
         integer, infinity = INFINITY[piece.dtype]
         bits, unsigned = piece.view(integer).numpy(), torch.iinfo(integer).max
-        for begin in range(0, len(bits), LOOK):
-            if (bits[begin : begin + LOOK] & unsigned).max() >= infinity:
+        for begin in range(0, len(bits), CHECKED_TOGETHER):
+            if (bits[begin : begin + CHECKED_TOGETHER] & unsigned).max() >= infinity:
                 raise NonFinite(f"{name} holds NaN or infinity")
 
 

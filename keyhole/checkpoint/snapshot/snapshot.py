@@ -1,24 +1,23 @@
-"""The weights of one step, written to disk while the next steps change them.
+"""The weights of one step, written to disk while later steps change them (copy on write).
 
-Every page of weights (and every tensor of the method's state) is a *source*. Worker threads write sources into
-their places in the files, straight from their homes, in the order in which training will change them. Copies are
-made on write only: before a page is changed (the engine tells, offload/protocols.py), what the disk has not got yet is
-copied aside, also while a worker is at it: that one goes on from the copy. The copies together take at most
-`pool_bytes`, half of the weights or a little less; only when these are used up does training wait, for the next page
-that the disk takes.
+Every page of weights, and every tensor of the method's state, is a *source*. Worker threads write sources into their
+places in the files, straight from their homes, in the order in which training will change them. Before a page is
+changed (the engine announces it, offload/protocols.py) and while it is not fully written, it is copied; a worker that
+is writing it goes on from the copy. All copies together take at most `pool_bytes`, half of the weights or a little
+less. Training waits only when the pool is used up, until a worker has written the next page.
 
-    waiting   the page is still to get its last update: zeroth-order steps apply it when they next visit the page
-    ready     the home holds what is to be saved (on a GPU: after an event); nobody has it yet
+    waiting   the page lacks its last update: zeroth-order steps apply it at their next visit of the page
+    ready     the home holds what is to be saved (on a GPU: after an event); no worker has taken it
     taken     a worker is writing it from its home
-    copying   training copies it aside, and changes it then
+    copying   training makes a copy, and changes the home then
     copied    the copy waits for a worker; the home is free to change
     writing   a worker is writing the copy
     done      written
 
-A deferred update costs nothing here: the sweep of step t + 1 itself brings home the weights after step t, page
-by page, and each page then stays as it is until the sweep of step t + 2, or a later one (methods/zo/write_back.py). This
-is the paper's idea of two halves (one is saved while the other is in use) at the grain of a page, and with a copy only
-where it is needed. On the host side training runs one step ahead of the GPU: a short wait here does not reach it.
+A deferred update needs no pass of its own: step t + 1 writes the weights after step t to their homes, page by page, and
+each page then stays as it is until step t + 2 or later (methods/zo/write_back.py). This is the paper's idea of two
+halves (one is saved while the other is in use), per page, and with a copy only where one is needed. The host queues
+work one step ahead of the GPU, so a short wait here does not reach the GPU.
 """
 
 import os
@@ -31,26 +30,26 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.snapshot.copy_threads import Copiers
-from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES, Hand
+from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
+from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES, PageWriter
 from keyhole.checkpoint.snapshot.source import COPIED, COPYING, DONE, READY, TAKEN, WAITING, WRITING, Source, event_on
 from keyhole.disk.crc import Span
 from keyhole.offload import arena
 
 WORKERS = 4
-HANDS = WORKERS + 1  # with training's own; on a GPU each has a page-locked buffer of BUFFER_BYTES
+PAGE_WRITERS = WORKERS + 1  # and one of training's own; on a GPU each has a buffer of BUFFER_BYTES
 FLUSH_EVERY_S = 0.1
 flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the former
 
 
 class Cancelled(Exception):
-    """Training ended before the snapshot had all it needs."""
+    """The snapshot cannot be finished: training ended too early, or its step was not good."""
 
 
 class Snapshot:
-    """One snapshot on its way. pages: sources by the engine's page; others: the method's tensors.
+    """One snapshot that is being written. pages: sources by the engine's page; others: the method's tensors.
 
-    Becomes the engine's watch. `write` is called by a thread of the caller, and returns when all is written.
+    It becomes the engine's watch. A thread of the caller calls `write`, which returns when everything is written.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class Snapshot:
         others: list[Source],
         pool_bytes: int,
         device: torch.device,
-        copiers: Copiers,
+        copy_threads: CopyThreads,
     ) -> None:
         self.pages, self.queue = pages, [*others, *pages.values()]
-        self.order = [source for source in self.queue if source.state == READY]  # in which they came and will go
-        self.pool_bytes, self.device, self.copiers = pool_bytes, device, copiers
-        self.spare: list[torch.Tensor] = []  # memory of copies that are written: the kernel has given it already
+        self.order = [source for source in self.queue if source.state == READY]  # in which training will change them
+        self.pool_bytes, self.device, self.copy_threads = pool_bytes, device, copy_threads
+        self.spare: list[torch.Tensor] = []  # memory of copies that are written, for the next copies
         self.copied_bytes = self.peak_bytes = 0
         self.waited_s = 0.0  # how long training was held up
         self.error: BaseException | None = None
-        self.hand: Hand | None = None  # training's own
+        self.own_writer: PageWriter | None = None  # training's own
         self.sums: dict[str, list[Span]] = {}  # file -> checksums of its pieces
         self.turn = threading.Condition()
 
@@ -86,7 +85,7 @@ class Snapshot:
         return source is not None and source.state == WAITING
 
     def release(self, source: Source) -> None:
-        """The same for any source."""
+        """Returns when a source may be changed: copies it where it is not written yet."""
         begin_s = time.perf_counter()
         with self.turn:
             self.turn.wait_for(lambda: source.state not in (READY, TAKEN) or self._may_copy(source))
@@ -108,7 +107,7 @@ class Snapshot:
                 return
             raise
         with self.turn:
-            if source.state == DONE:  # written meanwhile, or given up
+            if source.state == DONE:  # written meanwhile, or failed
                 self.copied_bytes -= source.size_bytes
             else:
                 source.copy, source.event = copy, None
@@ -153,7 +152,7 @@ class Snapshot:
         if source.flat.is_cuda:
             self._fetch(source.flat, copy)
         else:
-            self.copiers.copy(copy, source.flat)
+            self.copy_threads.copy(copy, source.flat)
         return copy
 
     def _spare(self, size_bytes: int) -> torch.Tensor | None:
@@ -167,12 +166,12 @@ class Snapshot:
             return None
 
     def _fetch(self, flat: torch.Tensor, copy: torch.Tensor) -> None:
-        """From the device."""
-        if self.hand is None:
-            self.hand = Hand(self.device)
+        """Copies from the device, through the page writer's buffer."""
+        if self.own_writer is None:
+            self.own_writer = PageWriter(self.device)
         size = BUFFER_BYTES // copy.element_size()
         for target, piece in zip(copy.split(size), flat.split(size), strict=True):
-            self.copiers.copy(target, self.hand.to_host(piece))
+            self.copy_threads.copy(target, self.own_writer.to_host(piece))
 
     # -- the disk's side -----------------------------------------------------------------------------------------------
 
@@ -186,7 +185,7 @@ class Snapshot:
             for thread in threads:
                 thread.start()
             while alive := [thread for thread in threads if thread.is_alive()]:
-                for file in files.values():  # or the disk would stand still until all is in the kernel's hands
+                for file in files.values():  # now and then: the kernel would begin much later by itself
                     flush_data(file)
                 alive[0].join(FLUSH_EVERY_S)
         except OSError as error:
@@ -196,18 +195,18 @@ class Snapshot:
                 thread.join()
             for file in files.values():
                 os.close(file)
-            with self.turn:  # training may look for memory still, for a page that was written meanwhile
+            with self.turn:  # training may be about to take one of them
                 self.spare.clear()
         if self.error is not None:
             raise self.error
 
     def _work(self, files: dict[str, int]) -> None:
         try:
-            hand = Hand(self.device)
+            writer = PageWriter(self.device)
             while (source := self._take()) is not None:
                 if (event := source.event) is not None:  # which training may take away when it makes a copy
                     event.synchronize()
-                hand.write(source, self._memory, files, self.sums)
+                writer.write(source, self._memory, files, self.sums)
                 with self.turn:
                     self._free(source)
                     source.state = DONE

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
 from keyhole.errors import UserError
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import saved_buffers
-from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
 
 Target = FlatTensor | torch.Tensor
 

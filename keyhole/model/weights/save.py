@@ -1,9 +1,11 @@
 """A model as an ordinary Hugging Face directory, written atomically.
 
-`save_model` is Model.save_pretrained: all files are written into a directory beside the target, flushed, and moved
-into place. Where the target exists already and holds other things (run/, checkpoints), files are moved one by one: the
-old index is removed first and the new one comes last, so that a crash in between leaves a directory that does not load
-rather than one that mixes two models.
+`save_model` is what Model.save_pretrained does: all files are written into a temporary directory, flushed, and moved
+into place. A target that does not exist appears by one rename. In a target that exists (it may be a mount point, and
+hold run/, checkpoints and files of the user) the temporary directory lies inside, and files are moved one by one: the
+old index goes first, then weights of the old model that the new one does not replace, and the new index comes last. So
+a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an
+older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
 
 Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it computes
 with (it merges the experts of some mixtures when loading), or a method has an addon (LoRA), Transformers' writer does
@@ -17,6 +19,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,19 +27,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.disk.files import flush, flush_all, replace_directory, staged
+from keyhole.disk.files import flush, flush_all, remove, replace_directory, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
-from keyhole.disk.weights_hash import INDEX
+from keyhole.disk.weights_hash import INDEX, stored_weights
+from keyhole.errors import NonFinite
 from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
 
 
 def save_model(model: Any, path: Path) -> None:
-    """model is a keyhole Model; its weights are at their homes (methods flush before they save)."""
-    with staged(path) as temporary:
+    """model is a keyhole Model; its weights are at their homes (methods flush before they save). NonFinite when one of
+    them is NaN or infinity: nothing is written, and what was there stays."""
+    bad = first_bad_tensor(model.named_tensors())
+    if bad is not None:
+        raise NonFinite(f"{bad} holds NaN or infinity, so the model is not saved to {path}")
+    with _staged_for(path) as temporary:
         write_files(model, temporary)
         flush_all(temporary)
         move_into_place(temporary, path)
+
+
+def _staged_for(path: Path) -> AbstractContextManager[Path]:
+    """A temporary directory on the file system of `path`."""
+    return staged(path, "model") if path.is_dir() else staged(path.parent, path.name)
 
 
 def write_files(model: Any, path: Path) -> None:
@@ -149,25 +163,27 @@ def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
 
 
 def move_into_place(temporary: Path, path: Path) -> None:
-    """One rename where the target does not exist; otherwise one per file, the index last; stale weights are deleted."""
+    """One rename where nothing stands yet; otherwise one rename per file, the index last."""
     if not path.exists():
         replace_directory(temporary, path)
         return
     names = {file.name for file in temporary.iterdir()}
+    stale = stored_weights(path) - names
     (path / INDEX).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: (name == INDEX, name)):
+    for name in sorted(names - {INDEX}):
         if (temporary / name).is_dir():  # further chat templates; a directory cannot be renamed over another
-            shutil.rmtree(path / name, ignore_errors=True)
+            remove(path / name)
         os.replace(temporary / name, path / name)
-    for old in path.glob("model*.safetensors"):
-        if old.name not in names:
-            old.unlink()
+    for name in stale:
+        (path / name).unlink()
+    if INDEX in names:
+        os.replace(temporary / INDEX, path / INDEX)
     flush(path)
 
 
 def publish(checkpoint: Path, path: Path, private: set[str]) -> None:
     """Makes the model in `checkpoint` the model of the directory `path`; `private` files stay out."""
-    with staged(path) as temporary:
+    with _staged_for(path) as temporary:
         for file in checkpoint.iterdir():
             if file.name in private:
                 continue

@@ -110,9 +110,9 @@ def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkey
     path = tmp_path / "journal"
     writer = Writer(path, create(path, HEADER), 0)
     writer.append(record(1))
-    real = os.write
+    real = os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda file, data: real(file, data[:10]))
+        patch.setattr(os, "pwrite", lambda file, data, offset: real(file, data[:10], offset))
         with pytest.raises(OSError) as error:
             writer.append(record(2))
         assert error.value.errno == errno.ENOSPC and read(path).last == 1 and read(path).fault is None
@@ -130,4 +130,4 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path.write_bytes(journal.FRONT.pack(journal.MAGIC, 9, 0) + b"....")
     with pytest.raises(BadJournal, match="version 9"):
         read(path)
-    assert journal.set_aside(path).name == "journal.1" and not path.exists()
+    assert journal.rename_old(path).name == "journal.1" and not path.exists()

@@ -14,7 +14,7 @@ import keyhole
 from keyhole.checkpoint.snapshot import page_writer as hand
 from keyhole.checkpoint.snapshot import snapshot as snapshots
 from keyhole.checkpoint.snapshot.background import Background
-from keyhole.checkpoint.snapshot.copy_threads import Copiers
+from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
 from keyhole.checkpoint.snapshot.snapshot import Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source
 from keyhole.checkpoint.state import About, save_checkpoint, verify
@@ -155,7 +155,7 @@ def test_memory_is_at_most_half_of_the_weights(
 
 def one_page(state: int = READY, pool_bytes: int = 100) -> tuple[Snapshot, Source]:
     source = Source(torch.arange(4.0), [Segment("w", 0, 4, "f", 0)], state=state)
-    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu"), Copiers(2)), source
+    return Snapshot({0: source}, [], pool_bytes, torch.device("cpu"), CopyThreads(2)), source
 
 
 def read(path: Path) -> list[float]:
@@ -202,7 +202,7 @@ def test_memory_of_written_copies_counts_in_the_pool(tmp_path: Path, monkeypatch
         i: Source(torch.full((n,), float(i)), [Segment(f"w{i}", 0, n, "f", at)])
         for i, (n, at) in enumerate(zip(sizes, starts, strict=True))
     }
-    snapshot = Snapshot(pages, [], 80, torch.device("cpu"), Copiers(2))
+    snapshot = Snapshot(pages, [], 80, torch.device("cpu"), CopyThreads(2))
     for page in pages.values():  # copied and written, one after the other
         snapshot.release(page)
         with snapshot.turn:
@@ -279,7 +279,7 @@ def test_a_worker_that_cannot_begin_is_a_failure(
     def fail(device: torch.device) -> None:
         raise error
 
-    monkeypatch.setattr(snapshots, "Hand", fail)
+    monkeypatch.setattr(snapshots, "PageWriter", fail)
     background, opt = begun(tiny_model, tmp_path, 0)
     stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2, 3)], daemon=True)
     stepping.start()

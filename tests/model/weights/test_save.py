@@ -1,6 +1,8 @@
 """Models as Hugging Face directories."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,30 @@ def test_saving_beside_other_files_replaces_only_the_model(
     model.save_pretrained(tmp_path)
     assert hf.INDEX not in names(tmp_path) and list(tmp_path.glob("model*")) == [tmp_path / "model.safetensors"]
     assert "run" in names(tmp_path) and not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+def test_saving_keeps_the_users_own_weights(model: keyhole.Model, tmp_path: Path) -> None:
+    """Only weights of an older save go: its own two kinds of names, and what its index lists inside the directory."""
+    old = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "weights-a.safetensors"]
+    mine = ["model_ema.safetensors", "model-before.safetensors", "model-1-of-2.safetensors", "other.safetensors"]
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (*old, *mine, "../outside.safetensors"):
+        (out / name).write_bytes(b"precious")
+    listed = {"a": "weights-a.safetensors", "b": "../outside.safetensors", "c": old[0]}
+    (out / hf.INDEX).write_text(json.dumps({"weight_map": listed}))
+    model.save_pretrained(out)
+    assert all((out / name).read_bytes() == b"precious" for name in (*mine, "../outside.safetensors"))
+    assert not [name for name in old if (out / name).exists()]
+    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 32
+
+
+def test_a_mount_point_can_be_saved_to(model: keyhole.Model, small_disk: Callable) -> None:
+    """All renames stay on the file system of the target, which is another one than that of its parent."""
+    path = small_disk(8)
+    model.save_pretrained(path)
+    model.save_pretrained(path)
+    assert AutoModelForCausalLM.from_pretrained(path) and not [name for name in names(path) if name.startswith(".")]
 
 
 def test_a_crash_between_files_leaves_no_mixture(
