@@ -1,7 +1,7 @@
-"""Samples in memory, ready to be batched: 5 bytes a token.
+"""Samples in memory, ready to be batched: 5 bytes per token.
 
 All token ids lie in one int32 array and all masks in one bool array, with the start of every sample beside
-them; lists of Python ints would take 40 bytes a token. A *row* is what the model is given at once: one
+them; lists of Python ints would take 40 bytes per token. A *row* is what the model is given at once: one
 sample, or several samples packed into max_length tokens (packing.py). Rows are made when they are asked
 for:
 
@@ -62,7 +62,7 @@ class Report:
     train_on: str = "answers"
 
     def lines(self) -> list[str]:
-        """The whole story in a few lines; what did not happen is not mentioned."""
+        """The counts in a few lines; what did not happen is not mentioned."""
         files = list(self.formats.items())
         out = [f"{name}: {why}" for name, why in files[:5]]
         out += [f"... and {len(files) - 5} more files"] if len(files) > 5 else []

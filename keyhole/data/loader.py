@@ -1,5 +1,4 @@
-"""Batches in an order that is a pure function of (seed, epoch), and a position in it that fits in two
-integers.
+"""Batches in an order that is a pure function of (seed, epoch); the position in it is two integers.
 
     order(seed, e) = row indices sorted by splitmix64(seed, e, index)      no generator, no state
     step = the next batch_size * gradient_accumulation_steps rows of the order, cut into micro-batches
@@ -129,7 +128,7 @@ class Loader:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the exact row; refused when the data are not the ones the state is about."""
+        """Continues at the exact row; refuses other data than those the state was saved with."""
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "

@@ -1,4 +1,4 @@
-"""Several samples in one row, without their seeing each other.
+"""Several samples per row, none of which sees another.
 
 Padding wastes what the longest sample of a batch does not fill. Packing fills rows of max_length tokens
 with whole samples instead: the longest first, each into the fullest row where it still fits (best fit
@@ -92,7 +92,7 @@ def check_packing(model: Any, max_length: int | None = None) -> None:
 
 
 def _probes(vocab_size: int) -> list[dict[str, torch.Tensor]]:
-    """The second sample alone, packed, joined; row r trains on its token r + 1 alone: one NLL a token."""
+    """The second sample alone, packed, joined; row r trains on its token r + 1 alone: one NLL per token."""
     t, rows = PROBE, PROBE - 1
     second = torch.randint(0, vocab_size, (t,), generator=torch.Generator().manual_seed(0))
     ids = torch.cat([second.roll(t // 2), second])  # a trained model that sees the first copies from it, loudly

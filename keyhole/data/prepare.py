@@ -21,43 +21,27 @@ import numpy as np
 
 from keyhole.data.dataset import Cut, Dataset, Report
 from keyhole.data.files import Record, read
-from keyhole.data.formats import COLUMNS, Example, check_format, detect, normalise
+from keyhole.data.formats import COLUMNS, Example, detect, normalise
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer, Tokens
+from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 
 BLOCK = 512
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
-OVERLONG = ("truncate", "drop", "error")
-TRAIN_ON = ("answers", "all")
 
 
-def prepare(
-    source: str | list[str], tokenizer: Any, *, data_format: str | None = "auto",
-    max_length: int | None = 2048, overlong: str = "truncate", packing: bool = False,
-    train_on: str = "answers", limit: int | None = None,
-) -> Dataset:  # fmt: skip
-    """Everything a source holds, as rows of tokens. `limit` reads only that many rows of the source."""
-    check_format(data_format)
-    _check_choice("overlong", overlong, OVERLONG)
-    _check_choice("train_on", train_on, TRAIN_ON)
-    if packing and max_length is None:
-        raise UserError("packing=true needs max_length: it is the length of a packed row")
-    if max_length is not None and max_length < 2:
-        raise UserError(f"max_length={max_length}: expected at least 2, one token to read and one to predict")
-    renderer = Renderer(tokenizer, train_on)
-    report = Report(max_length=max_length, train_on=train_on)
-    gather = Gather(report, max_length, overlong)
-    for block in _blocks(_examples(islice(read(source), limit), data_format, report), BLOCK):
+def prepare(source: str | list[str], tokenizer: Any, *, limit: int | None = None, **settings: Any) -> Dataset:
+    """Everything a source holds, as rows of tokens. settings: those of PrepareSettings; limit: rows to read."""
+    how = PrepareSettings(**settings)
+    renderer = Renderer(tokenizer, how.train_on)
+    report = Report(max_length=how.max_length, train_on=how.train_on)
+    gather = Gather(report, how.max_length, how.overlong)
+    for block in _blocks(_examples(islice(read(source), limit), how.data_format, report), BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             gather.add(example, tokens)
     report.template = _template_line(renderer, gather)
-    return gather.dataset(packing, _pad_token_id(tokenizer))
-
-
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{key}={value!r}: expected {' or '.join(choices)}")
+    return gather.dataset(how.packing, _pad_token_id(tokenizer))
 
 
 def _blocks(items: Iterable[Example], size: int) -> Iterator[list[Example]]:

@@ -1,13 +1,13 @@
-"""The data of a run, out of its config: what the trainer and `keyhole data` call.
+"""The data of a run: what the trainer and `keyhole data` call.
 
-    from_config(config) -> Data: a resumable loader of train_data, batches of eval_data, and the report
+    load_data(settings) -> Data: a resumable loader of train_data, batches of eval_data, and the report
 
 Both sets are prepared in the same way. Evaluation is never packed: it has no use for it, and its loss then
 does not depend on a setting of training. Both are held against what the model can take (capacity.py), so that
 a text too long for it is refused here and not in the middle of the run.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
+from keyhole.data.settings import DataSettings, PrepareSettings
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import read_tokenizer
 
@@ -41,29 +42,31 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def from_config(config: Any, tokenizer: Any = None) -> Data:
-    """Loaders and report for a TrainConfig."""
-    tokenizer = tokenizer or load_tokenizer(config.model)
-    known = _model_config(config.model)
-    train, report = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing, known)
+def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
+    """Loaders and report. tokenizer: None takes the model's."""
+    tokenizer = tokenizer or load_tokenizer(settings.model)
+    known = _model_config(settings.model)
+    train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
     report = [f"train: {line}" for line in report]
     loader = Loader(
-        train, config.batch_size, config.gradient_accumulation_steps, config.seed,
+        train,
+        settings.batch_size,
+        settings.gradient_accumulation_steps,
+        settings.seed,
         pad_to_multiple_of=padding_multiple(train, known),
-    )  # fmt: skip
-    if not config.eval_data:
-        return Data(loader, EvalBatches(None, config.batch_size), report, train.end_token_ids)
-    held_out, lines = _prepare(config, config.eval_data, TEST, tokenizer, False, known)
+    )
+    if not settings.eval_data:
+        return Data(loader, EvalBatches(None, settings.batch_size), report, train.end_token_ids)
+    held_out, lines = _prepare(replace(settings, packing=False), settings.eval_data, TEST, tokenizer, known)
     report += [f"eval:  {line}" for line in lines]
-    batches = EvalBatches(held_out, config.batch_size, padding_multiple(held_out, known))
+    batches = EvalBatches(held_out, settings.batch_size, padding_multiple(held_out, known))
     return Data(loader, batches, report, train.end_token_ids)
 
 
-def preview_config(config: Any, count: int = 3, *, color: bool = False) -> str:
+def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:
     """What `keyhole data` prints: the report and the first samples of train_data."""
-    tokenizer = load_tokenizer(config.model)
-    known = _model_config(config.model)
-    dataset, lines = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing, known)
+    tokenizer = load_tokenizer(settings.model)
+    dataset, lines = _prepare(settings, settings.train_data, TRAIN, tokenizer, _model_config(settings.model))
     return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
 
 
@@ -74,13 +77,11 @@ def _model_config(model: str) -> Any:
 
 
 def _prepare(
-    config: Any, source: str | list[str], demo: Path, tokenizer: Any, packing: bool, known: Any
+    settings: DataSettings, source: str | list[str], demo: Path, tokenizer: Any, known: Any
 ) -> tuple[Dataset, list[str]]:
     """A data set that the model of HF config `known` can take, and its report."""
     sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
-    data = prepare(
-        sources, tokenizer, data_format=config.data_format, max_length=config.max_length,
-        overlong=config.overlong, packing=packing, train_on=config.train_on,
-    )  # fmt: skip
-    warnings = check_data(data, config.model, known)
+    how = {field.name: getattr(settings, field.name) for field in fields(PrepareSettings)}
+    data = prepare(sources, tokenizer, **how)
+    warnings = check_data(data, settings.model, known)
     return data, [*data.report.lines(), *warnings]

@@ -17,7 +17,8 @@ from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.resume_point import Origin, find_origin
 from keyhole.checkpoint.state import method_state
 from keyhole.config import TrainConfig, resolve, to_yaml
-from keyhole.data import Data, check_packing, from_config
+from keyhole.config.data import data_settings
+from keyhole.data import Data, check_packing, load_data
 from keyhole.loading import choose_device, choose_dtype, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
@@ -82,7 +83,7 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None) 
     journaled = METHODS[config.method].journaled
     origin = find_origin(resume, directory.root, directory.journal, config.model, journaled)
     notes = resume_lines(resume, origin, config)
-    data = from_config(config)
+    data = load_data(data_settings(config))
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)

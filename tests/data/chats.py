@@ -68,9 +68,7 @@ SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<|user|>", "<|assistant|>", "<|system|>", "<|end|>",
 ]  # fmt: skip
-CORPUS = [
-    "What is the answer: yes or no? The capital of France is Paris. Hello there, how are you today?"
-] * 4
+CORPUS = ["What is the answer: yes or no? The capital of France is Paris. Hello there, how are you today?"] * 4
 
 
 @cache
@@ -84,9 +82,7 @@ def backend(bos: bool, trim_offsets: bool = False) -> Any:
     special = [AddedToken(word, special=True) for word in SPECIAL]
     made.train_from_iterator(
         CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
     )
     steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
     steps += (
@@ -111,11 +107,7 @@ def answers(tokenizer: Any, sample: Sample) -> list[str]:
     runs, at = [], 0
     for trained, group in groupby(label != -100 for label in sample.labels):
         n = len(list(group))
-        runs += (
-            [tokenizer.decode(sample.input_ids[at : at + n], clean_up_tokenization_spaces=False)]
-            if trained
-            else []
-        )
+        runs += [tokenizer.decode(sample.input_ids[at : at + n], clean_up_tokenization_spaces=False)] if trained else []
         at += n
     return runs
 

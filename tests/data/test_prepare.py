@@ -34,9 +34,7 @@ def test_the_report_says_what_was_found(pairs: str) -> None:
     lines = r.lines()
     assert lines[0] == f"{pairs}: format prompt_completion (found column prompt, completion)"
     assert lines[1] == "template: none; text is used as it stands, with eos at the end"
-    assert lines[2].startswith(
-        "8 samples of 8 rows read, 60 tokens (longest sample 11), 44 trained on (73.3%"
-    )
+    assert lines[2].startswith("8 samples of 8 rows read, 60 tokens (longest sample 11), 44 trained on (73.3%")
     assert len(lines) == 3
 
 
@@ -45,9 +43,7 @@ def test_truncation_counts_what_is_lost(pairs: str) -> None:
     dataset = prepare(pairs, tokenizer(), max_length=6)
     r = dataset.report  # lengths 4..11 become 4, 5, 6, 6, ...; the tails hold 1 + 2 + 3 + 4 + 5
     assert (r.truncated, r.cut_trained_tokens, r.trained_tokens) == (5, 15, 29)
-    assert max(dataset.lengths) == 6 and r.lines()[-1].endswith(
-        "5 samples, 34.1% of the trained tokens cut (15)"
-    )
+    assert max(dataset.lengths) == 6 and r.lines()[-1].endswith("5 samples, 34.1% of the trained tokens cut (15)")
     assert dataset.cuts[7].tokens == 5 and 2 not in dataset.cuts
 
 
@@ -55,9 +51,7 @@ def test_overlong_samples_can_be_dropped_or_refused(pairs: str) -> None:
     """Dropped ones are counted; the refusal names row, length, limit and what to change."""
     dataset = prepare(pairs, tokenizer(), max_length=6, overlong="drop")
     assert (dataset.report.dropped_overlong, len(dataset)) == (5, 3)
-    with pytest.raises(
-        UserError, match=r"pairs.jsonl, line 4: 7 tokens, more than max_length=6; raise max_length"
-    ):
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: 7 tokens, more than max_length=6; raise max_length"):
         prepare(pairs, tokenizer(), max_length=6, overlong="error")
 
 
@@ -73,9 +67,7 @@ def test_samples_with_nothing_to_train_on_are_dropped_and_counted(tmp_path: Path
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     """With the numbers, the roles found, and the limit."""
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}] * 3)
-    with pytest.raises(
-        UserError, match=r"no sample is left(.|\n)*3 have no trained token.*roles found: user"
-    ):
+    with pytest.raises(UserError, match=r"no sample is left(.|\n)*3 have no trained token.*roles found: user"):
         prepare(path, tokenizer(chats.CHATML))
     path = write(tmp_path / "b.jsonl", [{"text": "Q" * 50}] * 2)
     with pytest.raises(UserError, match=r"no sample is left(.|\n)*2 are longer than max_length=8"):
@@ -116,9 +108,7 @@ def test_limit_reads_only_so_many_rows(pairs: str) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=15), max_length=st.integers(8, 30))
-def test_packing_loses_no_token(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int
-) -> None:
+def test_packing_loses_no_token(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int) -> None:
     """Packed rows hold the same tokens and the same trained tokens as the samples alone."""
     rows = [{"prompt": "Q", "completion": chr(65 + i) * n} for i, n in enumerate(sizes)]
     path = write(tmp_path_factory.getbasetemp() / "packed.jsonl", rows)

@@ -41,9 +41,7 @@ def test_what_is_cut_is_shown(tmp_path: Path) -> None:
     tok = tokenizer()
     dataset = prepare(write(tmp_path, {"prompt": "Q" * 200, "completion": "Z" * 30}), tok, max_length=210)
     text = preview(dataset, tok, ids=False)
-    assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith(
-        "|..."
-    )
+    assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith("|...")
     assert "... 120 more ..." in text
 
 

@@ -87,9 +87,7 @@ def test_reasoning_in_earlier_turns_is_dropped_by_the_template_and_not_searched_
 
 def test_a_chat_that_begins_with_an_answer() -> None:
     """There is no prefix to render, and the answer is found all the same."""
-    _, trained = render(
-        tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant")
-    )
+    _, trained = render(tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant"))
     assert trained == ["Hello there<|eot_id|>"]
 
 
@@ -127,9 +125,7 @@ def test_train_on_all() -> None:
         ("What", " is</s>", " is</s>"),
     ],
 )
-def test_prompt_and_completion(
-    bos: bool, trim_offsets: bool, prompt: str, completion: str, expected: str
-) -> None:
+def test_prompt_and_completion(bos: bool, trim_offsets: bool, prompt: str, completion: str, expected: str) -> None:
     """The completion and an eos are trained; bos is there once if the tokenizer adds it, never trained."""
     tok = tokenizer(chats.CHATML, bos, trim_offsets)
     tokens, trained = render(tok, "prompt_completion", prompt=prompt, completion=completion)
@@ -231,8 +227,7 @@ def test_many_examples_at_once_are_as_one_by_one(tmp_path: Path) -> None:
     tok = tokenizer(chats.CHATML)
     rows = [{"messages": chat("Hello" * n, "yes" * n)} for n in range(1, 6)]
     examples = [
-        normalise(Record("f", "line", i, json.loads(json.dumps(row))), "messages")
-        for i, row in enumerate(rows)
+        normalise(Record("f", "line", i, json.loads(json.dumps(row))), "messages") for i, row in enumerate(rows)
     ]
     together = Renderer(tok)(examples)
     for example, tokens in zip(examples, together, strict=True):
