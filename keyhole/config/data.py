@@ -9,6 +9,9 @@ from keyhole.config.schema import TrainConfig
 from keyhole.data.settings import DataSettings
 
 
-def data_settings(config: TrainConfig) -> DataSettings:
-    """Every field of DataSettings has the name of a setting."""
-    return DataSettings(**{field.name: getattr(config, field.name) for field in dataclasses.fields(DataSettings)})
+def data_settings(config: TrainConfig, began: str | None = None) -> DataSettings:
+    """Every setting that DataSettings has a field for. began: the day a resumed run began, for template_date."""
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    same = [field.name for field in dataclasses.fields(DataSettings) if field.name in names]
+    settings = DataSettings(**{name: getattr(config, name) for name in same})
+    return settings if settings.template_date else dataclasses.replace(settings, template_date=began)

@@ -83,7 +83,8 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None) 
     journaled = METHODS[config.method].journaled
     origin = find_origin(resume, directory.root, directory.journal, config.model, journaled)
     notes = resume_lines(resume, origin, config)
-    data = load_data(data_settings(config))
+    began = origin.loader.get("date") if origin.state is not None else None
+    data = load_data(data_settings(config, began))
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
@@ -104,6 +105,8 @@ def build_run(job: Job, lock: Lock) -> Run:
     if config.packing:
         check_packing(model, config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
+    if data.chat_template is not None:
+        model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
     described = flat_config(config)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save)

@@ -81,10 +81,11 @@ def test_padding_stays_within_the_positions(tmp_path: Path) -> None:
 def test_a_rotary_model_warns_once(tmp_path: Path) -> None:
     """Longer than the config says is allowed there, with one line in the report."""
     model = directory(tmp_path / "model", LlamaConfig(max_position_embeddings=30, vocab_size=300))
-    report = load_data(settings(model, texts(tmp_path / "a.jsonl", 40, 50))).report
+    small = {"batch_size": 1, "gradient_accumulation_steps": 1}
+    report = load_data(settings(model, texts(tmp_path / "a.jsonl", 40, 50), **small)).report
     assert [line for line in report if "warning" in line] == [report[-1]]
     assert "50 tokens" in report[-1] and "made for 30" in report[-1]
-    assert "warning" not in str(load_data(settings(model, texts(tmp_path / "b.jsonl", 30))).report)
+    assert "warning" not in str(load_data(settings(model, texts(tmp_path / "b.jsonl", 30), **small)).report)
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(300, True), (258, True), (257, False), (200, False)])

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from keyhole.data.files import Record
 from keyhole.data.formats import Example, normalise
 from keyhole.data.render import Renderer
+from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer
 
 
-def render(tok: Any, layout: str, train_on: str = "answers", **row: Any) -> Any:
+def render(tok: Any, layout: str, train_on: str = "answers", how: dict | None = None, **row: Any) -> Any:
     """One row as (tokens, list of trained texts)."""
     example = normalise(Record("data.jsonl", "line", 7, row), layout)
-    tokens = Renderer(tok, train_on)([example])[0]
+    tokens = Renderer(tok, PrepareSettings(train_on=train_on, **how or {}))([example])[0]
     return tokens, trained_text(tok, tokens)
 
 
@@ -180,10 +181,11 @@ def test_a_chat_the_template_refuses_names_the_row() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ messages[1].content | length }}{% for message in messages %}{{ message.content }}{% endfor %}",
+        "{% macro all() %}{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
+        "{{ all() }}",
         "{% for message in messages %}{{ message.role + '\n' }}{% endfor %}",
     ],
-    ids=["writes more of it elsewhere", "does not write it"],
+    ids=["hides its loop and rewrites", "does not write it"],
 )
 def test_an_answer_that_cannot_be_found_is_refused(template: str) -> None:
     """The row is named, nothing is guessed."""
