@@ -1,13 +1,39 @@
-"""The one exception that means "the user can fix this".
+"""The one exception that means "the user can fix this", and what is printed of things found in files.
 
 The command line prints the message of a UserError and exits with 2; anything else is our fault, keeps its
 traceback and exits with 1. A message names the key or file, the value found, the limit, and the change that
 fixes it.
+
+Names and texts in a message often come from a file, and a file may hold anything: terminal escapes that move the
+cursor or retitle the window, half a character that cannot be printed, a hundred thousand column names. So every
+message is cleaned where it is made (`printable`), and lists are cut (`listed`), here and nowhere else.
 """
+
+from collections.abc import Iterable
+
+MOST_CHARACTERS = 10_000
+MOST_NAMES = 12
+
+
+def printable(text: str, most: int = MOST_CHARACTERS) -> str:
+    """The text with control characters, escapes and half characters written out (\\x1b), cut after `most` characters."""
+    text = str(text)
+    short = text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} characters more)"
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in short)
+
+
+def listed(names: Iterable[object], most: int = MOST_NAMES) -> str:
+    """`a, b, c`; of a long list the first `most`, each cut to a line, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(printable(str(name), 80).replace("\n", "\\n") for name in names[:most])
+    return shown + (f", ... and {len(names) - most:,} more" if len(names) > most else "")
 
 
 class UserError(ValueError):
     """Something in the input, the config or the machine that the user can change."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message)))
 
 
 class NonFinite(UserError):

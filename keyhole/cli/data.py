@@ -20,6 +20,7 @@ def data(
     Example: keyhole data my.yaml -n 5 max_length=512
     """
     settings = load_settings(config, overrides)
-    from keyhole.data import preview_config
+    from keyhole.config.data import data_settings
+    from keyhole.data import preview_data
 
-    typer.echo(preview_config(settings, count, color=sys.stdout.isatty()))
+    typer.echo(preview_data(data_settings(settings), count, color=sys.stdout.isatty()))

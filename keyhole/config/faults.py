@@ -21,6 +21,7 @@ ELSEWHERE = {
     "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "scheduler": "lr_scheduler_type",
     "warmup_steps": "warmup_ratio", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
     "steps": "max_steps", "max_seq_length": "max_length", "max_seq_len": "max_length",
+    "chat_template_path": "chat_template", "interleave_probs": "train_weights", "dataset_prepared_path": "data_cache",
     "sequence_len": "max_length", "cutoff_len": "max_length", "sample_packing": "packing",
     "bf16": "dtype", "fp16": "dtype", "torch_dtype": "dtype", "precision": "dtype",
     "grad_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm", "random_seed": "seed",

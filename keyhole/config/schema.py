@@ -11,7 +11,7 @@ Relative paths in a config are relative to the directory the command is run in, 
 """
 
 from dataclasses import dataclass, field, make_dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from keyhole.limits import Count, Fraction, Limit, NotNegative, Positive, Seed
 from keyhole.machine.sizes import Bytes
@@ -90,8 +90,24 @@ class RunConfig:
     """Put several samples in one row of max_length tokens; they do not see each other."""
     data_format: DataFormat | None = None
     """Layout of the data files; null = found from the columns and printed."""
+    columns: dict[str, str] | None = None
+    """Names of the data's columns by ours, such as {prompt: question, completion: answer}; null = as they are."""
     train_on: Literal["answers", "all"] = "answers"
     """Which tokens the loss is taken over."""
+    train_end_token: bool | None = None
+    """Train on the token that ends an answer, which is how a model learns to stop; null = yes."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template, or its text, saved with the model; null = the tokenizer's."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, such as {enable_thinking: false}; null = none."""
+    template_date: str | None = None
+    """Date that chat templates print, such as 2025-01-31; null = the day the run began, also after --resume."""
+    train_weights: list[NotNegative] | None = None
+    """Passes over each source of train_data per epoch, such as [1, 0.5, 3]; null = one over each."""
+    dedup: bool = False
+    """Leave out training samples that are the same, token by token, as an earlier one."""
+    data_cache: str | None = None
+    """Directory that keeps tokenised data for the next run on the same files; null = tokenise every time."""
 
     seed: Seed = 0
     """Seed of everything random: order of the data, noise, rounding."""

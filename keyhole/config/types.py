@@ -2,7 +2,8 @@
 
 YAML 1.1 reads `2e-5` as text, `no` as False and `1:30` as 90. Here a float field reads the text `2e-5` as a
 float and a text field keeps `no`, because both look at the characters in the file and at the declared type.
-Handled types: bool, int, float, str, Bytes, Literal, list[T], T | None, T | U, Annotated[T, Limit].
+Handled types: bool, int, float, str, Bytes, Literal, list[T], dict[str, T], T | None, T | U, Annotated[T, Limit].
+Inside dict[str, Any] there is no type to go by, and YAML's guess is taken.
 """
 
 import math
@@ -17,6 +18,7 @@ from keyhole.machine.sizes import EXPECTED as A_SIZE
 from keyhole.machine.sizes import Bytes
 
 NULL_TAG = "tag:yaml.org,2002:null"
+MOST_NODES = 1000
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -54,6 +56,8 @@ def describe(kind: Any) -> str:
         return " or ".join(describe(arm) for arm in args)
     if origin is list:
         return f"list of {describe(args[0])}"
+    if origin is dict:
+        return "mapping of names to values" if args[1] is Any else f"mapping of names to {describe(args[1])}"
     names = {bool: "true | false", int: "whole number", float: "number", str: "text", Bytes: A_SIZE}
     return names.get(kind, "null")
 
@@ -71,7 +75,7 @@ def parse(node: yaml.Node, kind: Any) -> Any:
     """The node's value as the type asks; Mismatch says what was expected."""
     try:
         return _value(node, kind)
-    except (ValueError, OverflowError, KeyError):
+    except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
         raise Mismatch(describe(kind)) from None
 
 
@@ -83,7 +87,11 @@ def _value(node: yaml.Node, kind: Any) -> Any:
         return _first(node, args)
     if origin is list and isinstance(node, yaml.SequenceNode) and node.value:
         return [_value(item, args[0]) for item in node.value]
-    if origin is list or not isinstance(node, yaml.ScalarNode) or is_null(node):
+    if origin is dict and isinstance(node, yaml.MappingNode) and node.value:
+        return {_value(key, str): _value(item, args[1]) for key, item in node.value}
+    if kind is Any:
+        return _plain(node, [MOST_NODES])
+    if origin in (list, dict) or not isinstance(node, yaml.ScalarNode) or is_null(node):
         raise ValueError("another kind of node")
     if origin is Literal:
         return args[args.index(node.value)]
@@ -97,9 +105,24 @@ def _first(node: yaml.Node, arms: tuple[Any, ...]) -> Any:
     for arm in arms:
         try:
             return _value(node, arm)
-        except (ValueError, OverflowError, KeyError):
+        except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
             continue
     raise ValueError("no arm fits")
+
+
+def _plain(node: yaml.Node, left: list[int]) -> Any:
+    """A value of JSON as YAML reads it; an alias counts each time, so none multiplies. left: nodes still allowed."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise ValueError("too large")
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, left) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {_value(key, str): _plain(item, left) for key, item in node.value}
+    value = yaml.SafeLoader("").construct_object(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("not a value of JSON")
+    return value
 
 
 def _inside(limit: Limit, value: Any) -> Any:

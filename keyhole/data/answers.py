@@ -1,33 +1,42 @@
 """A chat as one text, and where in that text the answers stand.
 
-The template is the tokenizer's own. Stock templates carry no marks around what the model has to say (asking
-them for an answer mask returns zeros), so answers are found by rendering prefixes of the chat:
+The template is the tokenizer's own, or the one of the setting `chat_template`. An answer is *what the template writes
+for an assistant turn, after what the model is given*: words, reasoning, tool calls, and the end of the turn.
 
-    before = render(turns[:i], generation prompt on)       what the model is given at turn i
-    upto   = render(turns[:i+1])                           the same, with the answer and its end of turn
-    text   = render(turns)                                 answer i is text[len(before):len(upto)]
+    turn i      what is written while the template's loop stands at message i (template.py); for the last turn also
+                what is written after the loop. Earlier turns may be rewritten (reasoning that is dropped, a turn that
+                closes differently when it is the last): what counts is what stands in this text.
+    given       before = render(turns[:i], generation prompt on). Where `before` is a prefix of the text, the answer
+                begins behind it. Where it is not, because earlier turns are written differently then, the same is
+                asked of the stretch from turn i - 1 on; and then of the generation prompt alone, as far as the turn
+                begins with it.
 
-which holds when `before` and `upto` are prefixes of `text`. Some templates rewrite earlier turns (they drop
-the reasoning, or close the last turn differently, or refuse a chat that ends there). Then turn i is
-rendered twice inside the whole chat, with two marker words in place of its content: what the two texts
-share on the left and on the right is exactly what is not the content. The end-of-turn token that follows is
-added. If even that does not explain `text`, the row is refused by name; a guess is never trained on.
+A template that marks its answers with `{% generation %}` is believed: exactly the marked text is trained on. Where a
+template has no loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes,
+the row is refused by name. A guess is never trained on.
+
+What the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, or text of a
+turn. A turn whose calls are missing is not trained on at all: it would teach to stop where the assistant went on.
+A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
 
 Without a chat template chats are written with PLAIN_TEMPLATE, headings as Alpaca had them:
 
     [bos] system text, ### Instruction: user text, ### Response: answer [eos]      a blank line after each
 
-Dates: the templates of Llama 3 print today's date unless they are given one. A run must not depend on the
-day it is resumed, so they are given the one they fall back to.
+Templates of Llama 3 take a `date_string`; they are given the one they fall back to. `strftime_now` gives the date
+that the run began.
 """
 
+import datetime
 import os
 import re
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from keyhole.data.formats import Example
-from keyhole.errors import UserError
+from keyhole.data.template import Rendering, Template
+from keyhole.data.turns import FLAGS, Turn, call_as, called_names, is_trained, reasoning, words
+from keyhole.errors import UserError, printable
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -37,10 +46,19 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
 )
-MARKERS = ("Q0Z", "Z1Q")  # no common first or last character
+MARKER, VALUE = "Q0Z", "Z1Q"
 DATE = "26 Jul 2024"
 
 Span = tuple[int, int]
+Turns = list[Turn]
+
+
+class Lost(NamedTuple):
+    """Assistant turns of which the template leaves something out."""
+
+    calls: int = 0
+    reasoning: int = 0
+    text: int = 0
 
 
 class Rendered(NamedTuple):
@@ -48,6 +66,8 @@ class Rendered(NamedTuple):
 
     text: str
     spans: list[Span]
+    lost: Lost = Lost()
+    marked: bool = False  # the template says by itself what is an answer
 
 
 def bos_ids(tokenizer: Any) -> list[int]:
@@ -68,82 +88,207 @@ def plain_template(tokenizer: Any) -> str:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, or the plain one."""
+    """The chat template of a tokenizer, or the one given, or the plain one."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.is_plain = not tokenizer.chat_template
-        self.template = plain_template(tokenizer) if self.is_plain else None
-        words = sorted(special_tokens(tokenizer).values(), key=len, reverse=True)
-        self.end_of_turn = re.compile(rf"\s*(?:{'|'.join(map(re.escape, words))})") if words else None
-        self.eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template names it
+    def __init__(
+        self,
+        tokenizer: Any,
+        source: str | None = None,
+        variables: dict[str, Any] | None = None,
+        date: datetime.date | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.tokenizer, self.given = tokenizer, source
+        self.is_plain = not source and not getattr(tokenizer, "chat_template", None)
+        self.date = date or datetime.date.today()
+        self.compiled: dict[str, Template] = {}
+        special = special_tokens(tokenizer)
+        longest_first = sorted(special.values(), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
+        eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template names it
+        self.variables = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
+        self.dated = False  # whether a template has asked for the date
 
-    def render(self, turns: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+    def source(self, tools: list[Any] | None = None) -> str:
+        """The text of the template; some tokenizers have one for chats with tools and one for those without."""
+        if self.given:
+            return self.given
+        return plain_template(self.tokenizer) if self.is_plain else self.tokenizer.get_chat_template(None, tools)
+
+    def run(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering:
+        """The chat as text, and who wrote which part; raises what the template raises."""
+        source = self.source(tools)
+        if source not in self.compiled:
+            self.compiled[source] = Template(source, self.date)
+        done = self.compiled[source].render(turns, {"tools": tools, "add_generation_prompt": prompt, **self.variables})
+        self.dated |= done.dated
+        return done
+
+    def render(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> str:
         """The chat as text; `prompt` appends what an answer begins after."""
-        return self.tokenizer.apply_chat_template(
-            turns, tools=tools, chat_template=self.template, add_generation_prompt=prompt, tokenize=False,
-            date_string=DATE, **self.eos,
-        )  # fmt: skip
+        return self.run(self._ready(turns), tools, prompt).text
 
-    def try_render(self, turns: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str | None:
-        """The same, or None where the template refuses such a chat (each raises what it likes)."""
+    def _try(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering | None:
+        """A rendering, or None where the template refuses such a chat (each raises what it likes)."""
         try:
-            return self.render(turns, tools, prompt)
+            return self.run(turns, tools, prompt)
         except Exception:
             return None
+
+    def _ready(self, turns: Turns) -> Turns:
+        """The turns as the template is to see them: without our own keys, calls in the form it can write."""
+        plain = [{key: value for key, value in turn.items() if key not in FLAGS} for turn in turns]
+        calling = (turn for turn in plain if isinstance(turn.get("tool_calls"), list))
+        for turn in calling:
+            turn["tool_calls"] = [call_as(call, self.takes_text_arguments) for call in turn["tool_calls"]]
+        return plain
+
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether arguments of calls have to be JSON text: the template joins them to text, or prints Python's dict."""
+        call = {"type": "function", "id": "000000000", "function": {"name": MARKER, "arguments": {MARKER: VALUE}}}
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        done = self._try(chat, None)
+        if done is not None and f"{{'{MARKER}'" not in done.text:
+            return False
+        chat[1]["tool_calls"] = [call_as(call, True)]
+        as_text = self._try(chat, None)
+        return as_text is not None and f'\\"{MARKER}' not in as_text.text
 
     @cached_property
     def drops_content(self) -> bool:
         """Whether the template writes turns without their text (vision models' want it in parts)."""
-        chat = [{"role": role, "content": MARKERS[0]} for role in ("user", "assistant")]
-        text = self.try_render(chat, None)
-        return text is not None and text.count(MARKERS[0]) < 2
+        done = self._try([{"role": role, "content": MARKER} for role in ("user", "assistant")], None)
+        return done is not None and done.text.count(MARKER) < 2
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes after a question for the model to go on from."""
+        done = self._try([{"role": "user", "content": MARKER}], None, prompt=True)
+        return _after_last_turn(done) if done else ""
 
     def answers(self, example: Example) -> Rendered:
         """The whole chat, and its answers that are trained on."""
         if not example.turns:
             return Rendered("", [])
-        trained = [i for i, turn in enumerate(example.turns) if turn["role"] == "assistant" and turn.get("weight") != 0]
-        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in example.turns]
+        turns = self._ready(example.turns)
         try:
-            text = self.render(turns, example.tools)
+            done = self.run(turns, example.tools)
         except Exception as error:
-            roles = ", ".join(turn["role"] for turn in turns)
+            roles = printable(", ".join(turn["role"] for turn in turns), 200)
             raise UserError(
-                f"{example.record.where}: the chat template cannot write this chat (roles: {roles}): {error}"
+                f"{example.record.where}: the chat template cannot write this chat (roles: {roles}): "
+                f"{printable(str(error) or type(error).__name__, 400)}"
             ) from None
-        return Rendered(text, [self._answer(example, turns, i, text) for i in trained])
+        spans, lost = [], Lost()
+        for i in (i for i, turn in enumerate(example.turns) if is_trained(turn)):
+            found = self._answer(example, turns, i, done)
+            missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
+            lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
+            spans += [] if missing.calls else found
+        return Rendered(done.text, spans, lost, bool(done.marked))
 
-    def _answer(self, example: Example, turns: list[dict[str, Any]], i: int, text: str) -> Span:
-        start, end = self._by_prefix(turns, example.tools, i, text)
-        if start is None or end is None:
-            left, right = self._by_markers(turns, example.tools, i, text)
-            start, end = left if start is None else start, right if end is None else end
-        if start is None or end is None or end <= start or self.drops_content:
+    def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
+        if done.marked:
+            return self._marked(turns, i, done)
+        found = self._written(turns, example.tools, i, done)
+        said = words(turns[i])
+        if not found or (said and not any(said in done.text[a:b] for a, b in found)):
+            found = self._by_prefix(turns, example.tools, i, done.text) or found
+        calls_only = bool(turns[i].get("tool_calls")) and not said
+        if (not found and not calls_only) or self.drops_content:
             raise UserError(
                 f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
                 "writes; give the turn weight 0, or write the chat out as prompt and completion"
             )
-        return start, end
+        return found
 
-    def _by_prefix(
-        self, turns: list[dict[str, Any]], tools: list[Any] | None, i: int, text: str
-    ) -> tuple[int | None, int | None]:
-        before = self.try_render(turns[:i], tools, prompt=True)
-        upto = text if i + 1 == len(turns) else self.try_render(turns[: i + 1], tools)
-        return tuple(len(x) if x is not None and text.startswith(x) else None for x in (before, upto))
+    def _marked(self, turns: Turns, i: int, done: Rendering) -> list[Span]:
+        """The marks inside of turn i; where turns are not known, the marks of all answers in their order."""
+        own = [(a, b) for a, b, owner in done.segments if owner == i]
+        if own:
+            return [mark for mark in done.marked if any(a <= mark[0] < b for a, b in own)]
+        assistants = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+        in_order = len(assistants) == len(done.marked) and not done.segments
+        return [done.marked[assistants.index(i)]] if in_order else []
 
-    def _by_markers(
-        self, turns: list[dict[str, Any]], tools: list[Any] | None, i: int, text: str
-    ) -> tuple[int | None, int | None]:
-        marked = [[*turns[:i], turns[i] | {"content": word}, *turns[i + 1 :]] for word in MARKERS]
-        first, second = (self.try_render(chat, tools) for chat in marked)
-        if first is None or second is None or first == second:
-            return None, None
-        left = len(os.path.commonprefix([first, second]))
-        right = len(os.path.commonprefix([first[::-1], second[::-1]]))
-        end = len(text) - right
-        if end < left or text[:left] != first[:left] or text[end:] != first[len(first) - right :]:
-            return None, None
-        closing = self.end_of_turn.match(text, end) if self.end_of_turn else None
-        return left, closing.end() if closing else end
+    def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
+        """What the template wrote at turn i, from where the model goes on."""
+        parts = [(a, b) for a, b, owner in done.segments if owner == i]
+        if not parts:
+            return []
+        last = i + 1 == len(turns)
+        end = len(done.text) if last else self._with_stop(done.text, parts[-1][1])
+        parts[-1] = (parts[-1][0], end)
+        start = self._start(turns, tools, i, done, parts[0][0])
+        parts = [(max(a, start), b) for a, b in parts if b > start]
+        for k in range(i + 1, len(turns)):
+            if turns[k]["role"] != "tool":
+                break
+            parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
+        return parts
+
+    def _with_stop(self, text: str, end: int) -> int:
+        """An answer that closes with nothing of its own ends with the stop token that follows (GLM: <|user|>)."""
+        following = self.special.match(text, end)
+        stops = following is not None and following[0] in self.stops
+        closed = any(match.end() == len(text[:end].rstrip()) for match in self.special.finditer(text[:end]))
+        return following.end() if stops and not closed else end
+
+    def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
+        """Where answer i begins: behind what the model is given. begin: where turn i does."""
+        text, before = done.text, self._try(turns[:i], tools, prompt=True) if i else None
+        if before is None:
+            return begin + self._shared(text[begin:], self.generation_prompt)
+        if text.startswith(before.text):
+            return len(before.text)
+        firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
+        if None not in firsts:
+            given, here = before.text[firsts[1] :], text[firsts[0] :]
+            behind = firsts[0] + self._shared(here, given)
+            if here.startswith(given) or behind > begin:
+                return behind
+        return begin + self._shared(text[begin:], _after_last_turn(before))
+
+    def _shared(self, text: str, given: str) -> int:
+        """How far the text begins with what was given; a part of it counts up to its last whole token."""
+        if text.startswith(given):
+            return len(given)
+        shared = os.path.commonprefix([text, given])
+        tokens = [match.end() for match in self.special.finditer(shared)]
+        if not tokens:
+            return len(shared)
+        space = re.compile(r"\s*").match(shared, tokens[-1])
+        return space.end()
+
+    def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
+        """The parts without the result of a tool that turn k holds, if it is written here and not at turn k."""
+        at_home = any(result in done.text[a:b] for a, b, owner in done.segments if owner == k)
+        at = next((p for a, b in parts if (p := done.text.find(result, a, b)) >= 0), -1)
+        if not result or at_home or at < 0:
+            return parts
+        a, b = next(part for part in parts if part[0] <= at < part[1])
+        opening = [m for m in self.special.finditer(done.text, a, at)]
+        closing = self.special.search(done.text, at + len(result), b)
+        left = at if not opening else opening[-1].end() if opening[-1][0] in self.stops else opening[-1].start()
+        right = closing.end() if closing else at + len(result)
+        kept = [(a, left), (right, b)]
+        return [p for part in parts for p in (kept if part == (a, b) else [part]) if p[1] > p[0]]
+
+    def _by_prefix(self, turns: Turns, tools: list[Any] | None, i: int, text: str) -> list[Span]:
+        before = self._try(turns[:i], tools, prompt=True)
+        upto = self._try(turns[: i + 1], tools) if i + 1 < len(turns) else None
+        end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
+        start = len(before.text) if before and text.startswith(before.text) else end
+        return [(start, end)] if start < end else []
+
+
+def _after_last_turn(done: Rendering) -> str:
+    return done.text[max((end for _, end, _ in done.segments), default=len(done.text)) :]
+
+
+def _missing(turn: Turn, said: str) -> Lost:
+    """What of a turn is not in the text that was written for it."""
+    calls = any(name not in said for name in called_names(turn))
+    return Lost(int(calls), int(reasoning(turn) not in said), int(words(turn) not in said))

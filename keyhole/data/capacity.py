@@ -1,6 +1,6 @@
-"""What a model can take: texts of so many tokens, and ids below so many rows of its embedding.
+"""The limits of a model: how many positions it has, and how many token ids its embedding knows.
 
-Both limits are found in the HF config, and are held against the data before a step is taken. A learned position
+Both limits are read from the HF config and compared with the data before the first step. A learned position
 table of L rows has none for token L + 1: the step would end in an IndexError, on a GPU in a device assert that
 names no line. Rotary models compute any position, so there going past L is only worth a warning: it runs, where
 the model has never been trained.

@@ -1,7 +1,7 @@
-"""Samples in memory, ready to be batched: 5 bytes a token.
+"""Samples in memory, ready to be batched: 5 bytes per token.
 
 All token ids lie in one int32 array and all masks in one bool array, with the start of every sample beside
-them; lists of Python ints would take 40 bytes a token. A *row* is what the model is given at once: one
+them; lists of Python ints would take 40 bytes per token. A *row* is what the model is given at once: one
 sample, or several samples packed into max_length tokens (packing.py). Rows are made when they are asked
 for:
 
@@ -15,11 +15,13 @@ for:
 """
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+
+from keyhole.data.report import Report
 
 IGNORED = -100
 
@@ -33,93 +35,85 @@ class Sample(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What truncation took from the end of a sample."""
+    """What truncation took from a sample: from its end, and from the beginning of its prompt."""
 
     tokens: int
     trained: int
-    first_ids: list[int]  # of what was cut, for the preview
+    first_ids: list[int]  # of what was cut at the end, for the preview
+    before: int = 0  # tokens cut from the prompt
 
 
-@dataclass
-class Report:
-    """What was read and what became of it; `lines()` is for people."""
+class Places(Sequence[str]):
+    """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample; written out when asked for."""
 
-    formats: dict[str, str] = field(default_factory=dict)  # file -> why it is read the way it is
-    read: int = 0
-    samples: int = 0
-    tokens: int = 0
-    trained_tokens: int = 0
-    longest: int = 0
-    truncated: int = 0
-    cut_trained_tokens: int = 0
-    dropped_overlong: int = 0
-    dropped_untrained: int = 0
-    straddling: int = 0
-    rows: int = 0
-    max_length: int | None = None
-    packed: bool = False
-    template: str = ""
-    train_on: str = "answers"
+    def __init__(self) -> None:
+        self.files: list[tuple[str, str]] = []  # (file, unit)
+        self.file, self.number = array("i"), array("q")
+        self._index: dict[tuple[str, str], int] = {}
 
-    def lines(self) -> list[str]:
-        """The whole story in a few lines; what did not happen is not mentioned."""
-        files = list(self.formats.items())
-        out = [f"{name}: {why}" for name, why in files[:5]]
-        out += [f"... and {len(files) - 5} more files"] if len(files) > 5 else []
-        out += [f"template: {self.template}"] if self.template else []
-        share = _percent(self.trained_tokens, self.tokens)
-        out.append(
-            f"{self.samples:,} samples of {self.read:,} rows read, "
-            f"{self.tokens:,} tokens (longest sample {self.longest:,}), "
-            f"{self.trained_tokens:,} trained on ({share}, train_on={self.train_on})"
-        )
-        return out + self._losses()
+    def add(self, file: str, unit: str, number: int) -> None:
+        index = self._index.setdefault((file, unit), len(self.files))
+        if index == len(self.files):
+            self.files.append((file, unit))
+        self.file.append(index)
+        self.number.append(number)
 
-    def _losses(self) -> list[str]:
-        out = []
-        if self.truncated:
-            whole = self.trained_tokens + self.cut_trained_tokens
-            out.append(
-                f"truncated to max_length={self.max_length}: {self.truncated:,} samples, "
-                f"{_percent(self.cut_trained_tokens, whole)} of the trained tokens cut "
-                f"({self.cut_trained_tokens:,})"
-            )
-        if self.dropped_overlong:
-            out.append(f"dropped: {self.dropped_overlong:,} samples longer than max_length={self.max_length}")
-        if self.dropped_untrained:
-            out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
-        if self.straddling:
-            out.append(f"{self.straddling:,} samples have a token across prompt and answer; it counts as answer")
-        if self.packed:
-            fill = _percent(self.tokens, self.rows * (self.max_length or 1))
-            out.append(f"packed into {self.rows:,} rows of {self.max_length} tokens, {fill} filled")
-        return out
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def __getitem__(self, index: int) -> str:
+        file, unit = self.files[self.file[index]]
+        return f"{file}, {unit} {self.number[index]}"
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / max(1, whole):.1f}%"
+class _OneEach(Sequence[list[int]]):
+    """Rows of one sample each."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [range(self.count)[index]]
 
 
 class Dataset(Sequence[Sample]):
     """A sequence of rows. Iteration, len() and indexing are over rows; `samples` counts what is inside."""
 
     def __init__(
-        self, ids: list[np.ndarray], trained: list[np.ndarray], *, rows: list[list[int]] | None = None,
-        report: Report | None = None, where: list[str] | None = None, cuts: dict[int, Cut] | None = None,
-        end_token_ids: Sequence[int] = (), pad_token_id: int = 0,
-    ) -> None:  # fmt: skip
-        lengths = np.array([len(x) for x in ids], dtype=np.int64)
-        self.lengths: list[int] = lengths.tolist()
-        self.starts = np.concatenate(([0], np.cumsum(lengths)))
-        self.ids = np.concatenate(ids).astype(np.int32) if ids else np.zeros(0, dtype=np.int32)
-        self.trained = np.concatenate(trained).astype(bool) if trained else np.zeros(0, dtype=bool)
+        self,
+        ids: Sequence[np.ndarray] | np.ndarray,
+        trained: Sequence[np.ndarray] | np.ndarray,
+        *,
+        lengths: Sequence[int] | None = None,
+        rows: Sequence[list[int]] | None = None,
+        sources: Sequence[int] = (),
+        report: Report | None = None,
+        where: Sequence[str] | None = None,
+        cuts: dict[int, Cut] | None = None,
+        end_token_ids: Sequence[int] = (),
+        pad_token_id: int = 0,
+        chat_template: str | None = None,
+    ) -> None:
+        """ids and trained: an array per sample, or one of all samples together with their lengths. rows: the samples
+        of each packed row; None gives every sample a row of its own. sources: from which source a sample came.
+        chat_template: that of the chats, where it is not the tokenizer's."""
+        if lengths is None:
+            lengths = [len(x) for x in ids]
+            ids = np.concatenate([*ids, np.zeros(0, dtype=np.int32)]).astype(np.int32)
+            trained = np.concatenate([*trained, np.zeros(0, dtype=bool)]).astype(bool)
+        self.lengths, self.ids, self.trained = list(lengths), ids, trained
+        self.starts = np.concatenate(([0], np.cumsum(np.array(self.lengths, dtype=np.int64))))
         self.trained[self.starts[:-1]] = False
         self.packed = rows is not None
-        self.rows = rows if rows is not None else [[i] for i in range(len(ids))]
+        self.rows: Sequence[list[int]] = rows if rows is not None else _OneEach(len(self.lengths))
+        self.sources = sources
         self.report = report or Report()
-        self.where = where or [f"sample {i + 1}" for i in range(len(ids))]
+        self.where = where or [f"sample {i + 1}" for i in range(len(self.lengths))]
         self.cuts = cuts or {}
-        self.end_token_ids, self.pad_token_id = list(end_token_ids), pad_token_id
+        self.end_token_ids, self.pad_token_id, self.chat_template = list(end_token_ids), pad_token_id, chat_template
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -144,6 +138,6 @@ class Dataset(Sequence[Sample]):
         """32 hex digits that change with any token, mask, boundary or row, and with packing."""
         digest = hashlib.blake2b(bytes([self.packed]), digest_size=16)
         rows = np.array([i for row in self.rows for i in (*row, -1)], dtype=np.int64)
-        for array in (self.starts, self.ids, self.trained, rows):
-            digest.update(np.ascontiguousarray(array).tobytes())
+        for part in (self.starts, self.ids, self.trained, rows):
+            digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()

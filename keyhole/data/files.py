@@ -39,6 +39,7 @@ class Record:
     unit: str  # "line", "row" or "item"
     number: int  # counted from 1
     row: dict[str, Any]
+    source: int = 0  # which of the sources it came from
 
     @property
     def where(self) -> str:

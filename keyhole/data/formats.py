@@ -5,28 +5,29 @@
     conversations       conversations: [{from, value}]        a chat (ShareGPT); a `system` column begins it
     prompt_completion   prompt, completion                    prompt + completion, as they stand
                         ... both lists of {role, content}     a chat; only turns of the completion are answers
-    alpaca              instruction, output; input optional   a chat: instruction and input, output
+    alpaca              instruction, output; input optional   a chat: instruction and input, output; a `history`
+                                                              of [question, answer] pairs comes before it
     text                text                                  plain text: one long answer to an empty prompt
 
 The first layout of this list whose columns are all there is taken, so a file that also carries a leftover
-`prompt` or `text` column reads as its richest layout; `data_format` overrides. Further columns are ignored,
-except `tools` of a chat, which the template gets to see.
+`prompt` or `text` column reads as its richest layout; `data_format` overrides, and the setting `columns` renames.
+Further columns are ignored, except `tools` of a chat, which the template gets to see.
 
 Strings in prompt and completion are joined byte for byte, also when the tokenizer has a chat template:
 whoever writes prompts out means them, and scoring answers by log-likelihood needs exactly that text. Who
 wants the chat template writes `messages`.
 
-A turn is an answer when its role is "assistant"; `weight: 0` in a turn (the convention of hosted
-fine-tuning services) takes it out of training. Anything of the wrong type is refused with file, row, column
-and what was found.
+What a turn may hold, and which turns are trained on: turns.py. Anything of the wrong type is refused with file, row,
+column and what was found.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keyhole.data.files import Record
-from keyhole.errors import UserError
+from keyhole.data.turns import FLAGS, Turn, read_turn, wrong
+from keyhole.errors import UserError, listed
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -39,7 +40,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
     "model": "assistant", "system": "system", "tool": "tool", "function": "tool", "observation": "tool",
+    "function_call": "assistant",
 }  # fmt: skip
+
+ROUND = ("user", "assistant")
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class Example:
     """A chat (`turns`), or plain text split where the answer begins (`turns` is None)."""
 
     record: Record
-    turns: list[dict[str, Any]] | None = None
+    turns: list[Turn] | None = None
     tools: list[dict[str, Any]] | None = None
     prompt: str = ""
     answer: str = ""
@@ -61,9 +65,9 @@ def detect(record: Record) -> str:
     expected = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in COLUMNS.items())
     raise UserError(
         f"{record.where}: cannot tell the data format from the columns\n"
-        f"  found:    {', '.join(map(str, record.row)) or 'none'}\n"
+        f"  found:    {listed(record.row) or 'none'}\n"
         f"  expected: {expected}\n"
-        "  rename the columns, or set data_format"
+        "  rename the columns (columns: {prompt: question, completion: answer}), or set data_format"
     )
 
 
@@ -79,7 +83,7 @@ def normalise(record: Record, layout: str) -> Example:
     if missing:
         raise UserError(
             f"{record.where}: column {', '.join(missing)} is missing for data format {layout}; "
-            f"found: {', '.join(map(str, record.row)) or 'none'}"
+            f"found: {listed(record.row) or 'none'}"
         )
     if layout == "messages":
         return Example(record, _chat(record, "messages", _turns(record, "messages")), _tools(record))
@@ -92,9 +96,15 @@ def normalise(record: Record, layout: str) -> Example:
     return Example(record, answer=_string(record, "text"))
 
 
-def _wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
-    found = f"{type(value).__name__} {value!r:.60}" if value is not None else "null"
-    return UserError(f"{record.where}: column {column}: expected {expected}, found {found}")
+def rename(record: Record, columns: dict[str, str]) -> Record:
+    """The row with the columns of the setting `columns` under our names."""
+    missing = [theirs for theirs in columns.values() if theirs not in record.row]
+    if missing:
+        raise UserError(
+            f"{record.where}: columns: the data have no column {listed(missing)}; found: {listed(record.row) or 'none'}"
+        )
+    left = {name: value for name, value in record.row.items() if name not in columns.values()}
+    return replace(record, row=left | {ours: record.row[theirs] for ours, theirs in columns.items()})
 
 
 def _string(record: Record, column: str, optional: bool = False) -> str:
@@ -102,7 +112,7 @@ def _string(record: Record, column: str, optional: bool = False) -> str:
     if optional and value is None:
         return ""
     if not isinstance(value, str):
-        raise _wrong(record, column, "text", value)
+        raise wrong(record, column, "text", value)
     return value
 
 
@@ -112,59 +122,39 @@ def _turns(record: Record, column: str) -> list[Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             pass
     if not isinstance(value, list):
-        raise _wrong(record, column, "a list of turns", value)
+        raise wrong(record, column, "a list of turns", value)
     return value
 
 
-def _chat(record: Record, column: str, turns: list[Any]) -> list[dict[str, Any]]:
-    return [_turn(record, f"{column}[{i}]", turn) for i, turn in enumerate(turns)]
+def _chat(record: Record, column: str, turns: list[Any]) -> list[Turn]:
+    return [read_turn(record, f"{column}[{i}]", turn) for i, turn in enumerate(turns)]
 
 
-def _turn(record: Record, place: str, turn: Any) -> dict[str, Any]:
-    if not isinstance(turn, dict):
-        raise _wrong(record, place, "an object with role and content", turn)
-    if not isinstance(turn.get("role"), str) or "content" not in turn:
-        raise _wrong(record, place, "an object with role and content", turn)
-    if turn.get("weight", 1) not in (0, 1, None):
-        raise _wrong(record, f"{place}.weight", "0 or 1", turn["weight"])
-    out = {key: value for key, value in turn.items() if value is not None}  # Parquet fills absent keys with null
-    out["content"] = _content(record, f"{place}.content", turn)
-    return out
-
-
-def _content(record: Record, place: str, turn: dict[str, Any]) -> str:
-    """Text of a turn: a string, or a list of text parts. Only a turn that calls tools may have none."""
-    content = turn["content"]
-    if content is None and turn.get("tool_calls"):
-        return ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise _wrong(record, place, "text", content)
-    return content
-
-
-def _system(record: Record) -> list[dict[str, Any]]:
+def _system(record: Record) -> list[Turn]:
     text = _string(record, "system", optional=True)
     return [{"role": "system", "content": text}] if text else []
 
 
-def _sharegpt(record: Record) -> list[dict[str, Any]]:
+def _sharegpt(record: Record) -> list[Turn]:
     turns = []
     for i, turn in enumerate(_turns(record, "conversations")):
         place = f"conversations[{i}]"
         if isinstance(turn, dict) and "role" in turn:
-            turns.append(_turn(record, place, turn))
+            turns.append(read_turn(record, place, turn))
             continue
         if not isinstance(turn, dict) or "from" not in turn or not isinstance(turn.get("value"), str):
-            raise _wrong(record, place, "an object with from and value", turn)
+            raise wrong(record, place, "an object with from and value", turn)
         role = SHAREGPT_ROLES.get(str(turn["from"]).lower())
         if role is None:
-            raise _wrong(record, f"{place}.from", f"one of {', '.join(SHAREGPT_ROLES)}", turn["from"])
-        turns.append({"role": role, "content": turn["value"]})
+            raise wrong(record, f"{place}.from", f"one of {', '.join(SHAREGPT_ROLES)}", turn["from"])
+        said = {"role": role, "content": turn["value"]}
+        if str(turn["from"]).lower() == "function_call":
+            said = {"role": role, "content": "", "tool_calls": [_json(record, f"{place}.value", turn["value"])]}
+        flags = {key: turn[key] for key in FLAGS if key in turn}
+        turns.append(read_turn(record, place, said | flags))
     return turns
 
 
@@ -176,11 +166,35 @@ def _prompt_completion(record: Record) -> Example:
     return Example(record, prompt=_string(record, "prompt"), answer=_string(record, "completion"))
 
 
-def _alpaca(record: Record) -> list[dict[str, Any]]:
+def _alpaca(record: Record) -> list[Turn]:
     instruction, given = _string(record, "instruction"), _string(record, "input", optional=True)
     question = f"{instruction}\n\n{given}" if given.strip() else instruction
     answer = {"role": "assistant", "content": _string(record, "output")}
-    return [*_system(record), {"role": "user", "content": question}, answer]
+    return [*_system(record), *_history(record), {"role": "user", "content": question}, answer]
+
+
+def _history(record: Record) -> list[Turn]:
+    """The rounds before the question: [[question, answer], ...]."""
+    rounds = record.row.get("history") or []
+    if isinstance(rounds, str):
+        rounds = _turns(record, "history")
+    fits = isinstance(rounds, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in rounds
+    )
+    if not fits:
+        raise wrong(record, "history", "a list of [question, answer] pairs", rounds)
+    return [{"role": role, "content": text} for pair in rounds for role, text in zip(ROUND, pair, strict=True)]
+
+
+def _json(record: Record, place: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise wrong(record, place, 'a call in JSON, {"name": ..., "arguments": {...}}', text)
+    return value
 
 
 def _tools(record: Record) -> list[dict[str, Any]] | None:
@@ -190,5 +204,5 @@ def _tools(record: Record) -> list[dict[str, Any]] | None:
     if isinstance(tools, str):
         tools = _turns(record, "tools")
     if not isinstance(tools, list):
-        raise _wrong(record, "tools", "a list of tool descriptions", tools)
+        raise wrong(record, "tools", "a list of tool descriptions", tools)
     return tools

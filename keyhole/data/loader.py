@@ -1,5 +1,4 @@
-"""Batches in an order that is a pure function of (seed, epoch), and a position in it that fits in two
-integers.
+"""Batches in an order that is a pure function of (seed, epoch); the position in it is two integers.
 
     order(seed, e) = row indices sorted by splitmix64(seed, e, index)      no generator, no state
     step = the next batch_size * gradient_accumulation_steps rows of the order, cut into micro-batches
@@ -71,13 +70,14 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset, batch_size: int, gradient_accumulation_steps: int = 1, seed: int = 0,
-        shuffle: bool = True, pad_to_multiple_of: int = 8,
+        shuffle: bool = True, pad_to_multiple_of: int = 8, about: dict[str, str] | None = None,
     ) -> None:  # fmt: skip
+        """about: what else of the data a resumed run has to know; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.rows_per_step = batch_size * gradient_accumulation_steps
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.fingerprint = dataset.fingerprint
+        self.fingerprint, self.about = dataset.fingerprint, about or {}
         self._epoch, self._offset = 0, 0
         self._order: tuple[int, np.ndarray] | None = None
         self._last: list[int] = []
@@ -125,16 +125,16 @@ class Loader:
         """Everything that a resumed run needs; plain JSON."""
         return {
             "epoch": self._epoch, "offset": self._offset, "seed": self.seed, "shuffle": self.shuffle,
-            "rows": len(self.dataset), "fingerprint": self.fingerprint,
+            "rows": len(self.dataset), "fingerprint": self.fingerprint, **self.about,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the exact row; refused when the data are not the ones the state is about."""
+        """Continues at the exact row; refuses other data than those the state was saved with."""
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
                 f"{len(self.dataset):,} now, or other tokens); restore train_data, the tokenizer, "
-                "max_length, overlong, packing, data_format and train_on, or start anew in another output_dir"
+                "chat_template and the settings of the data, or start anew in another output_dir"
             )
         for key in ("seed", "shuffle"):
             if state[key] != getattr(self, key):

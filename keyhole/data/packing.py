@@ -1,4 +1,4 @@
-"""Several samples in one row, without their seeing each other.
+"""Several samples per row, none of which sees another.
 
 Padding wastes what the longest sample of a batch does not fill. Packing fills rows of max_length tokens
 with whole samples instead: the longest first, each into the fullest row where it still fits (best fit

@@ -1,185 +1,151 @@
-"""From a source to a Dataset: read, normalise, tokenise, cut, drop, pack; and a report of all that.
+"""From a source to a Dataset: read, normalise, tokenise, cut, drop, mix, pack; and a report of all that.
 
     prepare("data/*.jsonl", tokenizer, max_length=1024) -> Dataset with .report
 
-Rows stream through in blocks of 512, so the source is never in memory twice; what stays is 5 bytes a token.
-A sample longer than max_length is cut at its end, dropped, or refused (`overlong`). The report gives the
-share of *trained* tokens that was cut, which is what is lost. A sample with nothing left to train on is
-dropped and counted: it would cost a forward pass and teach nothing. A data set of only such samples is an
-error, since training on it would look like training.
+Rows stream through in blocks (512 rows, or 4 million characters), so the source is never in memory twice; what stays
+is 5 bytes per token. What happens to samples that are too long: gather.py. The same for a whole run, train_data and
+eval_data with the settings of its config: run.py.
 
-The same for a whole run, train_data and eval_data out of one config: run.py.
+`weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one (which
+ones is a function of the seed). Rows refer to samples, so a repeated sample costs no memory.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from keyhole.data.dataset import Cut, Dataset, Report
+from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read
-from keyhole.data.formats import COLUMNS, Example, check_format, detect, normalise
+from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename
+from keyhole.data.gather import Gather
+from keyhole.data.loader import order
 from keyhole.data.packing import pack
-from keyhole.data.render import Renderer, Tokens
+from keyhole.data.render import Renderer
+from keyhole.data.report import Report
+from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 
-BLOCK = 512
-CUT_SHOWN = 12  # tokens of a cut that the preview can show
-OVERLONG = ("truncate", "drop", "error")
-TRAIN_ON = ("answers", "all")
+BLOCK, BLOCK_CHARACTERS = 512, 2**22
 
 
 def prepare(
-    source: str | list[str], tokenizer: Any, *, data_format: str | None = "auto",
-    max_length: int | None = 2048, overlong: str = "truncate", packing: bool = False,
-    train_on: str = "answers", limit: int | None = None,
-) -> Dataset:  # fmt: skip
-    """Everything a source holds, as rows of tokens. `limit` reads only that many rows of the source."""
-    check_format(data_format)
-    _check_choice("overlong", overlong, OVERLONG)
-    _check_choice("train_on", train_on, TRAIN_ON)
-    if packing and max_length is None:
-        raise UserError("packing=true needs max_length: it is the length of a packed row")
-    if max_length is not None and max_length < 2:
-        raise UserError(f"max_length={max_length}: expected at least 2, one token to read and one to predict")
-    renderer = Renderer(tokenizer, train_on)
-    report = Report(max_length=max_length, train_on=train_on)
-    gather = Gather(report, max_length, overlong)
-    for block in _blocks(_examples(islice(read(source), limit), data_format, report), BLOCK):
+    source: str | list[str],
+    tokenizer: Any,
+    *,
+    limit: int | None = None,
+    samples: int | None = None,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Dataset:
+    """Everything a source holds, as rows of tokens. settings: those of PrepareSettings.
+
+    limit: rows to read; samples: how many samples (or, where they are packed, full rows of them) are enough."""
+    how = PrepareSettings(**settings)
+    return arrange(tokenise(source, tokenizer, how, limit, samples), how, weights, seed)
+
+
+def tokenise(
+    source: str | list[str],
+    tokenizer: Any,
+    how: PrepareSettings,
+    limit: int | None = None,
+    samples: int | None = None,
+) -> Dataset:
+    """All samples, each in a row of its own."""
+    renderer = Renderer(tokenizer, how)
+    report = Report(max_length=how.max_length, train_on=how.train_on)
+    gather = Gather(report, how, renderer.bos)
+    records = islice(read(source), limit)
+    for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             gather.add(example, tokens)
+        if samples is not None and _is_enough(report, how, samples):
+            report.partial = next(records, None) is not None
+            break
     report.template = _template_line(renderer, gather)
-    return gather.dataset(packing, _pad_token_id(tokenizer))
+    foreign = gather.chats and (renderer.template.given or renderer.template.is_plain)
+    return gather.dataset(_pad_token_id(tokenizer), renderer.template.source() if foreign else None)
 
 
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"{key}={value!r}: expected {' or '.join(choices)}")
+def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None = None, seed: int = 0) -> Dataset:
+    """The data set with its rows: samples mixed by weight, then packed."""
+    chosen = _mixed(data, weights, seed) if weights is not None else None
+    report = data.report
+    if how.packing:
+        members = range(len(data.lengths)) if chosen is None else chosen
+        rows = pack([data.lengths[i] for i in members], how.max_length)
+        data.rows, data.packed = [[members[k] for k in row] for row in rows], True
+    elif chosen is not None:
+        data.rows = [[i] for i in chosen]
+    if not data.rows:
+        raise UserError("train_weights: no sample is left; give a source a weight above 0")
+    report.packed, report.rows = how.packing, len(data.rows)
+    return data
 
 
-def _blocks(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    iterator = iter(items)
-    while block := list(islice(iterator, size)):
+def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
+    """Samples in the order of their sources, each as often as the weight of its source says."""
+    sources, chosen, told = np.array(data.sources), [], []
+    for source, weight in enumerate(weights):
+        own = np.flatnonzero(sources == source)
+        whole, part = divmod(weight, 1)
+        some = np.sort(order(len(own), seed, source)[: round(part * len(own))])
+        chosen += own.tolist() * int(whole) + own[some].tolist()
+        told.append(f"{len(own) * int(whole) + len(some):,} of source {source + 1} (weight {weight:g})")
+    data.report.mixture = "rows per epoch: " + ", ".join(told)
+    return chosen
+
+
+def _is_enough(report: Report, how: PrepareSettings, samples: int) -> bool:
+    return report.tokens >= samples * (how.max_length or 1) if how.packing else report.samples >= samples
+
+
+def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
+    block, characters = [], 0
+    for example in items:
+        block.append(example)
+        texts = [turn["content"] for turn in example.turns or ()]
+        characters += len(example.prompt) + len(example.answer) + sum(map(len, texts))
+        if len(block) >= most or characters > BLOCK_CHARACTERS:
+            yield block
+            block, characters = [], 0
+    if block:
         yield block
 
 
-def _examples(records: Iterable[Record], data_format: str | None, report: Report) -> Iterator[Example]:
+def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -> Iterator[Example]:
     """Normalised rows; the layout is found anew at the first row of every file."""
     layouts: dict[str, str] = {}
     for record in records:
+        record = rename(record, how.columns) if how.columns else record
         layout = layouts.get(record.file)
         if layout is None:
-            given = data_format not in (None, "auto")
-            layout = layouts[record.file] = str(data_format) if given else detect(record)
+            given = how.data_format not in (None, "auto")
+            layout = layouts[record.file] = str(how.data_format) if given else detect(record)
             why = "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"
             report.formats[record.file] = f"format {layout} ({why})"
         report.read += 1
         yield normalise(record, layout)
 
 
-def _template_line(renderer: Renderer, gather: "Gather") -> str:
+def _template_line(renderer: Renderer, gather: Gather) -> str:
+    adds = "with eos at the end" if renderer.trains_end else "without an eos"
     if not gather.chats:
-        return "none; text is used as it stands, with eos at the end"
-    kind = (
-        "none in the tokenizer; '### Instruction:' and '### Response:' are used" if renderer.template.is_plain else ""
-    )
+        return f"none; text is used as it stands, {adds}"
+    kind = "chat template of the tokenizer"
+    if renderer.template.given:
+        kind = "the one of the setting chat_template"
+    elif renderer.template.is_plain:
+        kind = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
     ends = ", ".join(renderer.special[i] for i in gather.end_token_ids if i in renderer.special)
-    return f"{kind or 'chat template of the tokenizer'}; answers end with {ends or 'no special token'}"
+    dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
+    return f"{kind}; answers end with {ends or 'no special token'}{dated}"
 
 
 def _pad_token_id(tokenizer: Any) -> int:
     """Any valid id will do: padding is masked."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(i for i in candidates if i is not None)
-
-
-@dataclass
-class Gather:
-    """Collects samples, cutting and dropping; `report` keeps count."""
-
-    report: Report
-    max_length: int | None
-    overlong: str
-    ids: list[np.ndarray] = field(default_factory=list)
-    trained: list[np.ndarray] = field(default_factory=list)
-    where: list[str] = field(default_factory=list)
-    cuts: dict[int, Cut] = field(default_factory=dict)
-    ends: Counter = field(default_factory=Counter)
-    roles: set[str] = field(default_factory=set)
-    chats: int = 0
-
-    def add(self, example: Example, tokens: Tokens) -> None:
-        """One example: kept, cut or dropped."""
-        r, ids_T, trained_T = self.report, tokens.ids_T, tokens.trained_T
-        self.chats += example.turns is not None
-        self.roles |= {turn["role"] for turn in example.turns or ()}
-        cut = None
-        if self.max_length is not None and len(ids_T) > self.max_length:
-            if self.overlong == "error":
-                raise UserError(
-                    f"{example.record.where}: {len(ids_T):,} tokens, more than max_length={self.max_length}; "
-                    "raise max_length, or set overlong to truncate or drop"
-                )
-            if self.overlong == "drop":
-                r.dropped_overlong += 1
-                return
-            ids_T, trained_T, cut = self._truncate(ids_T, trained_T)
-        if not trained_T.any():
-            r.dropped_untrained += 1
-            return
-        if cut is not None:
-            self.cuts[len(self.ids)] = cut
-        self._keep(example, ids_T, trained_T, tokens)
-
-    def _truncate(self, ids_T: np.ndarray, trained_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, Cut]:
-        n, r = self.max_length, self.report
-        tail = ids_T[n:]
-        cut = Cut(len(tail), int(trained_T[n:].sum()), tail[:CUT_SHOWN].tolist())
-        r.truncated += 1
-        r.cut_trained_tokens += cut.trained
-        return ids_T[:n], trained_T[:n], cut
-
-    def _keep(self, example: Example, ids_T: np.ndarray, trained_T: np.ndarray, tokens: Tokens) -> None:
-        r = self.report
-        self.ids.append(ids_T)
-        self.trained.append(trained_T)
-        self.where.append(example.record.where)
-        if tokens.end_id is not None:
-            self.ends[tokens.end_id] += 1
-        r.samples += 1
-        r.tokens += len(ids_T)
-        r.trained_tokens += int(trained_T.sum())
-        r.longest = max(r.longest, len(ids_T))
-        r.straddling += tokens.straddles
-
-    @property
-    def end_token_ids(self) -> list[int]:
-        """Special tokens that answers stop with, the most frequent first."""
-        return [i for i, _ in self.ends.most_common()]
-
-    def dataset(self, packing: bool, pad_token_id: int) -> Dataset:
-        """The result; an error if nothing is left."""
-        if not self.ids:
-            raise UserError(self._nothing_left())
-        rows = pack([len(x) for x in self.ids], self.max_length) if packing else None
-        self.report.packed, self.report.rows = packing, len(rows) if rows is not None else len(self.ids)
-        return Dataset(
-            self.ids, self.trained, rows=rows, report=self.report, where=self.where, cuts=self.cuts,
-            end_token_ids=self.end_token_ids, pad_token_id=pad_token_id,
-        )  # fmt: skip
-
-    def _nothing_left(self) -> str:
-        r = self.report
-        lines = [f"no sample is left to train on ({r.read:,} rows read, train_on={r.train_on})"]
-        if r.dropped_overlong:
-            lines.append(f"  {r.dropped_overlong:,} are longer than max_length={self.max_length}: raise it")
-        if r.dropped_untrained:
-            lines.append(
-                f"  {r.dropped_untrained:,} have no trained token: no answer (roles found: "
-                f"{', '.join(sorted(self.roles)) or 'none'}), an empty one, or one that begins after "
-                f"max_length={self.max_length}"
-            )
-        return "\n".join(lines)

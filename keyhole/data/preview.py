@@ -49,7 +49,9 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids:
         yield from _run(tokenizer, run, start, is_trained, color, show_ids)
         start += len(run)
     cut = dataset.cuts.get(index)
-    if cut is not None:
+    if cut is not None and cut.before:
+        yield f"  cut      {cut.before} tokens at the beginning of the prompt"
+    if cut is not None and cut.tokens:
         shown = "|".join(_words(tokenizer, cut.first_ids)) + ("|..." if cut.tokens > len(cut.first_ids) else "")
         yield f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}"
 

@@ -9,23 +9,25 @@ prompt and answer apart would give other tokens than the model has ever seen ("A
 space that "Answer: yes" has not). A token that holds characters of both sides of the boundary counts as
 answer; when the prompt's own tokens are a prefix of the whole, which is nearly always, no such token
 exists. The report counts the rest. A tokenizer without offsets (not a fast one) is asked for the tokens of
-the text up to the boundary instead; the answer begins where they stop agreeing.
+the text up to the boundary instead; the answer begins where they stop agreeing. Offsets stay inside the tokenizers
+library, which is asked for the few that matter: as Python tuples they would take 150 bytes per token.
 
 The end-of-turn token is trained: it is how the model learns to stop. White space that a template writes
 after it is not: generation has ended by then. A last answer that closes with no special token gets an eos,
-also trained.
+also trained. `train_end_token: false` leaves all of these out of the loss, and adds no eos: where answers are one word
+and are scored, not generated, the end would be half of the trained tokens.
 
     label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
 
-from bisect import bisect_right
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from keyhole.data.answers import ChatTemplate, Rendered, bos_ids, special_tokens
+from keyhole.data.answers import ChatTemplate, Lost, Rendered, bos_ids, special_tokens
 from keyhole.data.formats import Example
+from keyhole.data.settings import PrepareSettings
+from keyhole.data.turns import is_trained
 from keyhole.errors import UserError
 
 
@@ -36,6 +38,7 @@ class Tokens(NamedTuple):
     trained_T: np.ndarray  # bool
     end_id: int | None  # the special token its last answer stops with
     straddles: bool  # a token lies across the beginning of an answer
+    lost: Lost = Lost()
 
 
 def check_text(text: str, where: str) -> None:
@@ -53,24 +56,26 @@ def check_text(text: str, where: str) -> None:
 class Renderer:
     """Turns examples into tokens, many at a time."""
 
-    def __init__(self, tokenizer: Any, train_on: str = "answers") -> None:
-        self.tokenizer, self.train_on = tokenizer, train_on
-        self.template = ChatTemplate(tokenizer)
+    def __init__(self, tokenizer: Any, how: PrepareSettings | None = None) -> None:
+        self.tokenizer, self.how = tokenizer, (how := how or PrepareSettings())
+        self.template = ChatTemplate(
+            tokenizer, how.template_text, how.chat_template_kwargs, how.day, tuple(how.stop_token_ids)
+        )
         self.special = special_tokens(tokenizer)
         self.bos, self.eos = bos_ids(tokenizer), tokenizer.eos_token_id
+        self.trains_end = how.train_end_token is not False
 
     def __call__(self, examples: list[Example]) -> list[Tokens]:
         """Tokens of each example, in order."""
         texts = [self._text(example) for example in examples]
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        fast = self.tokenizer.is_fast
         for example, rendered in zip(examples, texts, strict=True):
             check_text(rendered.text, example.record.where)
-        batch = self.tokenizer([t.text for t in texts], return_offsets_mapping=fast, **options)
-        offsets = batch["offset_mapping"] if fast else [None] * len(texts)
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        batch = self.tokenizer([t.text for t in texts], **options)
+        encodings = batch.encodings if self.tokenizer.is_fast else [None] * len(texts)
         return [
-            self._tokens(example, rendered, ids, at)
-            for example, rendered, ids, at in zip(examples, texts, batch["input_ids"], offsets, strict=True)
+            self._tokens(example, rendered, ids, encoding)
+            for example, rendered, ids, encoding in zip(examples, texts, batch["input_ids"], encodings, strict=True)
         ]
 
     def _text(self, example: Example) -> Rendered:
@@ -79,52 +84,65 @@ class Renderer:
         text = example.prompt + example.answer
         return Rendered(text, [(len(example.prompt), len(text))])
 
-    def _tokens(self, example: Example, rendered: Rendered, ids: list[int], offsets: list | None) -> Tokens:
-        locate = Locate(self.tokenizer, rendered.text, ids, offsets)
-        trained = [False] * len(ids)
+    def _tokens(self, example: Example, rendered: Rendered, ids: list[int], encoding: Any) -> Tokens:
+        locate = Locate(self.tokenizer, rendered.text, ids, encoding)
+        trained_T = np.zeros(len(ids), dtype=bool)
         end_id = None
         for start, end in rendered.spans:
             a, b = locate(start), locate(end)
-            b = self._end_of_turn(ids, a, b)
-            trained[a:b] = [True] * (b - a)
+            b = self._end_of_turn(ids, a, b) if self.trains_end else self._without_end(ids, a, b)
+            trained_T[a:b] = True
             end_id = ids[b - 1] if b > a and ids[b - 1] in self.special else None
-        if self._is_open(example, trained, end_id):
-            ids, trained, end_id = [*ids, self.eos], [*trained, True], self.eos
+        ids_T = np.array(ids, dtype=np.int32)
+        if trained_T.any() and end_id is None and self._is_open(example, rendered):
+            ids_T, trained_T, end_id = np.append(ids_T, np.int32(self.eos)), np.append(trained_T, True), self.eos
         if example.turns is None and self.bos and ids[: len(self.bos)] != self.bos:
-            ids, trained = [*self.bos, *ids], [False] * len(self.bos) + trained
-        trained_T = np.array(trained, dtype=bool) if self.train_on == "answers" else np.ones(len(ids), dtype=bool)
+            ids_T = np.concatenate([np.array(self.bos, dtype=np.int32), ids_T])
+            trained_T = np.concatenate([np.zeros(len(self.bos), dtype=bool), trained_T])
+        if self.how.train_on == "all":
+            trained_T[:] = True
         trained_T[:1] = False
         straddles = any(locate.is_inside(start) for start, _ in rendered.spans)
-        return Tokens(np.array(ids, dtype=np.int32), trained_T, end_id, straddles)
+        return Tokens(ids_T, trained_T, end_id, straddles, rendered.lost)
 
     def _end_of_turn(self, ids: list[int], a: int, b: int) -> int:
         """Where answer [a, b) ends without the white space after its last special token."""
         last = next((t for t in range(b - 1, a - 1, -1) if ids[t] in self.special), b - 1)
         return last + 1 if last < b - 1 and not self.tokenizer.decode(ids[last + 1 : b]).strip() else b
 
-    def _is_open(self, example: Example, trained: list[bool], end_id: int | None) -> bool:
-        """Whether an eos has to be added: the last thing said is an answer, and no special token ends it."""
-        last_turn_trained = example.turns is None or (
-            bool(example.turns) and example.turns[-1]["role"] == "assistant" and example.turns[-1].get("weight") != 0
-        )
-        return self.eos is not None and any(trained) and last_turn_trained and end_id is None
+    def _without_end(self, ids: list[int], a: int, b: int) -> int:
+        """Where answer [a, b) ends without the special tokens, and white space between them, that close it."""
+        end = t = b
+        while t > a and (ids[t - 1] in self.special or not self.tokenizer.decode(ids[t - 1 : t]).strip()):
+            t -= 1
+            end = t if ids[t] in self.special else end
+        return end
+
+    def _is_open(self, example: Example, rendered: Rendered) -> bool:
+        """Whether an eos has to be added: the last thing said is an answer, and nothing ends it."""
+        if self.eos is None or not self.trains_end:
+            return False
+        if example.turns is None:
+            return True
+        followed = rendered.marked and rendered.text[rendered.spans[-1][1] :].strip()
+        return is_trained(example.turns[-1]) and not followed
 
 
 class Locate:
     """Token index of a character position: the first token that ends after it."""
 
-    def __init__(self, tokenizer: Any, text: str, ids: list[int], offsets: list[tuple[int, int]] | None) -> None:
-        self.tokenizer, self.text, self.ids = tokenizer, text, ids
-        self.ends = None if offsets is None else list(accumulate((end for _, end in offsets), max))
+    def __init__(self, tokenizer: Any, text: str, ids: list[int], encoding: Any) -> None:
+        self.tokenizer, self.text, self.ids, self.encoding = tokenizer, text, ids, encoding
 
     def __call__(self, position: int) -> int:
         if position <= 0:
             return 0
         if position >= len(self.text):
             return len(self.ids)
-        if self.ends is None:
+        if self.encoding is None:
             return self._by_prefix(position)
-        return bisect_right(self.ends, position)
+        tokens = (self.encoding.char_to_token(at) for at in range(position, len(self.text)))
+        return next((token for token in tokens if token is not None), len(self.ids))  # white space may be in none
 
     def _by_prefix(self, position: int) -> int:
         prefix = self.tokenizer(self.text[:position], add_special_tokens=False).input_ids
@@ -134,4 +152,7 @@ class Locate:
     def is_inside(self, position: int) -> bool:
         """Whether a token lies across this position."""
         t = self(position)
-        return self.ends is not None and 0 < t < len(self.ids) and self.ends[t - 1] < position
+        if self.encoding is None or not 0 < t < len(self.ids):
+            return False
+        before = self.encoding.token_to_chars(t - 1)
+        return before is not None and before[1] < position

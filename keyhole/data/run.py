@@ -1,34 +1,42 @@
-"""The data of a run, out of its config: what the trainer and `keyhole data` call.
+"""The data of a run: what the trainer and `keyhole data` call.
 
-    from_config(config) -> Data: a resumable loader of train_data, batches of eval_data, and the report
+    load_data(settings) -> Data: a resumable loader of train_data, batches of eval_data, and the report
 
 Both sets are prepared in the same way. Evaluation is never packed: it has no use for it, and its loss then
-does not depend on a setting of training. Both are held against what the model can take (capacity.py), so that
+does not depend on a setting of training. Both are compared with what the model can take (capacity.py), so that
 a text too long for it is refused here and not in the middle of the run.
+
+Two things that the data depend on belong to the run and are kept in the loader's state: the date that a chat template
+may print (the day the run began, also when it is resumed later), and the template itself where it is not the
+tokenizer's, which the trained model is saved with: who talks to it then writes what it was trained on.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from keyhole.assets import MODEL, TEST, TRAIN, locate
+from keyhole.data.cache import cached
 from keyhole.data.capacity import check_data, padding_multiple
 from keyhole.data.dataset import Dataset
 from keyhole.data.loader import EvalBatches, Loader
-from keyhole.data.prepare import prepare
+from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
+from keyhole.data.settings import DataSettings, PrepareSettings
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
 class Data:
-    """Everything a run needs to know about its data."""
+    """Everything a run needs to know about its data. chat_template: the one to save with the model; None: its own."""
 
     train: Loader
     eval: EvalBatches
     report: list[str]
     end_token_ids: list[int]
+    chat_template: str | None = None
 
 
 def load_tokenizer(model: str) -> Any:
@@ -41,29 +49,36 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def from_config(config: Any, tokenizer: Any = None) -> Data:
-    """Loaders and report for a TrainConfig."""
-    tokenizer = tokenizer or load_tokenizer(config.model)
-    known = _model_config(config.model)
-    train, report = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing, known)
-    report = [f"train: {line}" for line in report]
+def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
+    """Loaders and report. tokenizer: None takes the model's."""
+    settings = replace(settings, template_date=settings.day.isoformat())  # one day, whenever midnight is
+    tokenizer = tokenizer or load_tokenizer(settings.model)
+    known = _model_config(settings.model)
+    train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
+    report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
+    about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
     loader = Loader(
-        train, config.batch_size, config.gradient_accumulation_steps, config.seed,
+        train,
+        settings.batch_size,
+        settings.gradient_accumulation_steps,
+        settings.seed,
         pad_to_multiple_of=padding_multiple(train, known),
-    )  # fmt: skip
-    if not config.eval_data:
-        return Data(loader, EvalBatches(None, config.batch_size), report, train.end_token_ids)
-    held_out, lines = _prepare(config, config.eval_data, TEST, tokenizer, False, known)
-    report += [f"eval:  {line}" for line in lines]
-    batches = EvalBatches(held_out, config.batch_size, padding_multiple(held_out, known))
-    return Data(loader, batches, report, train.end_token_ids)
+        about=about,
+    )
+    batches = EvalBatches(None, settings.batch_size)
+    if settings.eval_data:
+        unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
+        held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
+        report += [f"eval:  {line}" for line in lines]
+        batches = EvalBatches(held_out, settings.batch_size, padding_multiple(held_out, known))
+    return Data(loader, batches, report, train.end_token_ids, train.chat_template)
 
 
-def preview_config(config: Any, count: int = 3, *, color: bool = False) -> str:
-    """What `keyhole data` prints: the report and the first samples of train_data."""
-    tokenizer = load_tokenizer(config.model)
-    known = _model_config(config.model)
-    dataset, lines = _prepare(config, config.train_data, TRAIN, tokenizer, config.packing, known)
+def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:
+    """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads no more than these."""
+    tokenizer = load_tokenizer(settings.model)
+    known = _model_config(settings.model)
+    dataset, lines = _prepare(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
     return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
 
 
@@ -74,13 +89,48 @@ def _model_config(model: str) -> Any:
 
 
 def _prepare(
-    config: Any, source: str | list[str], demo: Path, tokenizer: Any, packing: bool, known: Any
+    settings: DataSettings,
+    source: str | list[str],
+    demo: Path,
+    tokenizer: Any,
+    known: Any,
+    samples: int | None = None,
 ) -> tuple[Dataset, list[str]]:
     """A data set that the model of HF config `known` can take, and its report."""
     sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
-    data = prepare(
-        sources, tokenizer, data_format=config.data_format, max_length=config.max_length,
-        overlong=config.overlong, packing=packing, train_on=config.train_on,
-    )  # fmt: skip
-    warnings = check_data(data, config.model, known)
+    weights = None if samples is not None else settings.train_weights
+    if weights is not None and len(weights) != len(sources):
+        raise UserError(
+            f"train_weights: {len(weights)} numbers for {len(sources)} sources in train_data; give one for each"
+        )
+    how = PrepareSettings(**{field.name: getattr(settings, field.name) for field in fields(PrepareSettings)})
+    how = replace(how, stop_token_ids=stop_token_ids(settings.model))
+    if settings.data_cache is not None and samples is None:
+        data = cached(Path(settings.data_cache), sources, tokenizer, how)
+    else:
+        data = tokenise(sources, tokenizer, how, samples=samples)
+    data = arrange(data, how, weights, settings.seed)
+    warnings = check_data(data, settings.model, known)
     return data, [*data.report.lines(), *warnings]
+
+
+def stop_token_ids(model: str) -> tuple[int, ...]:
+    """The tokens that end an answer, as the model's generation_config.json has them; none where that cannot be read."""
+    try:
+        found = json.loads((Path(locate(model, MODEL)) / "generation_config.json").read_text(encoding="utf-8"))
+        ids = found.get("eos_token_id")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return ()
+    return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+
+
+def _step_lines(settings: DataSettings, rows: int) -> list[str]:
+    """A warning where one step takes more rows than there are."""
+    batch, steps = settings.batch_size, settings.gradient_accumulation_steps
+    if batch * steps <= rows:
+        return []
+    product = f" x gradient_accumulation_steps={steps}" if steps > 1 else ""
+    return [
+        f"warning: batch_size={batch}{product} is more than the {rows:,} rows of the data: every step sees all of them "
+        "once, and no more"
+    ]

@@ -1,7 +1,8 @@
 """`keyhole chat DIR`: talk to a model, also to one that is larger than the GPU.
 
-A tokenizer with a chat template gets the whole conversation, written by the template. Without one there are
-no turns to speak of: the model simply goes on from each line. Sampling and stop tokens are those of the
+A tokenizer with a chat template gets the whole conversation, written by the template. keyhole saves one with every
+model that it trains on chats, so what is sent here is what was trained on. Without a template there are no turns: the
+model goes on from each line. Sampling and stop tokens are those of the
 model's generation_config.json. The answer appears as it is generated. When units are streamed, each new token
 pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens per
 second.
@@ -24,6 +25,7 @@ import torch
 from transformers import LogitsProcessor, TextStreamer
 
 from keyhole import assets
+from keyhole.data.answers import ChatTemplate
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.rows import not_finite
@@ -110,6 +112,8 @@ class Conversation:
         if self.tokenizer is None:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
         self.has_turns = bool(self.tokenizer.chat_template)
+        self.template = ChatTemplate(self.tokenizer)
+        del self.template.variables["date_string"]  # here it is today
         if system and not self.has_turns:
             raise UserError("--system: the tokenizer has no chat template, so there is no place for it")
         self.first = [{"role": "system", "content": system}] if system else []
@@ -135,12 +139,11 @@ class Conversation:
     def _ids(self, text: str) -> torch.Tensor:
         if not self.has_turns:
             return self.tokenizer(text, return_tensors="pt")["input_ids"]
-        turns = self.first + self.turns
-        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
         try:
-            return self.tokenizer.apply_chat_template(turns, **options)["input_ids"]
+            written = self.template.render(self.first + self.turns, None, prompt=True)
         except Exception as error:  # templates raise what they like
             raise UserError(f"the model's chat template cannot write the conversation: {error}") from None
+        return self.tokenizer(written, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
     def _fit(self, text: str) -> torch.Tensor:
         """The tokens of the conversation, without its oldest turns where the context is too short for all.

@@ -22,7 +22,7 @@ from typing import Any
 from keyhole import assets
 from keyhole.data.files import Record, read
 from keyhole.data.render import check_text
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 
 Turns = list[dict[str, Any]]
 
@@ -74,7 +74,7 @@ def _question(record: Record) -> Question:
     if missing:
         raise UserError(
             f"{record.where}: a task needs prompt, candidates and answer; {', '.join(missing)} is missing, "
-            f"found: {', '.join(map(str, record.row)) or 'nothing'}"
+            f"found: {listed(record.row) or 'nothing'}"
         )
     candidates = _candidates(record)
     texts = [json.dumps(record.row["prompt"], ensure_ascii=False, default=str), *candidates]

@@ -17,7 +17,8 @@ from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
 from keyhole.checkpoint.state import About, method_state
 from keyhole.config import TrainConfig, resolve, to_yaml
-from keyhole.data import Data, from_config
+from keyhole.config.data import data_settings
+from keyhole.data import Data, load_data
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, choose_dtype, load
@@ -92,7 +93,8 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None) 
     if origin.tail and origin.choice.path is None:
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config)
-    data = from_config(config)
+    began = origin.loader.get("date") if origin.state is not None else None
+    data = load_data(data_settings(config, began))
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
@@ -123,6 +125,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     if config.packing:
         model.check_packing(config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
+    if data.chat_template is not None:
+        model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
     base = model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)

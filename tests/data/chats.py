@@ -64,13 +64,46 @@ BARE = (
     "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
 
+# Writes calls as JSON between tags and results in a user turn; drops reasoning before the last question.
+CALLING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ '<|im_start|>user\n<tool_response>\n' + message.content }}"
+    "{{ '\n</tool_response><|im_end|>\n' }}{% elif message.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}"
+    "{% set thought = message.reasoning_content or '' %}"
+    "{% if thought and loop.index0 > ns.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}"
+    "{{ message.content.split('</think>')[-1].lstrip('\n') }}{% for call in message.tool_calls or [] %}"
+    "{{ '\n<tool_call>\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Joins the arguments of a call to text, and closes a turn with what the next one begins with.
+JOINING = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + call.function.arguments }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# Reads ahead, and writes the results of tools into the turn of the assistant that called them.
+AHEAD = (
+    "{% for message in messages %}{% set here = loop.index0 %}{% if message.role != 'tool' %}"
+    "{{ '<|' + message.role + '|>' }}{% for call in message.tool_calls or [] %}{{ 'call:' + call.function.name }}"
+    "{% set next = messages[here + 1] %}{{ '<|system|>' + next.content + '<|end_header_id|>' }}{% endfor %}"
+    "{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+# Says by itself what the model generates.
+MARKED = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}{{ '<|end|>' }}{% endgeneration %}{% else %}{{ message.content + '<|end|>' }}"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
 SPECIAL = [
     "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
     "<|user|>", "<|assistant|>", "<|system|>", "<|end|>",
 ]  # fmt: skip
-CORPUS = [
-    "What is the answer: yes or no? The capital of France is Paris. Hello there, how are you today?"
-] * 4
+CORPUS = ["What is the answer: yes or no? The capital of France is Paris. Hello there, how are you today?"] * 4
 
 
 @cache
@@ -84,9 +117,7 @@ def backend(bos: bool, trim_offsets: bool = False) -> Any:
     special = [AddedToken(word, special=True) for word in SPECIAL]
     made.train_from_iterator(
         CORPUS,
-        trainers.BpeTrainer(
-            vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False),
     )
     steps = [processors.ByteLevel(trim_offsets=trim_offsets)]
     steps += (
@@ -111,11 +142,7 @@ def answers(tokenizer: Any, sample: Sample) -> list[str]:
     runs, at = [], 0
     for trained, group in groupby(label != -100 for label in sample.labels):
         n = len(list(group))
-        runs += (
-            [tokenizer.decode(sample.input_ids[at : at + n], clean_up_tokenization_spaces=False)]
-            if trained
-            else []
-        )
+        runs += [tokenizer.decode(sample.input_ids[at : at + n], clean_up_tokenization_spaces=False)] if trained else []
         at += n
     return runs
 

@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, JambaConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
-from keyhole.data import from_config, preview_config
+from keyhole.data import load_data, preview_data
 from keyhole.data.capacity import check_max_length, context_length, embedding_rows, has_table
 from keyhole.errors import UserError
 from tests.conftest import build_tokenizer
-from tests.data.test_run import config
+from tests.data.test_run import settings
 
 GPT2 = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 30}
 OPT = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -58,47 +57,48 @@ def test_a_sample_past_the_last_position_is_refused(tmp_path: Path, limit: int |
     """Training and preview name the limit, the line and the setting; samples that fit pass with any max_length."""
     model = directory(tmp_path / "model", GPT2Config(**GPT2, vocab_size=300))
     good, bad = texts(tmp_path / "good.jsonl", 30, 5), texts(tmp_path / "bad.jsonl", 8, 31)
-    from_config(config(model, good, max_length=limit))
-    for call in (from_config, preview_config):
+    load_data(settings(model, good, max_length=limit))
+    for call in (load_data, preview_data):
         with pytest.raises(UserError, match=r"max_length: .*30 positions.*bad.jsonl, line 2 has 31.*max_length=30"):
-            call(config(model, bad, max_length=limit))
+            call(settings(model, bad, max_length=limit))
     with pytest.raises(UserError, match=r"bad.jsonl, line 2"):
-        from_config(config(model, good, eval_data=str(bad), max_length=limit))
-    from_config(config(model, bad, max_length=30))
+        load_data(settings(model, good, eval_data=str(bad), max_length=limit))
+    load_data(settings(model, bad, max_length=30))
 
 
 def test_padding_stays_within_the_positions(tmp_path: Path) -> None:
     """Batches of a model with 30 positions are not rounded up to 32, and what comes out of them is a loss."""
     model = directory(tmp_path / "model", GPT2Config(**GPT2, vocab_size=300))
-    data = from_config(config(model, file := texts(tmp_path / "a.jsonl", 30, 5), eval_data=str(file)))
+    data = load_data(settings(model, file := texts(tmp_path / "a.jsonl", 30, 5), eval_data=str(file)))
     network = AutoModelForCausalLM.from_config(GPT2Config(**GPT2, vocab_size=300))
     for batch in [*next(data.train), *data.eval]:
         assert batch["input_ids"].shape[1] == 30
         assert network(**batch).loss.isfinite()
     with pytest.raises(UserError, match="packed rows have up to 40 tokens"):
-        from_config(config(model, texts(tmp_path / "b.jsonl", 20, 20, 9), packing=True, max_length=40))
+        load_data(settings(model, texts(tmp_path / "b.jsonl", 20, 20, 9), packing=True, max_length=40))
 
 
 def test_a_rotary_model_warns_once(tmp_path: Path) -> None:
     """Longer than the config says is allowed there, with one line in the report."""
     model = directory(tmp_path / "model", LlamaConfig(max_position_embeddings=30, vocab_size=300))
-    report = from_config(config(model, texts(tmp_path / "a.jsonl", 40, 50))).report
+    small = {"batch_size": 1, "gradient_accumulation_steps": 1}
+    report = load_data(settings(model, texts(tmp_path / "a.jsonl", 40, 50), **small)).report
     assert [line for line in report if "warning" in line] == [report[-1]]
     assert "50 tokens" in report[-1] and "made for 30" in report[-1]
-    assert "warning" not in str(from_config(config(model, texts(tmp_path / "b.jsonl", 30))).report)
+    assert "warning" not in str(load_data(settings(model, texts(tmp_path / "b.jsonl", 30), **small)).report)
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(300, True), (258, True), (257, False), (200, False)])
 def test_ids_without_a_row_are_refused(tmp_path: Path, rows: int, fits: bool) -> None:
     """The ids that occur are what counts: eos, 257, does; other tokens of the 261 do not."""
     model = directory(tmp_path / "model", LlamaConfig(vocab_size=rows, pad_token_id=0, bos_token_id=0, eos_token_id=0))
-    settings: Any = config(model, texts(tmp_path / "a.jsonl", 8, 5))
+    given = settings(model, texts(tmp_path / "a.jsonl", 8, 5))
     if fits:
-        batch = next(from_config(settings).train)[0]
+        batch = next(load_data(given).train)[0]
         assert int(batch["input_ids"].max()) == 257
     else:
         with pytest.raises(UserError, match=rf"a.jsonl, line 1 has token id 257, .* {rows} rows .*resize") as error:
-            from_config(settings)
+            load_data(given)
         assert str(model) in str(error.value)
 
 
@@ -109,5 +109,5 @@ def test_padding_is_an_id_the_model_has(tmp_path: Path) -> None:
     tokenizer.add_special_tokens({"pad_token": "<new-pad>"})
     assert tokenizer.pad_token_id == 261
     tokenizer.save_pretrained(model)
-    batch = next(from_config(config(model, texts(tmp_path / "a.jsonl", 8, 5))).train)[0]
+    batch = next(load_data(settings(model, texts(tmp_path / "a.jsonl", 8, 5))).train)[0]
     assert int(batch["input_ids"].max()) == 257

@@ -148,9 +148,7 @@ def test_a_hub_id_with_split_and_config(monkeypatch: pytest.MonkeyPatch) -> None
         rows("owner/name:nope")
 
 
-TABLES = st.lists(
-    st.fixed_dictionaries({"prompt": st.text(), "completion": st.text()}), min_size=1, max_size=4
-)
+TABLES = st.lists(st.fixed_dictionaries({"prompt": st.text(), "completion": st.text()}), min_size=1, max_size=4)
 
 
 @given(table=TABLES, suffix=st.sampled_from([".json", ".jsonl", ".parquet"]))

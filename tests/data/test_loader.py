@@ -28,9 +28,7 @@ SIZES = {"count": st.integers(1, 30), "batch_size": st.integers(1, 5), "steps": 
 
 
 @given(**SIZES, seed=st.integers(0, 2**63), shuffle=st.booleans())
-def test_every_sample_once_an_epoch(
-    count: int, batch_size: int, steps: int, seed: int, shuffle: bool
-) -> None:
+def test_every_sample_once_an_epoch(count: int, batch_size: int, steps: int, seed: int, shuffle: bool) -> None:
     """An epoch is steps_per_epoch steps and every row exactly once; only its last step may be smaller."""
     loader = Loader(dataset(count), batch_size, steps, seed, shuffle)
     for epoch in range(2):

@@ -118,9 +118,7 @@ def test_a_packed_batch_costs_what_its_samples_cost() -> None:
     trained = [torch.ones(n, dtype=torch.bool).numpy() for n in lengths]
     alone, packed = Dataset(ids, trained), Dataset(ids, trained, rows=pack(lengths, 13))
     assert len(packed) < len(alone)
-    assert nll(module, collate(list(packed), 0)) == pytest.approx(
-        nll(module, collate(list(alone), 0)), rel=1e-5
-    )
+    assert nll(module, collate(list(packed), 0)) == pytest.approx(nll(module, collate(list(alone), 0)), rel=1e-5)
 
 
 def nll(module: torch.nn.Module, batch: dict[str, torch.Tensor]) -> float:

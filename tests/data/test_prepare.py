@@ -34,9 +34,7 @@ def test_the_report_says_what_was_found(pairs: str) -> None:
     lines = r.lines()
     assert lines[0] == f"{pairs}: format prompt_completion (found column prompt, completion)"
     assert lines[1] == "template: none; text is used as it stands, with eos at the end"
-    assert lines[2].startswith(
-        "8 samples of 8 rows read, 60 tokens (longest sample 11), 44 trained on (73.3%"
-    )
+    assert lines[2].startswith("8 samples of 8 rows read, 60 tokens (longest sample 11), 44 trained on (73.3%")
     assert len(lines) == 3
 
 
@@ -45,9 +43,7 @@ def test_truncation_counts_what_is_lost(pairs: str) -> None:
     dataset = prepare(pairs, tokenizer(), max_length=6)
     r = dataset.report  # lengths 4..11 become 4, 5, 6, 6, ...; the tails hold 1 + 2 + 3 + 4 + 5
     assert (r.truncated, r.cut_trained_tokens, r.trained_tokens) == (5, 15, 29)
-    assert max(dataset.lengths) == 6 and r.lines()[-1].endswith(
-        "5 samples, 34.1% of the trained tokens cut (15)"
-    )
+    assert max(dataset.lengths) == 6 and r.lines()[-1].endswith("5 samples, 34.1% of the trained tokens cut (15)")
     assert dataset.cuts[7].tokens == 5 and 2 not in dataset.cuts
 
 
@@ -55,27 +51,57 @@ def test_overlong_samples_can_be_dropped_or_refused(pairs: str) -> None:
     """Dropped ones are counted; the refusal names row, length, limit and what to change."""
     dataset = prepare(pairs, tokenizer(), max_length=6, overlong="drop")
     assert (dataset.report.dropped_overlong, len(dataset)) == (5, 3)
-    with pytest.raises(
-        UserError, match=r"pairs.jsonl, line 4: 7 tokens, more than max_length=6; raise max_length"
-    ):
+    with pytest.raises(UserError, match=r"pairs.jsonl, line 4: 7 tokens, more than max_length=6; raise max_length"):
         prepare(pairs, tokenizer(), max_length=6, overlong="error")
 
 
 def test_samples_with_nothing_to_train_on_are_dropped_and_counted(tmp_path: Path) -> None:
-    """No answer, an empty chat, an answer beyond max_length."""
-    long = chat("Q" * 50, "yes")
-    rows = [{"messages": m} for m in (chat("Hello", "yes"), chat("Hello"), [], long)]
+    """No answer, an empty chat: the report warns of them."""
+    rows = [{"messages": m} for m in (chat("Hello", "yes"), chat("Hello"), [])]
     dataset = prepare(write(tmp_path / "a.jsonl", rows), tokenizer(chats.CHATML), max_length=60)
-    assert (dataset.report.dropped_untrained, dataset.report.samples) == (3, 1)
+    assert (dataset.report.dropped_untrained, dataset.report.samples) == (2, 1)
     assert answers(tokenizer(), dataset[0]) == ["yes<|im_end|>"]
+    assert dataset.report.lines()[-1] == "warning: dropped: 2 samples with nothing to train on"
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_long_prompt_is_cut_from_the_left_so_that_the_answer_survives(tmp_path: Path, bos: bool) -> None:
+    """The end of the prompt and the whole answer stay, and a leading bos; a chat is treated alike."""
+    tok = tokenizer(chats.CHATML, bos)
+    rows = [{"prompt": "A" * 40 + "B" * 10, "completion": "yes"}]
+    dataset = prepare(write(tmp_path / "a.jsonl", rows), tok, max_length=20)
+    assert answers(tok, dataset[0]) == ["yes</s>"] and dataset.report.cut_trained_tokens == 0
+    text = tok.decode(dataset[0].input_ids)
+    assert len(dataset[0].input_ids) == 20 and text.endswith("A" + "B" * 10 + "yes</s>")
+    assert text.startswith("<s>A" if bos else "A")
+    assert "1 samples, 1 of them at the beginning of the prompt, 0.0%" in dataset.report.lines()[-1]
+    talk = prepare(write(tmp_path / "b.jsonl", [{"messages": chat("Q" * 90, "yes")}]), tok, max_length=60)
+    assert answers(tok, talk[0]) == ["yes<|im_end|>"] and len(talk[0].input_ids) == 60
+
+
+def test_a_chat_whose_first_answer_is_whole_is_cut_at_its_end(tmp_path: Path) -> None:
+    """Question and answer stay together; what comes later is cut, and warned of."""
+    tok = tokenizer(chats.BARE)
+    path = write(tmp_path / "a.jsonl", [{"messages": chat("Q", "yes", "Q" * 50, "no")}])
+    dataset = prepare(path, tok, max_length=30)
+    assert tok.decode(dataset[0].input_ids).startswith("user:\nQ\nassistant:\nyes\nuser:\nQQQ")
+    assert answers(tok, dataset[0]) == ["yes\n"] and dataset.report.cut_trained_tokens > 0
+    assert dataset.report.lines()[-1].startswith("warning: truncated to max_length=30: 1 samples, ")
+
+
+def test_a_long_answer_leaves_the_prompt_half_of_the_row(tmp_path: Path) -> None:
+    """Neither side eats the other: the prompt keeps its last half row, the answer its beginning."""
+    tok = tokenizer()
+    path = write(tmp_path / "a.jsonl", [{"prompt": "A" * 40, "completion": "Z" * 40}])
+    dataset = prepare(path, tok, max_length=20)
+    assert tok.decode(dataset[0].input_ids) == "A" * 10 + "Z" * 10
+    assert (dataset.cuts[0].before, dataset.cuts[0].tokens, dataset.cuts[0].trained) == (30, 31, 31)
 
 
 def test_nothing_left_is_an_error(tmp_path: Path) -> None:
     """With the numbers, the roles found, and the limit."""
     path = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "Hi"}]}] * 3)
-    with pytest.raises(
-        UserError, match=r"no sample is left(.|\n)*3 have no trained token.*roles found: user"
-    ):
+    with pytest.raises(UserError, match=r"no sample is left(.|\n)*3 have no trained token.*roles found: user"):
         prepare(path, tokenizer(chats.CHATML))
     path = write(tmp_path / "b.jsonl", [{"text": "Q" * 50}] * 2)
     with pytest.raises(UserError, match=r"no sample is left(.|\n)*2 are longer than max_length=8"):
@@ -116,9 +142,7 @@ def test_limit_reads_only_so_many_rows(pairs: str) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=15), max_length=st.integers(8, 30))
-def test_packing_loses_no_token(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int
-) -> None:
+def test_packing_loses_no_token(tmp_path_factory: pytest.TempPathFactory, sizes: list[int], max_length: int) -> None:
     """Packed rows hold the same tokens and the same trained tokens as the samples alone."""
     rows = [{"prompt": "Q", "completion": chr(65 + i) * n} for i, n in enumerate(sizes)]
     path = write(tmp_path_factory.getbasetemp() / "packed.jsonl", rows)
@@ -129,4 +153,4 @@ def test_packing_loses_no_token(
         assert flat[0] == flat[1]
     assert all(len(row.input_ids) <= max_length for row in packed) and len(packed) <= len(alone)
     assert packed.fingerprint != alone.fingerprint
-    assert packed.report.lines()[-1].startswith(f"packed into {len(packed):,} rows of {max_length} tokens")
+    assert any(x.startswith(f"packed into {len(packed):,} rows of {max_length} tokens") for x in packed.report.lines())

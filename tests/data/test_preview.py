@@ -39,12 +39,13 @@ def test_colour_only_adds(tmp_path: Path) -> None:
 def test_what_is_cut_is_shown(tmp_path: Path) -> None:
     """How many tokens, how many of them trained, and how they begin; long runs show both ends."""
     tok = tokenizer()
+    dataset = prepare(write(tmp_path, {"text": "Z" * 230}), tok, max_length=210)
+    text = preview(dataset, tok, ids=False)
+    assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith("|...")
+    assert "... 129 more ..." in text
     dataset = prepare(write(tmp_path, {"prompt": "Q" * 200, "completion": "Z" * 30}), tok, max_length=210)
     text = preview(dataset, tok, ids=False)
-    assert "cut      21 tokens after these, 21 of them trained: Z|Z|" in text and text.rstrip().endswith(
-        "|..."
-    )
-    assert "... 120 more ..." in text
+    assert "cut      21 tokens at the beginning of the prompt" in text and "... 99 more ..." in text
 
 
 def test_packed_rows_show_their_samples(tmp_path: Path) -> None:

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from keyhole.data.files import Record
 from keyhole.data.formats import Example, normalise
 from keyhole.data.render import Renderer
+from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer
 
 
-def render(tok: Any, layout: str, train_on: str = "answers", **row: Any) -> Any:
+def render(tok: Any, layout: str, train_on: str = "answers", how: dict | None = None, **row: Any) -> Any:
     """One row as (tokens, list of trained texts)."""
     example = normalise(Record("data.jsonl", "line", 7, row), layout)
-    tokens = Renderer(tok, train_on)([example])[0]
+    tokens = Renderer(tok, PrepareSettings(train_on=train_on, **how or {}))([example])[0]
     return tokens, trained_text(tok, tokens)
 
 
@@ -87,9 +88,7 @@ def test_reasoning_in_earlier_turns_is_dropped_by_the_template_and_not_searched_
 
 def test_a_chat_that_begins_with_an_answer() -> None:
     """There is no prefix to render, and the answer is found all the same."""
-    _, trained = render(
-        tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant")
-    )
+    _, trained = render(tokenizer(chats.LLAMA3), "messages", messages=chat("Hello there", "Hi", first="assistant"))
     assert trained == ["Hello there<|eot_id|>"]
 
 
@@ -127,9 +126,7 @@ def test_train_on_all() -> None:
         ("What", " is</s>", " is</s>"),
     ],
 )
-def test_prompt_and_completion(
-    bos: bool, trim_offsets: bool, prompt: str, completion: str, expected: str
-) -> None:
+def test_prompt_and_completion(bos: bool, trim_offsets: bool, prompt: str, completion: str, expected: str) -> None:
     """The completion and an eos are trained; bos is there once if the tokenizer adds it, never trained."""
     tok = tokenizer(chats.CHATML, bos, trim_offsets)
     tokens, trained = render(tok, "prompt_completion", prompt=prompt, completion=completion)
@@ -184,10 +181,11 @@ def test_a_chat_the_template_refuses_names_the_row() -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ messages[1].content | length }}{% for message in messages %}{{ message.content }}{% endfor %}",
+        "{% macro all() %}{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}{% endmacro %}"
+        "{{ all() }}",
         "{% for message in messages %}{{ message.role + '\n' }}{% endfor %}",
     ],
-    ids=["writes more of it elsewhere", "does not write it"],
+    ids=["hides its loop and rewrites", "does not write it"],
 )
 def test_an_answer_that_cannot_be_found_is_refused(template: str) -> None:
     """The row is named, nothing is guessed."""
@@ -231,8 +229,7 @@ def test_many_examples_at_once_are_as_one_by_one(tmp_path: Path) -> None:
     tok = tokenizer(chats.CHATML)
     rows = [{"messages": chat("Hello" * n, "yes" * n)} for n in range(1, 6)]
     examples = [
-        normalise(Record("f", "line", i, json.loads(json.dumps(row))), "messages")
-        for i, row in enumerate(rows)
+        normalise(Record("f", "line", i, json.loads(json.dumps(row))), "messages") for i, row in enumerate(rows)
     ]
     together = Renderer(tok)(examples)
     for example, tokens in zip(examples, together, strict=True):

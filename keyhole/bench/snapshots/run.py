@@ -76,7 +76,7 @@ class Loop:
 
     def _note(self, record: QueuedStep, update: list[float]) -> None:
         device = self.model.device.type
-        self.journal.append(journal.QueuedStep(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
+        self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
 
     def step(self) -> None:
         self.step_count += 1
@@ -199,7 +199,7 @@ def time_replay(loop: Loop, steps: int) -> float:
     rng = random.Random(0)
     first = loop.step_count
     records = [
-        journal.QueuedStep(first + i, 0, 0, 0, 0.0, loop.model.device.type, (LR, rng.gauss(0.0, 1.0)))
+        journal.Record(first + i, 0, 0, 0, 0.0, loop.model.device.type, (LR, rng.gauss(0.0, 1.0)))
         for i in range(1, steps + 1)
     ]
     loop.method.flush()

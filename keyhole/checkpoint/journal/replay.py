@@ -95,6 +95,8 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         say(f"replaying steps {found.header.first + 1} to {records[-1].step} of {found.last} over {numel:,} elements")
         seconds = apply_records(method, records, say)
         hf.add_end_tokens(model.module, found.header.end_token_ids)
+        if "chat_template" in found.header.loader:
+            model.tokenizer.chat_template = found.header.loader["chat_template"]
         model.save_pretrained(out)
     finally:
         model.close()

@@ -1,0 +1,143 @@
+"""Tokenised data on disk, for the next run on the same files (setting `data_cache`).
+
+An entry is found by a hash of all that its tokens depend on: the bytes of the files, the tokenizer, the chat template,
+the settings of preparation, and the versions of the libraries that tokenise. Reading and hashing a file is some
+hundred times faster than tokenising it. The date counts only where the template asks for it. Packing and mixing are
+done after reading, so they share an entry.
+
+    directory/<32 hex digits>.keyhole-data
+
+    8 bytes "KEYHOLED", length of the JSON u64, JSON, then the arrays one after another
+
+The JSON has the report, the sizes, and the fingerprint of the data set, which is compared after reading: an entry that
+was damaged is made again. Entries appear by one rename. Hub ids are not cached here: `datasets` has its own cache.
+"""
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from array import array
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from keyhole.data.dataset import Cut, Dataset, Places
+from keyhole.data.files import resolve
+from keyhole.data.prepare import tokenise
+from keyhole.data.report import Report
+from keyhole.data.settings import PrepareSettings
+from keyhole.errors import UserError
+
+MAGIC, FORMAT = b"KEYHOLED", 1
+FRONT = struct.Struct("<8sQ")
+SUFFIX = ".keyhole-data"
+NOT_IN_TOKENS = ("packing", "chat_template", "template_date")
+ARRAYS = {
+    "ids": np.int32,
+    "trained": bool,
+    "lengths": np.int64,
+    "sources": np.int32,
+    "file": np.int32,
+    "number": np.int64,
+}
+
+
+def cached(directory: Path, sources: list[str], tokenizer: Any, how: PrepareSettings) -> Dataset:
+    """The samples of all sources, read from the directory or made and written there."""
+    names = resolve(sources)
+    if not all(Path(name).is_file() for name in names):
+        return tokenise(sources, tokenizer, how)
+    path = directory / f"{key(names, sources, tokenizer, how)}{SUFFIX}"
+    found = read_entry(path)
+    if found is None:
+        found = tokenise(sources, tokenizer, how)
+        write_entry(path, found)
+    else:
+        found.report.cached = str(path)
+    return found
+
+
+def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettings) -> str:
+    """32 hex digits for all that the tokens depend on."""
+    template = how.template_text or getattr(tokenizer, "chat_template", None)
+    settings = {f.name: getattr(how, f.name) for f in fields(how) if f.name not in NOT_IN_TOKENS}
+    settings |= {"template": template, "date": str(how.day) if "strftime_now" in str(template) else None}
+    settings |= {"versions": [version(name) for name in ("transformers", "tokenizers", "jinja2")], "format": FORMAT}
+    digest = hashlib.blake2b(
+        json.dumps([settings, names, sources], sort_keys=True, default=str).encode(), digest_size=16
+    )
+    digest.update(_tokenizer(tokenizer))
+    for name in names:
+        with open(name, "rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def _tokenizer(tokenizer: Any) -> bytes:
+    """All of a tokenizer that can be written down."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if hasattr(backend, "to_str") else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    about = [type(tokenizer).__name__, repr(tokenizer), str(tokenizer.special_tokens_map)]
+    return "\n".join([content, *about]).encode("utf-8", "surrogatepass")
+
+
+def write_entry(path: Path, data: Dataset) -> None:
+    """The entry, whole or not at all."""
+    where: Places = data.where
+    arrays = {"ids": data.ids, "trained": data.trained, "lengths": data.lengths, "sources": data.sources}
+    arrays |= {"file": where.file, "number": where.number}
+    about = {
+        "sizes": {name: len(values) for name, values in arrays.items()},
+        "fingerprint": data.fingerprint,
+        "report": asdict(data.report),
+        "files": where.files,
+        "cuts": {str(i): list(cut) for i, cut in data.cuts.items()},
+        "end_token_ids": data.end_token_ids,
+        "pad_token_id": data.pad_token_id,
+        "chat_template": data.chat_template,
+    }
+    text = json.dumps(about).encode()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(FRONT.pack(MAGIC, len(text)) + text)
+            for name, values in arrays.items():
+                np.asarray(values, dtype=ARRAYS[name]).tofile(file)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"data_cache: cannot write to {path.parent}: {error.strerror or error}") from None
+
+
+def read_entry(path: Path) -> Dataset | None:
+    """The data set of an entry; None where there is none, or none that can be trusted."""
+    try:
+        with open(path, "rb") as file:
+            magic, length = FRONT.unpack(file.read(FRONT.size))
+            if magic != MAGIC or length > path.stat().st_size:
+                return None
+            about = json.loads(file.read(length))
+            found = {name: np.fromfile(file, dtype=kind, count=about["sizes"][name]) for name, kind in ARRAYS.items()}
+        where = Places()
+        where.files = [tuple(pair) for pair in about["files"]]
+        where.file, where.number = array("i", found["file"].tobytes()), array("q", found["number"].tobytes())
+        data = Dataset(
+            found["ids"],
+            found["trained"],
+            lengths=found["lengths"].tolist(),
+            sources=found["sources"],
+            report=Report(**about["report"]),
+            where=where,
+            cuts={int(i): Cut(*cut) for i, cut in about["cuts"].items()},
+            end_token_ids=about["end_token_ids"],
+            pad_token_id=about["pad_token_id"],
+            chat_template=about["chat_template"],
+        )
+        return data if data.fingerprint == about["fingerprint"] else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
+        return None

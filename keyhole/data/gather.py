@@ -1,0 +1,150 @@
+"""Samples one by one into two growing arrays: cut, dropped, counted.
+
+Token ids go into an int32 array and masks into a byte array, both of which grow in place, so the peak of memory is
+the 5 bytes per token that stay (and the sixteenth that a growing array keeps in hand).
+
+A sample longer than max_length is cut (`overlong: truncate`). With n = max_length, and the first answer beginning
+after p tokens of prompt and ending at e:
+
+    e <= n    the end is cut, whatever stands there: the first answer is whole
+    e > n     the prompt loses its beginning (all but a leading bos), so that the answer survives. It keeps at least
+              min(p, n/2) tokens, and what the answer is longer than the rest is cut from its end
+
+The share of *trained* tokens that was cut is reported: that is what is lost. A sample with nothing left to train on is
+dropped and counted: it would cost a forward pass and teach nothing. A data set of only such samples is an error,
+since training on it would look like training.
+"""
+
+import hashlib
+from array import array
+from collections import Counter
+
+import numpy as np
+
+from keyhole.data.dataset import Cut, Dataset, Places
+from keyhole.data.formats import Example
+from keyhole.data.render import Tokens
+from keyhole.data.report import Report
+from keyhole.data.settings import PrepareSettings
+from keyhole.errors import UserError, listed
+
+CUT_SHOWN = 12  # tokens of a cut that the preview can show
+
+
+class Gather:
+    """Collects samples; `report` keeps count."""
+
+    def __init__(self, report: Report, how: PrepareSettings, bos: list[int]) -> None:
+        self.report, self.how, self.bos = report, how, bos
+        self.ids, self.trained, self.lengths = array("i"), bytearray(), array("q")
+        self.where, self.source = Places(), array("i")
+        self.cuts: dict[int, Cut] = {}
+        self.ends: Counter[int] = Counter()
+        self.roles: set[str] = set()
+        self.seen: set[bytes] = set()
+        self.chats = 0
+
+    def add(self, example: Example, tokens: Tokens) -> None:
+        """One example: kept, cut or dropped."""
+        r, ids_T, trained_T = self.report, tokens.ids_T, tokens.trained_T
+        self.chats += example.turns is not None
+        self.roles |= {turn["role"] for turn in example.turns or ()}
+        r.lost_calls, r.lost_reasoning = r.lost_calls + tokens.lost.calls, r.lost_reasoning + tokens.lost.reasoning
+        r.lost_text += tokens.lost.text
+        cut, limit = None, self.how.max_length
+        if limit is not None and len(ids_T) > limit:
+            if self.how.overlong == "error":
+                raise UserError(
+                    f"{example.record.where}: {len(ids_T):,} tokens, more than max_length={limit}; "
+                    "raise max_length, or set overlong to truncate or drop"
+                )
+            if self.how.overlong == "drop":
+                r.dropped_overlong += 1
+                return
+            ids_T, trained_T, cut = self._truncate(ids_T, trained_T, limit)
+        if not trained_T.any():
+            r.dropped_untrained += 1
+            return
+        if self.how.dedup and self._is_known(ids_T, trained_T):
+            r.duplicates += 1
+            return
+        if cut is not None:
+            self.cuts[len(self.lengths)] = cut
+        self._keep(example, ids_T, trained_T, tokens)
+
+    def _truncate(self, ids_T: np.ndarray, trained_T: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, Cut]:
+        """At most n tokens, with the first answer in them as far as it goes."""
+        first = int(trained_T.argmax()) if trained_T.any() else 0
+        stops = np.flatnonzero(~trained_T[first:])
+        end = first + int(stops[0]) if len(stops) else len(ids_T)
+        head = len(self.bos) if self.bos and ids_T[: len(self.bos)].tolist() == self.bos else 0
+        prompt, before = first - head, 0
+        if end > n and prompt > 0 and trained_T.any():
+            before = prompt - max(min(prompt, n // 2), min(prompt, n - head - (end - first)))
+            keep = np.r_[0:head, head + before : len(ids_T)]
+            ids_T, trained_T = ids_T[keep], trained_T[keep]
+        tail = ids_T[n:]
+        cut = Cut(len(tail), int(trained_T[n:].sum()), tail[:CUT_SHOWN].tolist(), before)
+        self.report.truncated += 1
+        self.report.cut_prompts += before > 0
+        self.report.cut_trained_tokens += cut.trained
+        return ids_T[:n], trained_T[:n], cut
+
+    def _is_known(self, ids_T: np.ndarray, trained_T: np.ndarray) -> bool:
+        """Whether a sample of the same tokens and mask was there before; remembers it otherwise."""
+        digest = hashlib.blake2b(ids_T.tobytes() + trained_T.tobytes(), digest_size=16).digest()
+        known = digest in self.seen
+        self.seen.add(digest)
+        return known
+
+    def _keep(self, example: Example, ids_T: np.ndarray, trained_T: np.ndarray, tokens: Tokens) -> None:
+        r, record = self.report, example.record
+        self.ids.frombytes(np.ascontiguousarray(ids_T, dtype=np.int32).tobytes())
+        self.trained += np.ascontiguousarray(trained_T).tobytes()
+        self.lengths.append(len(ids_T))
+        self.where.add(record.file, record.unit, record.number)
+        self.source.append(record.source)
+        if tokens.end_id is not None:
+            self.ends[tokens.end_id] += 1
+        r.samples += 1
+        r.tokens += len(ids_T)
+        r.trained_tokens += int(trained_T.sum())
+        r.longest = max(r.longest, len(ids_T))
+        r.straddling += tokens.straddles
+
+    @property
+    def end_token_ids(self) -> list[int]:
+        """Special tokens that answers stop with, the most frequent first."""
+        return [i for i, _ in self.ends.most_common()]
+
+    def dataset(self, pad_token_id: int, chat_template: str | None) -> Dataset:
+        """The samples, each a row; an error if nothing is left."""
+        if not self.lengths:
+            raise UserError(self._nothing_left())
+        return Dataset(
+            np.frombuffer(self.ids, dtype=np.int32),
+            np.frombuffer(self.trained, dtype=bool),
+            lengths=self.lengths,
+            report=self.report,
+            where=self.where,
+            sources=self.source,
+            cuts=self.cuts,
+            end_token_ids=self.end_token_ids,
+            pad_token_id=pad_token_id,
+            chat_template=chat_template,
+        )
+
+    def _nothing_left(self) -> str:
+        r = self.report
+        lines = [f"no sample is left to train on ({r.read:,} rows read, train_on={r.train_on})"]
+        if r.dropped_overlong:
+            lines.append(f"  {r.dropped_overlong:,} are longer than max_length={r.max_length}: raise it")
+        if r.lost_calls:
+            lines.append(f"  {r.lost_calls:,} answers are tool calls that the chat template does not write")
+        if r.dropped_untrained:
+            lines.append(
+                f"  {r.dropped_untrained:,} have no trained token: no answer (roles found: "
+                f"{listed(sorted(self.roles)) or 'none'}), an empty one, or one that begins after "
+                f"max_length={r.max_length}"
+            )
+        return "\n".join(lines)

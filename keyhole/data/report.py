@@ -1,0 +1,92 @@
+"""What was read of the data and what became of it, in a few lines.
+
+Whatever is lost between the file and the loss is counted, and said as a warning: answers that are cut, samples that
+are dropped, tool calls or reasoning that the chat template does not write.
+"""
+
+from dataclasses import dataclass, field
+
+from keyhole.errors import printable
+
+MOST_FILES = 5
+
+
+@dataclass
+class Report:
+    """Counts; `lines()` is for people."""
+
+    formats: dict[str, str] = field(default_factory=dict)  # file -> why it is read the way it is
+    read: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    longest: int = 0
+    truncated: int = 0
+    cut_trained_tokens: int = 0
+    cut_prompts: int = 0
+    dropped_overlong: int = 0
+    dropped_untrained: int = 0
+    duplicates: int = 0
+    lost_calls: int = 0
+    lost_reasoning: int = 0
+    lost_text: int = 0
+    straddling: int = 0
+    rows: int = 0
+    max_length: int | None = None
+    packed: bool = False
+    partial: bool = False
+    template: str = ""
+    train_on: str = "answers"
+    mixture: str = ""
+    cached: str = ""  # the file that the tokens were read from
+
+    def lines(self) -> list[str]:
+        """The counts, the losses last; what did not happen is not mentioned."""
+        files = list(self.formats.items())
+        out = [f"{printable(name, 300)}: {why}" for name, why in files[:MOST_FILES]]
+        out += [f"... and {len(files) - MOST_FILES} more files"] if len(files) > MOST_FILES else []
+        out += [f"template: {self.template}"] if self.template else []
+        share = _percent(self.trained_tokens, self.tokens)
+        out.append(
+            f"{self.samples:,} samples of {self.read:,} rows read, "
+            f"{self.tokens:,} tokens (longest sample {self.longest:,}), "
+            f"{self.trained_tokens:,} trained on ({share}, train_on={self.train_on})"
+        )
+        out += ["only the first rows were read; `keyhole train --dry-run` counts all of them"] if self.partial else []
+        out += [self.mixture] if self.mixture else []
+        out += [f"tokens read from {printable(self.cached, 300)} (data_cache)"] if self.cached else []
+        if self.duplicates:
+            out.append(f"dedup: {self.duplicates:,} samples are the same as an earlier one and are left out")
+        if self.straddling:
+            out.append(f"{self.straddling:,} samples have a token across prompt and answer; it counts as answer")
+        if self.packed:
+            fill = _percent(self.tokens, self.rows * (self.max_length or 1))
+            out.append(f"packed into {self.rows:,} rows of {self.max_length} tokens, {fill} filled")
+        return out + [f"warning: {loss}" for loss in self._losses()]
+
+    def _losses(self) -> list[str]:
+        out, limit = [], f"max_length={self.max_length}"
+        if self.truncated:
+            whole = self.trained_tokens + self.cut_trained_tokens
+            prompts = f", {self.cut_prompts:,} of them at the beginning of the prompt" if self.cut_prompts else ""
+            out.append(
+                f"truncated to {limit}: {self.truncated:,} samples{prompts}, "
+                f"{_percent(self.cut_trained_tokens, whole)} of the trained tokens cut "
+                f"({self.cut_trained_tokens:,})"
+            )
+        if self.dropped_overlong:
+            out.append(f"dropped: {self.dropped_overlong:,} samples longer than {limit}")
+        if self.dropped_untrained:
+            out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
+        without = "the chat template does not write"
+        if self.lost_calls:
+            out.append(f"{self.lost_calls:,} answers call tools, which {without}; these answers are not trained on")
+        if self.lost_reasoning:
+            out.append(f"{self.lost_reasoning:,} answers have reasoning that {without}; they are trained on without it")
+        if self.lost_text:
+            out.append(f"{self.lost_text:,} answers have text that {without} as it stands")
+        return out
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(1, whole):.1f}%"

@@ -1,0 +1,94 @@
+"""The settings that data preparation reads, and nothing else of a config.
+
+    PrepareSettings   how a row becomes tokens: what `prepare` takes
+    DataSettings      the same, with where the rows come from and how they are batched: what a run takes
+
+keyhole/config/data.py makes a DataSettings from a TrainConfig; whoever has no config makes one by hand.
+"""
+
+import datetime
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from keyhole.data.formats import check_format
+from keyhole.errors import UserError, printable
+
+OVERLONG = ("truncate", "drop", "error")
+TRAIN_ON = ("answers", "all")
+MOST_TEMPLATE_BYTES = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareSettings:
+    """How rows become tokens. stop_token_ids: those that end an answer of the model, besides eos."""
+
+    data_format: str | None = None
+    columns: dict[str, str] | None = None
+    max_length: int | None = 2048
+    overlong: str = "truncate"
+    packing: bool = False
+    train_on: str = "answers"
+    train_end_token: bool | None = None
+    dedup: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    template_date: str | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_format(self.data_format)
+        for key, choices in (("overlong", OVERLONG), ("train_on", TRAIN_ON)):
+            if getattr(self, key) not in choices:
+                raise UserError(f"{key}={getattr(self, key)!r}: expected {' or '.join(choices)}")
+        if self.packing and self.max_length is None:
+            raise UserError("packing=true needs max_length: it is the length of a packed row")
+        if self.max_length is not None and self.max_length < 2:
+            raise UserError(f"max_length={self.max_length}: expected at least 2, one token to read and one to predict")
+        _ = self.day
+
+    @cached_property
+    def day(self) -> datetime.date:
+        """The date that templates may print; today's where none is set."""
+        if self.template_date is None:
+            return datetime.date.today()
+        try:
+            return datetime.date.fromisoformat(self.template_date)
+        except ValueError:
+            raise UserError(f"template_date={self.template_date!r}: expected a date such as 2025-01-31") from None
+
+    @cached_property
+    def template_text(self) -> str | None:
+        """The template that chat_template names or is; None leaves the choice to the tokenizer."""
+        given = self.chat_template
+        if given is None or "{{" in given or "{%" in given:
+            return given
+        path = Path(given).expanduser()
+        try:
+            if not path.is_file():
+                found = "not a regular file" if path.exists() else "no such file"
+                raise UserError(
+                    f"chat_template: {printable(given, 200)}: {found}; give the path of a Jinja template, or its text"
+                )
+            if path.stat().st_size > MOST_TEMPLATE_BYTES:
+                raise UserError(f"chat_template: {given}: larger than 1 MiB; is it a template?")
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"chat_template: {given}: not UTF-8 text; is it a template?") from None
+        except OSError as error:
+            raise UserError(f"chat_template: {given[:200]}: cannot be read: {error.strerror}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(PrepareSettings):
+    """The data of a run."""
+
+    model: str
+    train_data: str | list[str]
+    eval_data: str | list[str] | None = None
+    train_weights: list[float] | None = None
+    data_cache: str | None = None
+    batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    seed: int = 0
