@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import torch
 
@@ -24,9 +25,10 @@ from keyhole import ops
 from keyhole.ops import backend
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise import philox, tiles
+from keyhole.ops.noise import index, philox, tiles
 from keyhole.ops.noise.gaussian import SCALE, turn
 from keyhole.ops.zo import flat as zo
+from keyhole.ops.zo.element import ZOStep
 
 VARIANTS = [
     "",
@@ -96,7 +98,7 @@ def apply_variant(args: argparse.Namespace) -> None:
         options["maxnreg"] = args.registers
     zo._zo_kernel = Tuned(zo._zo_kernel, **options)
     tiles._noise_kernel = Tuned(tiles._noise_kernel, **options)
-    tiles._ROWS = tl.constexpr(tiles.WIDTH // (32 * args.warps))
+    index._ROWS = tl.constexpr(index.WIDTH // (32 * args.warps))
     philox._ROUNDS = tl.constexpr(args.rounds)
     pairs = {"exact": tiles.gaussian_pair, "mixed": mixed_gaussian_pair, "fast": fast_gaussian_pair}
     tiles.gaussian_pair = pairs[args.normal]
@@ -129,8 +131,8 @@ def passes(n: int, dtype: torch.dtype, distribution: str) -> dict[str, tuple]:
     plus, minus, z = torch.empty_like(w), torch.empty_like(w), torch.empty_like(w)
     coef = torch.tensor([1e-6, 0.5], device="cuda")
     changed = torch.zeros((), dtype=torch.int64, device="cuda")
-    same = dict(offset=1 << 33, seed=1, distribution=distribution)
-    update = dict(coef=coef, rounding="stochastic", changed=changed)
+    perturb = ZOStep(1 << 33, 1, distribution, eps=1e-3, step=2)
+    both = replace(perturb, coef=coef, update_step=1, changed=changed)
 
     def textbook_pass() -> None:
         z.normal_()
@@ -140,15 +142,10 @@ def passes(n: int, dtype: torch.dtype, distribution: str) -> dict[str, tuple]:
         for _ in range(4):
             textbook_pass()
 
-    perturb = dict(eps=1e-3, step=2, **same)
     return {
-        "update": (lambda: ops.zo_update_(w, step=1, **same, **update), 2 * w.nbytes, textbook_pass),
-        "perturb": (lambda: ops.zo_perturb(w, plus, minus, **perturb), 3 * w.nbytes, textbook_pass),
-        "fused": (
-            lambda: ops.zo_update_perturb_(w, plus, minus, update_step=1, **perturb, **update),
-            4 * w.nbytes,
-            textbook_step,
-        ),
+        "update": (lambda: ops.zo_flat_(w, None, None, both), 2 * w.nbytes, textbook_pass),
+        "perturb": (lambda: ops.zo_flat_(w, plus, minus, perturb), 3 * w.nbytes, textbook_pass),
+        "fused": (lambda: ops.zo_flat_(w, plus, minus, both), 4 * w.nbytes, textbook_step),
     }
 
 
@@ -160,7 +157,7 @@ def table(bytes_per_s: float) -> None:
     )
     for dtype, sizes in SIZES.items():
         for n in sizes:
-            for distribution in tiles.DISTRIBUTIONS:
+            for distribution in index.DISTRIBUTIONS:
                 for name, (run, must_move, textbook) in passes(n, dtype, distribution).items():
                     if n < max(sizes) and (name != "fused" or distribution != "gaussian"):
                         continue
@@ -175,19 +172,19 @@ def table(bytes_per_s: float) -> None:
 def accuracy(n: int = 1 << 22) -> None:
     """The GPU's gaussians against float64 Box-Muller of the same words, and against the CPU reference."""
     draw = dict(seed=3, step=4, direction=0)
-    made = ops.noise(n, offset=0, device="cuda", **draw)
+    made = ops.draw_noise(n, offset=0, device="cuda", **draw)
     worst, total = 0.0, 0.0
-    for start in range(0, n, tiles.CHUNK):
-        words = tiles.tile_words(start, tiles.CHUNK, tiles.TILE, seed=3, step=4, stream=0, device=made.device)
-        words_4TW = words.view(4, -1, tiles.WIDTH)
+    for start in range(0, n, index.CHUNK):
+        words = index.words_reference(start, index.CHUNK, tiles.TILE, seed=3, step=4, stream=0, device=made.device)
+        words_4TW = words.view(4, -1, index.WIDTH)
         u1_2TW = (((words_4TW[0::2].long() & 0xFFFFFFFF) >> 9).double() + 0.5) * 2**-23
         r_2TW = (-2 * u1_2TW.log()).sqrt() * torch.where(words_4TW[1::2] < 0, -1, 1)
         angle_2TW = math.pi * (words_4TW[1::2] & 0x7FFFFF).double() * 2**-23
         exact_22TW = torch.stack([r_2TW * angle_2TW.cos(), r_2TW * angle_2TW.sin()], dim=1)
         exact = exact_22TW.flatten(0, 1).transpose(0, 1).reshape(-1)
-        error = (made[start : start + tiles.CHUNK].double() - exact).abs()
+        error = (made[start : start + index.CHUNK].double() - exact).abs()
         worst, total = max(worst, error.max().item()), total + error.sum().item()
-    equal = torch.equal(made.cpu(), ops.noise(n, offset=0, **draw))
+    equal = torch.equal(made.cpu(), ops.draw_noise(n, offset=0, **draw))
     print(
         f"gaussian on the GPU against float64: largest error {worst:.2e}, mean {total / n:.2e}; "
         f"bit for bit the CPU's: {'yes' if equal else 'no'}"
@@ -199,14 +196,14 @@ def cpu() -> None:
     torch.set_num_threads(1)
     n, coef = 1 << 20, torch.tensor([1e-3, 0.5])
     runs = {
-        f"noise {d}": lambda d=d: ops.noise(n, offset=0, seed=1, step=2, distribution=d) for d in tiles.DISTRIBUTIONS
+        f"noise {d}": lambda d=d: ops.draw_noise(n, offset=0, seed=1, step=2, distribution=d)
+        for d in index.DISTRIBUTIONS
     }
     for dtype in DTYPES:
         w = (torch.randn(n) * 0.02).to(dtype)
         plus, minus = torch.empty_like(w), torch.empty_like(w)
-        runs[f"fused {str(dtype)[6:]}"] = lambda w=w, plus=plus, minus=minus: ops.zo_update_perturb_(
-            w, plus, minus, offset=0, coef=coef, eps=1e-3, seed=1, update_step=1, step=2
-        )
+        how = ZOStep(0, 1, coef=coef, update_step=1, eps=1e-3, step=2)
+        runs[f"fused {str(dtype)[6:]}"] = lambda w=w, plus=plus, minus=minus, how=how: ops.zo_flat_(w, plus, minus, how)
     for name, run in runs.items():
         times = []
         for _ in range(5):
@@ -235,7 +232,7 @@ def main() -> None:
     plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--warps", type=int, choices=[4, 8, 16], default=tiles.NUM_WARPS)
+    parser.add_argument("--warps", type=int, choices=[4, 8, 16], default=index.NUM_WARPS)
     parser.add_argument("--rounds", type=int, default=philox.ROUNDS)
     parser.add_argument("--registers", type=int, default=0, help="limit a thread; 0: as the package does")
     parser.add_argument("--normal", choices=["exact", "mixed", "fast"], default="exact")

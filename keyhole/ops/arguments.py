@@ -27,8 +27,13 @@ def check_flat(*tensors: torch.Tensor) -> None:
     assert tensors[0].dim() == 1, tensors[0].shape
 
 
-def check_scalars(device: torch.device, scale: torch.Tensor | None, sum_squares: torch.Tensor | None,
-                  bad: torch.Tensor | None, changed: torch.Tensor | None = None) -> None:
+def check_scalars(
+    device: torch.device,
+    scale: torch.Tensor | None,
+    sum_squares: torch.Tensor | None,
+    bad: torch.Tensor | None,
+    changed: torch.Tensor | None = None,
+) -> None:
     dtypes = (torch.float32, torch.float32, torch.int32, torch.int64)
     for tensor, dtype in zip((scale, sum_squares, bad, changed), dtypes, strict=True):
         if tensor is not None:

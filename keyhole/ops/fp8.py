@@ -1,11 +1,11 @@
 """Weights in 8 bits: E4M3 codes with a power-of-two scale for every 64 elements.
 
-    packed   uint8 [n + n / 64]:  n codes, then n / 64 exponents k, one a group of 64 elements in a row
+    packed   uint8 [n + n / 64]:  n codes, then n / 64 exponents k, one per group of 64 consecutive elements
     w        code * 2^(k - 127),  k the smallest with  amax(group) <= 448 * 2^(k - 127)
 
 448 is the largest E4M3 number (4 bits of exponent, 3 of fraction). A power of two as scale only moves
 exponents: decoding is exact in float32, and a value that is on the grid of its group comes back as it went in.
-1.0156 bytes an element in host memory and on the link, half of bfloat16. An element keeps 4 significant bits
+1.0156 bytes per element in host memory and on the link, half of bfloat16. An element keeps 4 significant bits
 down to about 2^-14 of the largest of its group; below that the grid is even, of about 2^-17 (subnormal codes).
 
 Encoding lays x = |w| 2^(127 - k) on an axis on which the codes are the integers, with 20 bits of fraction:
@@ -14,9 +14,9 @@ Encoding lays x = |w| 2^(127 - k) on an axis on which the codes are the integers
     subnormal codes    the pattern of x + 2^-6, less that of 2^-6: the sum has the even grid of that range
 
     nearest            ties to even, bit for bit what PyTorch's conversion makes of the scaled value
-    stochastic         the 16 bits of the element (ops/rounding/round.py: a function of seed, step and index) are added
-                       as the top of the fraction, plus half of their last place: unbiased to 2^-16 of a step,
-                       and exact values stay. What is less than 2^-17 of a step above a code is lost.
+    stochastic         the 16 bits of the element (rounding/bits.py: a function of seed, step and index) are added as
+                       the top of the fraction, plus half of their last place: unbiased to 2^-16 of a step, and
+                       exact values stay. What is less than 2^-17 of a step above a code is lost.
 
 Every group is scaled alone, so cutting a tensor between groups changes nothing. Zeros keep their sign; a group
 of zeros has k = 0. NaN and inf become the NaN code, without a sign (processors do not agree about that of a NaN),
@@ -24,16 +24,16 @@ and have no part in the scale, so the rest of the group survives. k is at most 2
 1.875 * 2^127 may round to 2^128, which float32 reads as inf. Encoding a decoded tensor keeps every value; the
 bytes may differ the first time, where rounding had left a group with less than its scale allows.
 
-One pass over memory each; a zeroth-order step does both and more in one (ops/zo/packed.py). Legend: G groups.
+One pass over memory each; a zeroth-order step does both and more in one (zo/packed.py). Legend: G groups.
 """
 
 import torch
 
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.philox import philox
-from keyhole.ops.noise.tiles import CHUNK, WIDTH, check, chunks, int32, key
-from keyhole.ops.rounding.round import ROUNDINGS, STREAM, TILE, chunk_bits_reference, round_nearest
+from keyhole.ops.noise.index import CHUNK, WIDTH, check_index, chunks, key, span, unsigned, words_of_tile
+from keyhole.ops.rounding.bits import STREAM, TILE, chunk_bits_reference, vector_bits
+from keyhole.ops.rounding.round import ROUNDINGS, round_nearest
 
 GROUP = 64  # elements to a scale
 INF_PATTERN = 0x7F800000
@@ -43,7 +43,7 @@ SMALLEST_NORMAL = 2.0**-6
 NORMAL_ZERO, SUBNORMAL_ZERO = 120 << 23, 121 << 23  # patterns of 2^-7 and 2^-6: the origins of the axis
 EVEN_GRID = 2.0**14  # float32 numbers near it are 2^-9 apart, like the subnormal codes
 EVEN_GRID_ZERO = 141 << 23  # its pattern
-DECODE_GROUPS, WARPS = 16, 4  # groups a program decodes: 8 elements a thread, 16 bytes of bfloat16
+DECODE_GROUPS, WARPS = 16, 4  # groups per program that decodes: 8 elements per thread, 16 bytes of bfloat16
 
 _GROUP, _WIDTH, _TILE, _STREAM = (tl.constexpr(i) for i in (GROUP, WIDTH, TILE, STREAM))
 _INF, _NAN_CODE, _ROOM = tl.constexpr(INF_PATTERN), tl.constexpr(NAN_CODE), tl.constexpr(ROOM)
@@ -83,17 +83,17 @@ def codes_reference(x: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
     return torch.where(pattern < INF_PATTERN, signed, NAN_CODE)  # PyTorch saturates inf, or not, by version
 
 
-def fp8_encode_reference_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
-                          rounding: str) -> None:
+def fp8_encode_reference_(
+    w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int, rounding: str
+) -> None:
     """Chunk by chunk."""
-    n = w.numel()
+    n, which = w.numel(), {"seed": seed, "step": step, "device": w.device}
     for part in chunks(offset, n):
         w_G64 = w[part].view(-1, GROUP)
         k_G = scale_exponents_reference(w_G64)
         x = (w_G64 * ((254 - k_G) << 23).view(torch.float32).unsqueeze(1)).view(-1)
-        bits = None
-        if rounding == "stochastic":
-            bits = chunk_bits_reference(offset + part.start, x.numel(), seed=seed, step=step, device=w.device)
+        stochastic = rounding == "stochastic"
+        bits = chunk_bits_reference(offset + part.start, x.numel(), **which) if stochastic else None
         packed[part] = codes_reference(x, bits)
         packed[n + part.start // GROUP : n + part.stop // GROUP] = k_G
 
@@ -161,40 +161,27 @@ def decoded(code, k):
     return pattern.to(tl.float32, bitcast=True)
 
 
-@jit()
-def _encode_vector(w_ptr, codes_ptr, scales_ptr, lo, hi, bits, V: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Vector V of a tile: 16 groups, of which those in lo..hi exist."""
-    group = V * (_WIDTH // _GROUP) + tl.arange(0, _WIDTH // _GROUP)
-    exists = (group >= lo) & (group < hi)
-    at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-    w = tl.load(w_ptr + at, exists[:, None], 0.0)
-    k = scale_exponents(tl.max(finite_pattern(w), 1))
-    tl.store(codes_ptr + at, coded(w, k[:, None], bits, STOCHASTIC).to(tl.uint8), exists[:, None])
-    tl.store(scales_ptr + group, k.to(tl.uint8), exists)
-
-
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1"])
 def _encode_kernel(w_ptr, packed_ptr, tile_0, lead, n, step, k0, k1, STOCHASTIC: tl.constexpr):
-    """One program: a tile of random bits, 128 groups. The tensor starts `lead` groups into tile `tile_0`."""
+    """One program: a tile of random bits, 8 vectors of 16 groups. The tensor starts `lead` groups into tile_0."""
     pid = tl.program_id(0).to(tl.int64)
-    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+    step, k0, k1 = unsigned(step, k0, k1)
     start = pid * (_TILE // _GROUP) - lead  # in groups; negative if before the tensor
     lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n // _GROUP - start, _TILE // _GROUP).to(tl.int32)
-    w, codes, scales = w_ptr + start * _GROUP, packed_ptr + start * _GROUP, packed_ptr + n + start
-    r0, r1, r2, r3 = k0, k0, k0, k0
+    w_ptr, codes_ptr, scales_ptr = w_ptr + start * _GROUP, packed_ptr + start * _GROUP, packed_ptr + n + start
+    words = (k0, k0, k0, k0)
     if STOCHASTIC:
-        first = (tile_0 + pid) * _WIDTH
         lane = tl.arange(0, _WIDTH // _GROUP)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
-        low, high = (first & 0xFFFFFFFF).to(tl.uint32) + lane.to(tl.uint32), (first >> 32).to(tl.uint32)
-        r0, r1, r2, r3 = philox(low, high, step * 0 + _STREAM, step, k0, k1)
-    _encode_vector(w, codes, scales, lo, hi, r0 & 0xFFFF, 0, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r0 >> 16, 1, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r1 & 0xFFFF, 2, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r1 >> 16, 3, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r2 & 0xFFFF, 4, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r2 >> 16, 5, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r3 & 0xFFFF, 6, STOCHASTIC)
-    _encode_vector(w, codes, scales, lo, hi, r3 >> 16, 7, STOCHASTIC)
+        words = words_of_tile(tile_0 + pid, lane, _STREAM, (step, k0, k1))
+    for v in tl.static_range(8):
+        group = v * (_WIDTH // _GROUP) + tl.arange(0, _WIDTH // _GROUP)
+        exists = (group >= lo) & (group < hi)
+        at = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
+        w = tl.load(w_ptr + at, exists[:, None], 0.0)
+        k = scale_exponents(tl.max(finite_pattern(w), 1))
+        code = coded(w, k[:, None], vector_bits(words, v), STOCHASTIC)
+        tl.store(codes_ptr + at, code.to(tl.uint8), exists[:, None])
+        tl.store(scales_ptr + group, k.to(tl.uint8), exists)
 
 
 @jit(do_not_specialize=["n"])
@@ -209,25 +196,25 @@ def _decode_kernel(packed_ptr, out_ptr, n, GROUPS: tl.constexpr):
     tl.store(out_ptr + at, round_nearest(w, out_ptr.dtype.element_ty), exists[:, None])
 
 
-def fp8_encode_triton_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
-                       rounding: str) -> None:
+def fp8_encode_triton_(
+    w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int, rounding: str
+) -> None:
     """The same by kernel."""
-    tile_0, lead = divmod(offset, TILE)
+    programs, (tile_0, lead, n) = span(offset, w.numel(), TILE)
+    flags = {"STOCHASTIC": rounding == "stochastic", "num_warps": WARPS, "enable_fp_fusion": False}
     with on_device(w):
-        _encode_kernel[(-(-(lead + w.numel()) // TILE),)](
-            w, packed, tile_0, lead // GROUP, w.numel(), int32(step), *key(seed),
-            STOCHASTIC=rounding == "stochastic", num_warps=WARPS, enable_fp_fusion=False)
+        _encode_kernel[(programs,)](w, packed, tile_0, lead // GROUP, n, *key(seed, step), **flags)
 
 
 def fp8_decode_triton(packed: torch.Tensor, out: torch.Tensor) -> None:
     """The same by kernel."""
-    grid = (-(-out.numel() // (GROUP * DECODE_GROUPS)),)
+    programs, options = -(-out.numel() // (GROUP * DECODE_GROUPS)), {"num_warps": WARPS, "enable_fp_fusion": False}
     with on_device(out):
-        _decode_kernel[grid](packed, out, out.numel(), GROUPS=DECODE_GROUPS, num_warps=WARPS,
-                             enable_fp_fusion=False)
+        _decode_kernel[(programs,)](packed, out, out.numel(), GROUPS=DECODE_GROUPS, **options)
 
 
 def _check(packed: torch.Tensor, flat: torch.Tensor) -> None:
+    """Asserts that these are a packed and an unpacked form of as many weights."""
     assert flat.dim() == 1 and flat.is_contiguous() and packed.is_contiguous(), (flat.shape, packed.shape)
     assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(flat.numel()),), packed.shape
     assert packed.device == flat.device, (packed.device, flat.device)
@@ -241,12 +228,13 @@ def fp8_decode(packed: torch.Tensor, out: torch.Tensor) -> None:
     run(packed, out)
 
 
-def fp8_encode_(w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int,
-                rounding: str = "stochastic") -> None:
+def fp8_encode_(
+    w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int, rounding: str = "stochastic"
+) -> None:
     """packed <- w. w: flat float32 [n] whose first element has global index `offset`, a multiple of 64."""
     _check(packed, w)
     assert w.dtype == torch.float32 and offset % GROUP == 0, (w.dtype, offset)
     assert rounding in ROUNDINGS, rounding
-    check(offset, w.numel(), seed, (step,))
+    check_index(offset, w.numel(), seed, (step,))
     run = fp8_encode_triton_ if use_kernel(w.device) and w.numel() else fp8_encode_reference_
     run(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)

@@ -1,12 +1,12 @@
-"""Cross entropy over a vocabulary that is looked at in chunks.
+"""Cross entropy over a vocabulary that is visited in chunks.
 
-For one token with logits l over the whole vocabulary and target y,  nll = log(sum_j exp l_j) - l_y. Chunk after chunk
-we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l_y once it comes by:
+For one token with logits l over the whole vocabulary and target y,  nll = log(sum_j exp l_j) - l_y. From chunk to chunk
+we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l_y once its chunk has been seen:
 
     m' = max(m, max_chunk l)      s' = s exp(m - m') + sum_chunk exp(l_j - m')      nll = m + log s - l_y
 
 so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel
-reads the logits once, one program a token; the reference makes two fp32 copies of them. They differ by rounding only.
+reads the logits once, one program per token; the reference makes two fp32 copies. They differ by rounding only.
 
 When all chunks have been added, the gradient of  scale * sum nll  comes from the same state, chunk by chunk, over the
 logits of a second visit:   d l_j = scale exp(l_j - m - log s) - scale [j = y].   One read and one write of the chunk.
@@ -28,10 +28,10 @@ class RunningNLL:
         self.targets_N = targets_N
         self.max_N = torch.full(targets_N.shape, float("-inf"), device=targets_N.device)
         self.sum_N = torch.zeros(targets_N.shape, device=targets_N.device)
-        self.target_logit_N = torch.full(targets_N.shape, float("nan"), device=targets_N.device)  # until it comes by
+        self.target_logit_N = torch.full(targets_N.shape, float("nan"), device=targets_N.device)  # until seen
 
     def add(self, logits_NR: torch.Tensor, first_row: int) -> None:
-        """Takes the logits of rows first_row, first_row + 1, ... of the vocabulary."""
+        """Adds the logits of rows first_row, first_row + 1, ... of the vocabulary."""
         if logits_NR.numel():
             (_add_kernel if use_kernel(logits_NR.device) else _add_reference)(self, logits_NR, first_row)
 
@@ -48,9 +48,9 @@ class RunningNLL:
         return logits_NR
 
     def split(self, tokens: int) -> "list[RunningNLL]":
-        """The same state seen in slices of tokens: what is added to a slice is added to the whole."""
+        """Views of the state in slices of tokens: what is added to a slice is added to this state."""
         slices = []
-        for first in range(0, max(1, self.targets_N.numel()), tokens):  # of nothing, one slice, as Tensor.split gives
+        for first in range(0, max(1, self.targets_N.numel()), tokens):  # one slice of no tokens, like Tensor.split
             part = RunningNLL.__new__(RunningNLL)
             for name, value in vars(self).items():
                 setattr(part, name, value[first : first + tokens])
@@ -58,10 +58,12 @@ class RunningNLL:
         return slices
 
     def nll_N(self) -> torch.Tensor:
+        """The loss per token, when all chunks have been added."""
         return self.max_N + self.sum_N.log() - self.target_logit_N
 
 
 def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:
+    """The formulas above."""
     logits_NR = logits_NR.float()
     max_N = torch.maximum(state.max_N, logits_NR.amax(dim=1))
     local_N = state.targets_N - first_row
@@ -73,13 +75,11 @@ def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -
     state.max_N.copy_(max_N)
 
 
-def _grad_reference(
-    state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor
-) -> None:
+def _grad_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor) -> None:
     x_NR = logits_NR.detach().float()
     log_sum_N = state.sum_N.log()
-    # Where this chunk is all there is, take the log of the sum from torch's own log_softmax: at the largest logit that
-    # is - log s. It adds up in another order, and the last bit of the gradient would show it.
+    # Where this chunk is the only one, the log of the sum comes from torch's own log_softmax (its value at the largest
+    # logit is - log s), which adds up in another order: only so are the last bits of the gradient torch's.
     alone_N = state.sum_N == (x_NR - state.max_N[:, None]).exp_().sum(dim=1)
     log_sum_N = torch.where(alone_N, -torch.log_softmax(x_NR, dim=1).amax(dim=1), log_sum_N)
     grad_NR = (x_NR - state.max_N[:, None]).sub_(log_sum_N[:, None]).exp_().mul_(scale)
@@ -114,18 +114,9 @@ def _nll_kernel(
 def _add_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:
     assert logits_NR.stride(1) == 1, logits_NR.stride()
     with on_device(logits_NR):
-        _nll_kernel[(logits_NR.shape[0],)](
-            logits_NR,
-            state.targets_N,
-            state.max_N,
-            state.sum_N,
-            state.target_logit_N,
-            first_row,
-            logits_NR.shape[1],
-            logits_NR.stride(0),
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+        tensors = (logits_NR, state.targets_N, state.max_N, state.sum_N, state.target_logit_N)
+        shape = (first_row, logits_NR.shape[1], logits_NR.stride(0))
+        _nll_kernel[(logits_NR.shape[0],)](*tensors, *shape, BLOCK=BLOCK, num_warps=8)
 
 
 @jit(do_not_specialize=["first_row", "scale"])
@@ -148,19 +139,9 @@ def _nll_grad_kernel(
 
 def _grad_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor) -> None:
     assert logits_NR.stride(1) == 1, logits_NR.stride()
-    on_gpu = isinstance(scale, torch.Tensor)
+    scales = (scale, 0.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
     N, R = logits_NR.shape
     with on_device(logits_NR):
-        _nll_grad_kernel[(N, -(-R // BLOCK))](
-            logits_NR,
-            state.targets_N,
-            state.max_N,
-            state.sum_N,
-            scale if on_gpu else None,
-            0.0 if on_gpu else float(scale),
-            first_row,
-            R,
-            logits_NR.stride(0),
-            BLOCK=BLOCK,
-            num_warps=8,
-        )
+        tensors = (logits_NR, state.targets_N, state.max_N, state.sum_N)
+        shape = (first_row, R, logits_NR.stride(0))
+        _nll_grad_kernel[(N, -(-R // BLOCK))](*tensors, *scales, *shape, BLOCK=BLOCK, num_warps=8)

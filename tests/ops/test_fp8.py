@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keyhole.ops import fp8
 from keyhole.ops.backend import force
-from keyhole.ops.rounding.round import bits_at_reference
+from keyhole.ops.rounding.bits import bits_at_reference
 
 INF, NAN, TOP = float("inf"), float("nan"), torch.finfo(torch.float32).max
 EVERY_CODE = torch.arange(256).to(torch.uint8)
@@ -26,8 +26,9 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         yield torch.device("cpu") if request.param == "reference" else request.getfixturevalue("kernel_device")
 
 
-def encode(w: torch.Tensor, rounding: str = "nearest", *, offset: int = 0, seed: int = 5,
-           step: int = 3) -> torch.Tensor:
+def encode(
+    w: torch.Tensor, rounding: str = "nearest", *, offset: int = 0, seed: int = 5, step: int = 3
+) -> torch.Tensor:
     """The packed form of w."""
     packed = torch.full((fp8.packed_bytes(w.numel()),), 0xEE, dtype=torch.uint8, device=w.device)
     fp8.fp8_encode_(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)
@@ -63,8 +64,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal, zeros by sign too; NaN equals NaN."""
     number = ~a.isnan()
     a_numbers, b_numbers = a[number], b[number]
-    return torch.equal(number, ~b.isnan()) and torch.equal(a_numbers, b_numbers) and \
-        torch.equal(a_numbers.signbit(), b_numbers.signbit())
+    return (
+        torch.equal(number, ~b.isnan())
+        and torch.equal(a_numbers, b_numbers)
+        and torch.equal(a_numbers.signbit(), b_numbers.signbit())
+    )
 
 
 def test_a_packed_tensor_has_a_byte_an_element_and_one_a_group() -> None:
@@ -159,7 +163,7 @@ def test_stochastic_rounding_is_unbiased_to_the_bits_drawn(x: float) -> None:
 
 
 def test_stochastic_rounding_draws_the_bits_of_its_element() -> None:
-    """The bits are those of rounding.py at the element's global index and step."""
+    """The bits are those of bits.py at the element's global index and step."""
     w, offset = samples(300), 8192 * 3 + 64 * 5
     codes, k = split(encode(w, "stochastic", offset=offset, seed=11, step=2))
     bits = bits_at_reference(torch.arange(offset, offset + w.numel()), seed=11, step=2)
@@ -216,8 +220,9 @@ def test_pieces_encode_like_the_whole(rounding: str) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize(("groups", "offset"), [(1, 0), (5, 64 * 127), (400, 64 * 3), (131, (1 << 43) - 64 * 9)])
-def test_kernel_encodes_like_the_reference(kernel_device: torch.device, rounding: str, groups: int,
-                                           offset: int) -> None:
+def test_kernel_encodes_like_the_reference(
+    kernel_device: torch.device, rounding: str, groups: int, offset: int
+) -> None:
     """The same bytes for all magnitudes and odd values, ragged ends and large offsets, and none outside."""
     w = samples(groups)
     with force("reference"):

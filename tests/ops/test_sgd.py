@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.ops.backend import force
-from keyhole.ops.rounding.round import bits_at_reference, stochastic_round_reference
-from keyhole.ops.rounding.store import ROUNDINGS
+from keyhole.ops.rounding.bits import bits_at_reference
+from keyhole.ops.rounding.round import stochastic_round_reference
+from keyhole.ops.rounding.store import ALL_ROUNDINGS
 from keyhole.ops.sgd import sgd_update_, sum_squares_
 
 SEED, STEP = 0xDEADBEEFCAFEBABE, 4_000_000_000
@@ -96,12 +97,27 @@ def test_small_steps_add_up(rounding: str) -> None:
 
 @settings(max_examples=16)
 @given(
-    n=st.integers(1, 12_000), offset=st.sampled_from([0, 8, 8 * 1001, 8189, (1 << 33) + 12_347, (1 << 43) + 5]),
-    dtype=st.sampled_from(DTYPES), grad_dtype=st.sampled_from(DTYPES), rounding=st.sampled_from(ROUNDINGS),
-    decay=st.sampled_from([0.0, 0.1]), clip=st.sampled_from([None, 0.1]), scaled=st.booleans(), poison=st.booleans(),
+    n=st.integers(1, 12_000),
+    offset=st.sampled_from([0, 8, 8 * 1001, 8189, (1 << 33) + 12_347, (1 << 43) + 5]),
+    dtype=st.sampled_from(DTYPES),
+    grad_dtype=st.sampled_from(DTYPES),
+    rounding=st.sampled_from(ALL_ROUNDINGS),
+    decay=st.sampled_from([0.0, 0.1]),
+    clip=st.sampled_from([None, 0.1]),
+    scaled=st.booleans(),
+    poison=st.booleans(),
 )
-def test_kernel_equals_reference(n: int, offset: int, dtype: torch.dtype, grad_dtype: torch.dtype, rounding: str,
-                                 decay: float, clip: float | None, scaled: bool, poison: bool) -> None:
+def test_kernel_equals_reference(
+    n: int,
+    offset: int,
+    dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    rounding: str,
+    decay: float,
+    clip: float | None,
+    scaled: bool,
+    poison: bool,
+) -> None:
     """Every combination of dtypes, edges and settings: the kernel has the reference's bits."""
     device = kernel_device_or_skip()
     w, grad = tensors(n, dtype, grad_dtype)
@@ -131,8 +147,9 @@ def test_bad_gradients_leave_their_weights(kernel_device: torch.device, choice: 
     w, c = torch.ones(5, device=kernel_device), torch.full((5,), 0.25, device=kernel_device)
     bad = torch.zeros((), dtype=torch.int32, device=kernel_device)
     with force(choice):
-        sgd_update_(w, grad, lr=0.5, scale=torch.tensor(2.0, device=kernel_device), rounding="kahan", compensation=c,
-                    bad=bad)
+        sgd_update_(
+            w, grad, lr=0.5, scale=torch.tensor(2.0, device=kernel_device), rounding="kahan", compensation=c, bad=bad
+        )
     assert w.tolist() == [0.25, 1.0, 1.0, 1.0, 3.25] and c.tolist() == [0.0, 0.25, 0.25, 0.25, 0.0] and bad == 1
 
 
@@ -155,7 +172,7 @@ def test_sum_of_squares_alone_is_the_one_of_the_update(kernel_device: torch.devi
     assert bad == 1
 
 
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", ALL_ROUNDINGS)
 def test_zero_learning_rate_changes_nothing(rounding: str) -> None:
     """lr = 0 leaves every value, also with decay and in any rounding."""
     for dtype in DTYPES:
@@ -174,7 +191,7 @@ def test_empty_tensors_are_fine(kernel_device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("rounding", ALL_ROUNDINGS)
 def test_gpu_equals_cpu_on_millions(cuda: torch.device, dtype: torch.dtype, rounding: str) -> None:
     """Over two million elements beyond 2^33, aligned and not: the CPU's bits."""
     w, grad = tensors((1 << 21) + 8, dtype, torch.bfloat16)

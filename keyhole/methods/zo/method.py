@@ -153,8 +153,8 @@ class ZO(Method):
                 return waiting[i, k]
             decays = id(table.param) not in self.update.spared
             update = self.update.fused(self.pending, decays) if self.pending else {}
-            how = self.noise | self._perturbation(i) | update
-            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, offset=table.start, dtype=self.model.dtype, **how)
+            step = ops.ZOStep(table.start, **self.noise, **self._perturbation(i), **update)
+            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, step, perturb=True, dtype=self.model.dtype)
             return plus_MH
 
         return rows

@@ -148,16 +148,12 @@ class Update:
     ) -> None:
         for span in self.spans(unit, fused.get("weight_decay", 0.0)):
             w_, plus_, minus_ = (flat[span.begin : span.end] for flat in (w, plus, minus))
-            how = {"offset": unit.start + span.begin, **self.noise, **perturbation}
-            if not span.trained:
+            if span.trained:
+                how = perturbation | fused | ({} if span.decays else {"weight_decay": 0.0})
+                ops.zo_flat_(w_, plus_, minus_, ops.ZOStep(unit.start + span.begin, **self.noise, **how))
+            else:
                 plus_.copy_(w_)
                 minus_.copy_(w_)
-            elif fused:
-                ops.zo_update_perturb_(
-                    w_, plus_, minus_, **how, **fused | ({} if span.decays else {"weight_decay": 0.0})
-                )
-            else:
-                ops.zo_perturb(w_, plus_, minus_, **how)
 
     def _packed(
         self,
@@ -171,14 +167,15 @@ class Update:
         counts the former.)"""
         spared = [span for span in self.spans(unit, how.get("weight_decay", 0.0)) if not span.decays]
         before = [torch.cat(packed_views(w, unit.numel, span)) for span in spared]
-        ops.zo_packed_(w, plus, minus, n=unit.numel, offset=unit.start, **self.noise, **how)
+        ops.zo_packed_(w, unit.numel, plus, minus, ops.ZOStep(unit.start, **self.noise, **how))
+        how |= {"weight_decay": 0.0, "changed": None}
         for span, packed in zip(spared, before, strict=True):
             both = (None if flat is None else flat[span.begin : span.end] for flat in (plus, minus))
-            at = {"n": span.end - span.begin, "offset": unit.start + span.begin}
-            ops.zo_packed_(packed, *both, **at, **self.noise, **how | {"weight_decay": 0.0, "changed": None})
+            n = span.end - span.begin
+            ops.zo_packed_(packed, n, *both, ops.ZOStep(unit.start + span.begin, **self.noise, **how))
             codes, scales = packed_views(w, unit.numel, span)
-            codes.copy_(packed[: at["n"]])
-            scales.copy_(packed[at["n"] :])
+            codes.copy_(packed[:n])
+            scales.copy_(packed[n:])
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
         """An update alone, on a unit that is here, plain or packed. decay: another than this run's. (What is unpacked
@@ -201,8 +198,9 @@ class Update:
         for span in self.spans(unit, decay["weight_decay"]):
             if span.trained:
                 how = decay if span.decays else decay | {"weight_decay": 0.0}
-                at = {"offset": unit.start + span.begin, "coef": pending.coef, "step": pending.step}
-                ops.zo_update_(w[span.begin : span.end], **at, **self.noise, **how, changed=changed)
+                how = how | {"coef": pending.coef, "update_step": pending.step, "changed": changed}
+                step = ops.ZOStep(unit.start + span.begin, **self.noise, **how)
+                ops.zo_flat_(w[span.begin : span.end], None, None, step)
 
     def apply_to_rest(self, everywhere: bool = False) -> None:
         """At the end of a sweep: what is owed to units that no pass has visited, or to all."""

@@ -1,1 +1,4 @@
-"""AdaLOMO's update of a matrix and of a vector, and the step that both share."""
+"""AdaLOMO's update from a gradient.
+
+matrix.py makes the normalised gradient of matrices, vector.py that of vectors, step.py moves the weights by it.
+"""

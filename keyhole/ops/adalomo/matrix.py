@@ -15,66 +15,53 @@ clip of the gradient are one factor on the device here, and a tensor with an inf
 sum of squares beyond float32) is left alone, weights and state, and `bad` is set: one such element would spread
 over the factors of its row and its column, and through the rms over everything.
 
-Rounding is that of ops/rounding/store.py. State: 4 (R + C) bytes a matrix.
+Rounding is that of rounding/store.py. State: 4 (R + C) bytes per matrix.
 
-Three passes over memory, 12 bytes a bfloat16 element: (1) g and w: sums over rows, over columns, of g^2 and of w^2;
+Three passes over memory, 12 bytes per bfloat16 element: (1) g and w: sums over rows, over columns, of g^2 and of w^2;
 (2) g: sum of u^2; (3) g and w: the update. Every sum is made in a fixed order, tile by tile into scratch and then over
-the tiles (a seventh of a byte an element), so results repeat bit for bit; kernel and reference differ by rounding
+the tiles (a seventh of a byte per element), so results repeat bit for bit; kernel and reference differ by rounding
 only. Nothing waits for the host.
 Legend: E matrices, R rows, C columns.
 """
 
-from typing import Any
-
 import torch
 
-from keyhole.ops.adalomo.step import (
-    State,
-    if_finite,
-    moment_reference_,
-    moved,
-    scale_or_one,
-    step_reference_,
-    step_size,
-)
-from keyhole.ops.adalomo.vector import launch_vector, vector_reference_
-from keyhole.ops.arguments import VECTOR, check_scalars, check_tensors, float32
+from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
+from keyhole.ops.adalomo.vector import vector_reference_, vector_triton_
+from keyhole.ops.arguments import VECTOR, check_scalars, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.tiles import NUM_WARPS, WIDTH, check, int32, key, lanes
-from keyhole.ops.rounding.round import TILE, tile_bits
-from keyhole.ops.rounding.store import ROUNDINGS, settle
-from keyhole.ops.sgd import scaled_reference
+from keyhole.ops.noise.index import NUM_WARPS, WIDTH, key, lanes, program_span, span, unsigned
+from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
+from keyhole.ops.rounding.store import Store, store_weight
+from keyhole.ops.sgd import scale_or_one, scaled_reference
 
 ROWS, COLUMNS = 64, 128  # of a tile of the statistics
 SPAN = 1024  # elements of a row or column state a program holds at a time
 
-_WIDTH, _TILE, _VECTOR = tl.constexpr(WIDTH), tl.constexpr(TILE), tl.constexpr(VECTOR)
+_WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)
 
 
 def adalomo_state(shape: torch.Size | tuple[int, ...], device: torch.device | str) -> State:
     """The state before the first step: {"row", "col"} for matrices, {"v"} for vectors, float32."""
     if len(shape) < 2:
         return {"v": torch.zeros(shape, device=device)}
-    return {"row": torch.zeros(shape[:-1], device=device),
-            "col": torch.zeros((*shape[:-2], shape[-1]), device=device)}
+    return {"row": torch.zeros(shape[:-1], device=device), "col": torch.zeros((*shape[:-2], shape[-1]), device=device)}
 
 
-def matrix_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, beta: float,
-                      eps1: float, scale: torch.Tensor | None, **how: Any) -> None:
+def matrix_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
     """The formulas above, in order."""
-    g = scaled_reference(grad, scale)
+    g = scaled_reference(grad, rule.scale)
     square = g.square()
     total = square.sum()
-    row = moment_reference_(state["row"], (square + eps1).mean(-1), beta, total)
-    col = moment_reference_(state["col"], (square + eps1).mean(-2), beta, total)
+    row = moment_reference_(state["row"], (square + rule.eps1).mean(-1), rule.beta, total)
+    col = moment_reference_(state["col"], (square + rule.eps1).mean(-2), rule.beta, total)
     r = (row / row.mean(-1, keepdim=True)).rsqrt()
-    step_reference_(w, g * r.unsqueeze(-1) * col.rsqrt().unsqueeze(-2), c, total, **how)
+    step_reference_(w, g * r.unsqueeze(-1) * col.rsqrt().unsqueeze(-2), total, rule, how)
 
 
 @jit()
 def _tile(R, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of this program: matrix, number of its row tile (over all matrices) and column tile, rows, columns, positions,
-    mask."""
+    """This program's matrix, row tile (numbered over all matrices), column tile, rows, columns, positions, mask."""
     pid, row_tiles, column_tiles = tl.program_id(0), tl.cdiv(R, ROWS), tl.cdiv(C, COLUMNS)
     i, j = pid // column_tiles, pid % column_tiles
     e = (i // row_tiles).to(tl.int64)
@@ -84,9 +71,11 @@ def _tile(R, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit()
-def _statistics_kernel(w_ptr, grad_ptr, scale_ptr, row_ptr, col_ptr, total_ptr, E, R, C, ROWS: tl.constexpr,
-                       COLUMNS: tl.constexpr):
-    """Pass 1, one program a tile: its sums to row[column tile, e, r], col[e, row tile, c] and total[2, program]."""
+def _statistics_kernel(
+    w_ptr, grad_ptr, scale_ptr, row_ptr, col_ptr, total_ptr,
+    E, R, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Pass 1, one program per tile: its sums to row[column tile, e, r], col[e, row tile, c] and total[2, program]."""
     e, i, j, row, column, at, mask = _tile(R, C, ROWS, COLUMNS)
     g = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32) * scale_or_one(scale_ptr)
     w = tl.load(w_ptr + at, mask, 0.0).to(tl.float32)
@@ -99,8 +88,10 @@ def _statistics_kernel(w_ptr, grad_ptr, scale_ptr, row_ptr, col_ptr, total_ptr, 
 
 
 @jit(do_not_specialize=["beta", "eps1"])
-def _moment_kernel(state_ptr, partial_ptr, total_ptr, n, parts, group_stride, part_stride, length, beta, eps1,
-                   SPAN: tl.constexpr):
+def _moment_kernel(
+    state_ptr, partial_ptr, total_ptr,
+    n, parts, group_stride, part_stride, length, beta, eps1, SPAN: tl.constexpr,
+):  # fmt: skip
     """state[group, i] = beta state + (1 - beta) (sum of its parts / length + eps1), unless the gradient is bad."""
     group, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     mask = i < n
@@ -119,9 +110,11 @@ def _factors(row, row_mean, col):
 
 
 @jit()
-def _update_rms_kernel(grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, partial_ptr, R, C, ROWS: tl.constexpr,
-                       COLUMNS: tl.constexpr):
-    """Pass 2, one program a tile: its sum of u^2 to partial[program]."""
+def _update_rms_kernel(
+    grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, partial_ptr,
+    R, C, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Pass 2, one program per tile: its sum of u^2 to partial[program]."""
     e, i, j, row, column, at, mask = _tile(R, C, ROWS, COLUMNS)
     g = tl.load(grad_ptr + at, mask, 0.0).to(tl.float32) * scale_or_one(scale_ptr)
     row_moment = tl.load(row_ptr + e * R + row, row < R, 1.0)
@@ -132,28 +125,26 @@ def _update_rms_kernel(grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, partial_
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1", "lr", "wd", "eps2", "clip_threshold"])
-def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, total_ptr, u_ptr, bad_ptr,
-                   changed_ptr, R, C, tile_0, lead, n, step, k0, k1, lr, wd, eps2, clip_threshold,
-                   STACKED: tl.constexpr, STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pass 3, one program a tile of the index space: 8192 elements in a row, so that 8 share a Philox call."""
-    pid = tl.program_id(0).to(tl.int64)
-    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
-    start = pid * _TILE - lead
-    lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n - start, _TILE).to(tl.int32)
+def _update_kernel(
+    w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, total_ptr, u_ptr, bad_ptr, changed_ptr,
+    R, C, tile_0, lead, n, step, k0, k1, lr, wd, eps2, clip_threshold,
+    STACKED: tl.constexpr, STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr,
+):  # fmt: skip
+    """Pass 3, one program per tile of the index space: 8192 elements in a row, so that 8 share a Philox call."""
+    step, k0, k1 = unsigned(step, k0, k1)
+    tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     first = tl.maximum(start, 0)
     row_0, column_0 = (first // C).to(tl.int32), (first % C + start - first).to(tl.int32)  # of lane 0, if it exists
     stop = if_finite(tl.load(total_ptr), hi)
-    if ALIGNED:
-        start, column_0 = tl.multiple_of(start, _VECTOR), tl.multiple_of(column_0, _VECTOR)
-        lo, hi, stop = tl.multiple_of(lo, _VECTOR), tl.multiple_of(hi, _VECTOR), tl.multiple_of(stop, _VECTOR)
+    if MULTIPLE > 1:
+        column_0, stop = tl.multiple_of(column_0, MULTIPLE), tl.multiple_of(stop, MULTIPLE)
     a, divisor = step_size(tl.load(total_ptr + 1), tl.load(u_ptr), n.to(tl.float32), lr, eps2, clip_threshold)
     scale = scale_or_one(scale_ptr)
-    r0, r1, r2, r3 = k0, k0, k0, k0
+    words = (k0, k0, k0, k0)
     if STOCHASTIC:
-        r0, r1, r2, r3 = tile_bits(tile_0 + pid, step, k0, k1)
+        words = tile_bits(tile, (step, k0, k1))
     changed = lanes() * 0
     for v in tl.static_range(8):
-        word = r0 if v < 2 else (r1 if v < 4 else (r2 if v < 6 else r3))
         i = v * _WIDTH + lanes()
         mask = (i >= lo) & (i < hi)
         row, column, e = row_0 + (column_0 + i) // C, (column_0 + i) % C, i * 0
@@ -168,66 +159,76 @@ def _update_kernel(w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr
         if c_ptr is not None:
             at_c = c_ptr + start + i
         x = moved(w.to(tl.float32), at_c, mask, g * r * c / divisor, a, wd)
-        bits = word & 0xFFFF if v % 2 == 0 else word >> 16
-        changed += settle(w_ptr + start + i, at_c, mask & (i < stop), mask, w, x, bits, STOCHASTIC)
+        bits = vector_bits(words, v)
+        changed += store_weight(w_ptr + start + i, at_c, mask & (i < stop), mask, w, x, bits, STOCHASTIC)
     if bad_ptr is not None:
         tl.store(bad_ptr, 1, mask=stop == 0)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
 
 
-def _launch_matrix(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, lr: float,
-                   beta: float, weight_decay: float, eps1: float, eps2: float, clip_threshold: float,
-                   scale: torch.Tensor | None, stochastic: bool, offset: int, seed: int, step: int,
-                   sum_squares: torch.Tensor | None, bad: torch.Tensor | None, changed: torch.Tensor | None) -> None:
-    (R, C), n = w.shape[-2:], w.numel()
+def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
+    """The same by kernels."""
+    (R, C), n, row, col = w.shape[-2:], w.numel(), state["row"], state["col"]
     E, tiles_R, tiles_C = n // (R * C), -(-R // ROWS), -(-C // COLUMNS)
     tiles = E * tiles_R * tiles_C
     sizes = [tiles_C * E * R, E * tiles_R * C, 2 * tiles, tiles]
     row_sums, col_sums, totals, u_sums = torch.empty(sum(sizes), device=w.device).split(sizes)
-    tile, flags = dict(ROWS=ROWS, COLUMNS=COLUMNS), dict(num_warps=NUM_WARPS, enable_fp_fusion=False)
-    row, col = state["row"], state["col"]
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    tile, moment = {"ROWS": ROWS, "COLUMNS": COLUMNS, **options}, {"SPAN": SPAN, **options}
+    programs, place = span(how.offset, n, TILE)
+    aligned = how.offset % VECTOR == 0 and C % VECTOR == 0
+    flags = {"STACKED": E > 1, "STOCHASTIC": how.is_stochastic(w.dtype), "MULTIPLE": VECTOR if aligned else 1}
+    rates = (rule.lr, rule.weight_decay, rule.eps2, rule.clip_threshold)
     with on_device(w):
-        _statistics_kernel[(tiles,)](w, grad, scale, row_sums, col_sums, totals, E, R, C, **tile, **flags)
-        total_2 = totals.view(2, -1).sum(1)
-        moment = dict(beta=beta, eps1=eps1, SPAN=SPAN, **flags)
-        _moment_kernel[(-(-R // SPAN), E)](row, row_sums, total_2, R, tiles_C, R, E * R, C, **moment)
-        _moment_kernel[(-(-C // SPAN), E)](col, col_sums, total_2, C, tiles_R, tiles_R * C, C, R, **moment)
+        _statistics_kernel[(tiles,)](w, grad, rule.scale, row_sums, col_sums, totals, E, R, C, **tile)
+        total_2, decay = totals.view(2, -1).sum(1), (rule.beta, rule.eps1)
+        _moment_kernel[(-(-R // SPAN), E)](row, row_sums, total_2, R, tiles_C, R, E * R, C, *decay, **moment)
+        _moment_kernel[(-(-C // SPAN), E)](col, col_sums, total_2, C, tiles_R, tiles_R * C, C, R, *decay, **moment)
         mean_E = row.mean(-1).view(-1)
-        _update_rms_kernel[(tiles,)](grad, scale, row, mean_E, col, u_sums, R, C, **tile, **flags)
-        tile_0, lead = divmod(offset, TILE)
-        _update_kernel[(-(-(lead + n) // TILE),)](
-            w, c, grad, scale, row, mean_E, col, total_2, u_sums.sum(), bad, changed, R, C, tile_0, lead, n,
-            int32(step), *key(seed), lr, weight_decay, eps2, clip_threshold, STACKED=E > 1,
-            STOCHASTIC=stochastic, ALIGNED=lead % VECTOR == 0 and C % VECTOR == 0, **flags)
-    if sum_squares is not None:
-        sum_squares += total_2[0]
+        _update_rms_kernel[(tiles,)](grad, rule.scale, row, mean_E, col, u_sums, R, C, **tile)
+        seen = (row, mean_E, col, total_2, u_sums.sum(), rule.bad, how.changed)
+        numbers = (R, C, *place, *key(how.seed, how.step), *rates)
+        _update_kernel[(programs,)](w, how.compensation, grad, rule.scale, *seen, *numbers, **flags, **options)
+    if rule.sum_squares is not None:
+        rule.sum_squares.add_(total_2[0])
 
 
-def adalomo_update_(w: torch.Tensor, grad: torch.Tensor, state: State, *, lr: float, t: int, weight_decay: float = 0.0,
-                    decay_rate: float = -0.8, eps1: float = 1e-30, eps2: float = 1e-3, clip_threshold: float = 1.0,
-                    scale: torch.Tensor | None = None, rounding: str = "nearest",
-                    compensation: torch.Tensor | None = None, offset: int = 0, seed: int = 0, step: int = 0,
-                    sum_squares: torch.Tensor | None = None, bad: torch.Tensor | None = None,
-                    changed: torch.Tensor | None = None) -> None:
+def adalomo_update_(
+    w: torch.Tensor,
+    grad: torch.Tensor,
+    state: State,
+    *,
+    lr: float,
+    t: int,
+    weight_decay: float = 0.0,
+    decay_rate: float = -0.8,
+    eps1: float = 1e-30,
+    eps2: float = 1e-3,
+    clip_threshold: float = 1.0,
+    scale: torch.Tensor | None = None,
+    rounding: str = "nearest",
+    compensation: torch.Tensor | None = None,
+    offset: int = 0,
+    seed: int = 0,
+    step: int = 0,
+    sum_squares: torch.Tensor | None = None,
+    bad: torch.Tensor | None = None,
+    changed: torch.Tensor | None = None,
+) -> None:
     """One AdaLOMO step of w, in place; state (adalomo_state) is updated too. t = 1 at the first step.
 
-    The other arguments are those of lomo.sgd_update_. If grad * scale has an inf or a nan, bad is set to 1 and
-    weights, compensation and state stay as they are; sum_squares is then inf or nan.
+    The other arguments are those of sgd_update_. If grad * scale has an inf or a nan, bad is set to 1 and weights,
+    compensation and state stay as they are; sum_squares is then inf or nan.
     """
-    assert rounding in ROUNDINGS and (rounding == "kahan") == (compensation is not None), rounding
     assert t >= 1, t
-    check_tensors(w, grad, *(() if compensation is None else (compensation,)))
-    assert compensation is None or compensation.dtype == w.dtype, compensation.dtype
+    how = Store(rounding, compensation, offset, seed, step, changed)
+    how.check(w, grad)
     assert all(s.dtype == torch.float32 and s.is_contiguous() and s.device == w.device for s in state.values())
     check_scalars(w.device, scale, sum_squares, bad, changed)
-    check(offset, w.numel(), seed, (step,))
     if w.numel() == 0:
         return
-    reference, launch = (matrix_reference_, _launch_matrix) if w.dim() > 1 else (vector_reference_, launch_vector)
-    run = launch if use_kernel(w.device) else reference
-    run(w, grad, state, compensation, lr=float32(lr), beta=float32(1 - t**decay_rate),
-        weight_decay=float32(weight_decay), eps1=float32(eps1), eps2=float32(eps2),
-        clip_threshold=float32(clip_threshold), scale=scale,
-        stochastic=rounding == "stochastic" and w.dtype != torch.float32, offset=offset, seed=seed, step=step,
-        sum_squares=sum_squares, bad=bad, changed=changed)
+    rates = (lr, weight_decay, 1 - t**decay_rate, eps1, eps2, clip_threshold)
+    rule = Rule(*map(float32, rates), scale, sum_squares, bad)
+    reference, triton = (matrix_reference_, matrix_triton_) if w.dim() > 1 else (vector_reference_, vector_triton_)
+    (triton if use_kernel(w.device) else reference)(w, grad, state, rule, how)

@@ -2,55 +2,62 @@
 
     u   /= max(1, rms(u) / clip_threshold)        a = lr max(eps2, rms(w))        w = round(w (1 - a wd) - a u)
 
-rms is over the whole tensor. With the rounding "kahan" (ops/rounding/store.py) the step is y = (c - a u) - (a wd) w. A tensor whose
-gradient holds an inf or nan (or has a sum of squares beyond float32) is left alone, and `bad` is set: one such element
-would spread through the rms over everything. How u is made is in matrix.py (matrices) and vector.py.
+rms is over the whole tensor. With the rounding "kahan" (rounding/store.py) the step is y = (c - a u) - (a wd) w. A
+tensor whose gradient holds an inf or nan (or has a sum of squares beyond float32) is left alone, and `bad` is set: one
+such element would spread through the rms over everything. How u is made: matrix.py, vector.py.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 from keyhole.ops.backend import jit, tl
+from keyhole.ops.rounding.bits import bits_reference
 from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import bits_reference, settle_reference
+from keyhole.ops.rounding.store import Store, store_weight_reference
 
 _FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
 
 State = dict[str, torch.Tensor]
 
 
-def step_reference_(w: torch.Tensor, u: torch.Tensor, c: torch.Tensor | None, total: torch.Tensor, *, lr: float,
-                    weight_decay: float, eps2: float, clip_threshold: float, stochastic: bool, offset: int, seed: int,
-                    step: int, sum_squares: torch.Tensor | None, bad: torch.Tensor | None,
-                    changed: torch.Tensor | None) -> None:
+@dataclass(frozen=True)
+class Rule:
+    """The settings of one update, and where it adds up what it saw."""
+
+    lr: float
+    weight_decay: float
+    beta: float
+    eps1: float
+    eps2: float
+    clip_threshold: float
+    scale: torch.Tensor | None
+    sum_squares: torch.Tensor | None
+    bad: torch.Tensor | None
+
+
+def step_reference_(w: torch.Tensor, u: torch.Tensor, total: torch.Tensor, rule: Rule, how: Store) -> None:
     """The formulas above, in order. total: the sum of squares of the gradient."""
-    w_fp32, fine = w.to(torch.float32), total <= FLOAT32_MAX
-    u = u / (u.square().mean().sqrt() / clip_threshold).clamp(min=1.0)
-    a = lr * w_fp32.square().mean().sqrt().clamp(min=eps2)
-    x = w_fp32 * (1 - a * weight_decay) - a * u if c is None else (c - a * u) - (a * weight_decay) * w_fp32
-    bits = bits_reference(w, offset, seed, step) if stochastic else None
-    new, c_new = settle_reference(w, x, c, bits)
+    c, w_fp32, fine = how.compensation, w.to(torch.float32), total <= FLOAT32_MAX
+    u = u / (u.square().mean().sqrt() / rule.clip_threshold).clamp(min=1.0)
+    a, wd = rule.lr * w_fp32.square().mean().sqrt().clamp(min=rule.eps2), rule.weight_decay
+    x = w_fp32 * (1 - a * wd) - a * u if c is None else (c - a * u) - (a * wd) * w_fp32
+    bits = bits_reference(w, how.offset, how.seed, how.step) if how.is_stochastic(w.dtype) else None
+    new, c_new = store_weight_reference(w, x, c, bits)
     new = torch.where(fine, new, w)
     if c is not None:
         c.copy_(torch.where(fine, c_new, c))
-    for counter, value in ((sum_squares, total), (changed, (new != w).sum())):
+    for counter, value in ((rule.sum_squares, total), (how.changed, (new != w).sum())):
         if counter is not None:
             counter += value
-    if bad is not None:
-        bad |= ~fine
+    if rule.bad is not None:
+        rule.bad.bitwise_or_(~fine)
     w.copy_(new)
 
 
 def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: float, total: torch.Tensor) -> torch.Tensor:
     """beta old + (1 - beta) mean, in place, unless the gradient is bad."""
     return old.copy_(torch.where(total <= FLOAT32_MAX, old * beta + mean * (1 - beta), old))
-
-
-@jit()
-def scale_or_one(scale_ptr):
-    scale = 1.0
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
-    return scale
 
 
 @jit()
@@ -68,7 +75,7 @@ def step_size(w_squares, u_squares, n, lr, eps2, clip_threshold):
 
 @jit()
 def moved(w_fp32, c_ptr, mask, u, a, wd):
-    """x of settle(): the new weight, or Kahan's step."""
+    """x of store_weight: the new weight, or Kahan's step."""
     if c_ptr is not None:
         x = tl.load(c_ptr, mask, 0.0).to(tl.float32) - a * u - (a * wd) * w_fp32
     else:

@@ -1,42 +1,31 @@
-"""AdaLOMO's update of a vector: its second moment is kept whole, and one program does it all.
+"""AdaLOMO's update of a vector: its second moment is kept in full, and one program does it all.
 
     g = grad * scale        v = beta v + (1 - beta) (g^2 + eps1)        u = g rsqrt(v)        then step.py
 
 A norm's weight or a bias has a few thousand elements: three rounds over it (sums of g^2 and w^2, sum of u^2, moment
-and update) come out of cache, and one launch is all it costs. State: 4 bytes an element. Sums are made in a fixed
-order; kernel and reference differ by rounding only. The arguments are those of matrix.py.
+and update) come out of cache, and one launch is all it costs. State: 4 bytes per element. Sums are made in a fixed
+order; kernel and reference differ by rounding only.
 """
-
-from typing import Any
 
 import torch
 
-from keyhole.ops.adalomo.step import (
-    State,
-    if_finite,
-    moment_reference_,
-    moved,
-    scale_or_one,
-    step_reference_,
-    step_size,
-)
+from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
 from keyhole.ops.backend import jit, on_device, tl
-from keyhole.ops.noise.tiles import NUM_WARPS, int32, key
-from keyhole.ops.rounding.round import bits_at
-from keyhole.ops.rounding.store import settle
-from keyhole.ops.sgd import scaled_reference
+from keyhole.ops.noise.index import NUM_WARPS, key, unsigned
+from keyhole.ops.rounding.bits import bits_at
+from keyhole.ops.rounding.store import Store, store_weight
+from keyhole.ops.sgd import scale_or_one, scaled_reference
 
 SPAN = 1024  # elements the program holds at a time
 
 
-def vector_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, beta: float,
-                      eps1: float, scale: torch.Tensor | None, **how: Any) -> None:
+def vector_reference_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
     """The formulas above, in order."""
-    g = scaled_reference(grad, scale)
+    g = scaled_reference(grad, rule.scale)
     square = g.square()
     total = square.sum()
-    v = moment_reference_(state["v"], square + eps1, beta, total)
-    step_reference_(w, g * v.rsqrt(), c, total, **how)
+    v = moment_reference_(state["v"], square + rule.eps1, rule.beta, total)
+    step_reference_(w, g * v.rsqrt(), total, rule, how)
 
 
 @jit()
@@ -46,10 +35,13 @@ def _moment(v, g, beta, eps1):
 
 
 @jit(do_not_specialize=["offset", "n", "step", "k0", "k1", "lr", "beta", "wd", "eps1", "eps2", "clip_threshold"])
-def _vector_kernel(w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, changed_ptr, offset, n, step, k0, k1,
-                   lr, beta, wd, eps1, eps2, clip_threshold, STOCHASTIC: tl.constexpr, SPAN: tl.constexpr):
-    """A whole vector, one program, three rounds over it: sums of g^2 and w^2, sum of u^2, moment and update."""
-    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+def _vector_kernel(
+    w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, changed_ptr,
+    offset, n, step, k0, k1, lr, beta, wd, eps1, eps2, clip_threshold,
+    STOCHASTIC: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The whole vector, one program, three rounds over it: sums of g^2 and w^2, sum of u^2, moment and update."""
+    key = unsigned(step, k0, k1)
     scale, lane = scale_or_one(scale_ptr), tl.arange(0, SPAN)
     g_squares, w_squares, u_squares = lane * 0.0, lane * 0.0, lane * 0.0
     for start in range(0, n, SPAN):
@@ -80,8 +72,8 @@ def _vector_kernel(w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, c
         x = moved(w.to(tl.float32), at_c, mask, u / divisor, a, wd)
         bits = lane
         if STOCHASTIC:
-            bits = bits_at(offset.to(tl.int64) + i, step, k0, k1)
-        changed += settle(w_ptr + i, at_c, i < stop, mask, w, x, bits, STOCHASTIC)
+            bits = bits_at(offset.to(tl.int64) + i, key)
+        changed += store_weight(w_ptr + i, at_c, i < stop, mask, w, x, bits, STOCHASTIC)
     if sum_ptr is not None:
         tl.store(sum_ptr, tl.load(sum_ptr) + total)
     if bad_ptr is not None:
@@ -90,11 +82,10 @@ def _vector_kernel(w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, c
         tl.store(changed_ptr, tl.load(changed_ptr) + tl.sum(changed))
 
 
-def launch_vector(w: torch.Tensor, grad: torch.Tensor, state: State, c: torch.Tensor | None, *, lr: float,
-                  beta: float, weight_decay: float, eps1: float, eps2: float, clip_threshold: float,
-                  scale: torch.Tensor | None, stochastic: bool, offset: int, seed: int, step: int,
-                  sum_squares: torch.Tensor | None, bad: torch.Tensor | None, changed: torch.Tensor | None) -> None:
+def vector_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule, how: Store) -> None:
+    """The same by kernel."""
+    tensors = (w, how.compensation, grad, state["v"], rule.scale, rule.sum_squares, rule.bad, how.changed)
+    rates = (rule.lr, rule.beta, rule.weight_decay, rule.eps1, rule.eps2, rule.clip_threshold)
+    flags = {"STOCHASTIC": how.is_stochastic(w.dtype), "SPAN": SPAN, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
     with on_device(w):
-        _vector_kernel[(1,)](w, c, grad, state["v"], scale, sum_squares, bad, changed, offset, w.numel(), int32(step),
-                             *key(seed), lr, beta, weight_decay, eps1, eps2, clip_threshold, STOCHASTIC=stochastic,
-                             SPAN=SPAN, num_warps=NUM_WARPS, enable_fp_fusion=False)
+        _vector_kernel[(1,)](*tensors, how.offset, w.numel(), *key(how.seed, how.step), *rates, **flags)

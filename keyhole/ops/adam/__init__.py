@@ -1,1 +1,1 @@
-"""AdamW on state in host memory: by the CPU (host), and by the GPU with the same bits (device)."""
+"""AdamW on state in host memory: by the CPU with torch's kernel (host.py), by the GPU with the same bits (device.py)."""

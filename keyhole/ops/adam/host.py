@@ -5,15 +5,15 @@ For a flat range of parameters with fp32 master w, moments m and v, gradient g (
     w <- (1 - lr decay) w         m <- b1 m + (1 - b1) c g         v <- b2 v + (1 - b2) (c g)^2
     w <- w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)      weight <- w, rounded to nearest
 
-Only the 16-bit weight is rounded; the master keeps the truth, so no small step is lost. Bytes a parameter: 12 stay
+Only the 16-bit weight is rounded; the master keeps the truth, so no small step is lost. Bytes per parameter: 12 stay
 (w, m, v), and 2 for the gradient on its way in and the weight on its way out, which may be the same memory: the
 weight takes the gradient's place once that is used.
 
 torch has a fused AdamW for the CPU: vectorised, threaded, without the GIL, in the wheel (nobody needs a compiler). It
 wants all its tensors in one dtype, and casting whole tensors before and after costs two more trips through DRAM. So
 the range is cut into chunks that fit the caches: cast in, update, cast out, chunk by chunk. Every thread gets the same
-part of a chunk in all three, so what one wrote the next finds in the core's own cache. DRAM sees 14 bytes read and 14
-written a parameter, as many as torch's kernel needs for fp32 alone.
+part of a chunk in all three, so it finds what it wrote in its core's own cache. DRAM sees 14 bytes read and 14 written
+per parameter, as many as torch's kernel needs for fp32 alone.
 
 Bits: with c = 1, w, m and v are those of torch.optim.AdamW(fused=True), whatever the chunk and the number of threads
 (ranges must start at a multiple of 16 elements: the kernel's vectors). Its other implementations order a few
@@ -23,7 +23,7 @@ one more rounding.
 
 import torch
 
-CHUNK_PER_THREAD = 128 * 1024  # elements: w, m, v and the cast gradient are 2 MiB a thread
+CHUNK_PER_THREAD = 128 * 1024  # elements: w, m, v and the cast gradient are 2 MiB per thread
 
 
 def host_adamw_(

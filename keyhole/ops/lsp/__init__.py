@@ -1,1 +1,2 @@
-"""LSP's sparse projectors: what they are, compressing activations with them, decompressing a step into a weight."""
+"""LSP's subspaces: sparse projectors (projector.py), compressing both sides of a gradient with them (compress.py), and
+decompressing the optimizer's step into a weight (decompress.py)."""

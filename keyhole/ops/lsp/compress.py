@@ -13,7 +13,7 @@ columns; the gradient never exists, and X Q is all that has to be kept of X.
 
 Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels add up in a fixed order.
 Reference and kernel differ by rounding.
-Legend: T tokens, R rows, d columns, r numbers a row.
+Legend: T tokens, R rows, d columns, r numbers per row.
 """
 
 from math import gcd
@@ -26,13 +26,14 @@ from keyhole.ops.lsp.projector import UNROLL, Projector
 from keyhole.ops.rounding.round import round_nearest
 
 TOKENS, COLUMNS = 64, 64  # of a tile of the gather
-DEPTH, WIDTH = 64, 32  # rows a step of the block product, and columns of its result
+DEPTH, WIDTH = 64, 32  # rows per step of the block product, and columns of its result
 NOWHERE = 1 << 30  # a row that no projector has
 
 _NOWHERE = tl.constexpr(NOWHERE)
 
 
 def compress_reference(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
+    """Block by block in one product, or number by number of all rows."""
     x_TR = x_TR.to(torch.float32)
     if p.group:
         blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows
@@ -47,10 +48,13 @@ def compress_reference(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -
 
 
 @jit()
-def _gather_kernel(x_ptr, values_ptr, sources_ptr, out_ptr, T, R, D, stride, r, L, RUN: tl.constexpr,
-                   TOKENS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr):
-    """One program: a tile of the result. Where it lies in one run, its sources are named by one number. UNROLL sources
-    are on their way at a time."""
+def _compress_runs_kernel(
+    x_ptr, values_ptr, sources_ptr, out_ptr,
+    T, R, D, stride, r, L, RUN: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """One program: a tile of the result. If it lies in one run, one number names its sources. UNROLL sources are read
+    at a time."""
     first = tl.program_id(0) * COLUMNS
     column, token = first + tl.arange(0, COLUMNS), tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
@@ -71,9 +75,11 @@ def _gather_kernel(x_ptr, values_ptr, sources_ptr, out_ptr, T, R, D, stride, r, 
 
 
 @jit()
-def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, group, r: tl.constexpr, PER: tl.constexpr,
-                   ALIGNED: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-                   WIDTH: tl.constexpr):
+def _compress_blocks_kernel(
+    x_ptr, values_ptr, out_ptr,
+    T, R, D, stride, group, r: tl.constexpr, PER: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """One program: TOKENS tokens through PER neighbouring blocks, as one product with their block-diagonal matrix.
     ALIGNED: a power of two that divides where their rows begin and end."""
     first, k = tl.program_id(0) * PER, tl.arange(0, WIDTH)
@@ -85,8 +91,9 @@ def _blocks_kernel(x_ptr, values_ptr, out_ptr, T, R, D, stride, group, r: tl.con
         row = tl.multiple_of(start, ALIGNED) + tl.arange(0, DEPTH)
         x = tl.load(x_ptr + token[:, None] * stride + row[None, :], (token < T)[:, None] & (row < stop)[None, :], 0.0)
         same = (row // group - first)[:, None] == (k // r)[None, :]
-        value = tl.load(values_ptr + row[:, None] * r + (k % r)[None, :],
-                        same & (row < stop)[:, None] & inside[None, :], 0.0)
+        value = tl.load(
+            values_ptr + row[:, None] * r + (k % r)[None, :], same & (row < stop)[:, None] & inside[None, :], 0.0
+        )
         total = tl.dot(x.to(tl.float32), value, total, input_precision=PRECISION)
     at = token[:, None] * D + first * r + k[None, :]
     tl.store(out_ptr + at, round_nearest(total, out_ptr.dtype.element_ty), (token < T)[:, None] & inside[None, :])
@@ -100,22 +107,24 @@ def power_of_two(n: int) -> int:
 def compress_triton(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
     """The same by kernel."""
     (T, R), stride, values = x_TR.shape, x_TR.stride(0), p.values_Rr
+    tile = {"TOKENS": TOKENS, "num_warps": 4}
     with on_device(x_TR):
         if p.group:
             per = max(1, WIDTH // p.r)
-            _blocks_kernel[(-(-p.d // (per * p.r)), -(-T // TOKENS))](
-                x_TR, values, out_Td, T, R, p.d, stride, p.group, r=p.r, PER=per, ALIGNED=gcd(per * p.group, R, 16),
-                PRECISION="ieee" if x_TR.dtype == torch.float32 else "tf32", TOKENS=TOKENS,
-                DEPTH=min(DEPTH, power_of_two(per * p.group)), WIDTH=power_of_two(per * p.r), num_warps=4)
+            tile |= {"DEPTH": min(DEPTH, power_of_two(per * p.group)), "WIDTH": power_of_two(per * p.r)}
+            tile |= {"PER": per, "ALIGNED": gcd(per * p.group, R, 16)}
+            tile |= {"PRECISION": "ieee" if x_TR.dtype == torch.float32 else "tf32"}
+            grid = (-(-p.d // (per * p.r)), -(-T // TOKENS))
+            _compress_blocks_kernel[grid](x_TR, values, out_Td, T, R, p.d, stride, p.group, r=p.r, **tile)
         else:
-            columns = p.run if 16 <= p.run < COLUMNS else COLUMNS
-            _gather_kernel[(-(-p.d // columns), -(-T // TOKENS))](
-                x_TR, values, p.sources, out_Td, T, R, p.d, stride, p.r, p.sources.shape[1], RUN=p.run, TOKENS=TOKENS,
-                COLUMNS=columns, UNROLL=UNROLL, num_warps=4)
+            columns, L = p.run if 16 <= p.run < COLUMNS else COLUMNS, p.sources.shape[1]
+            tile |= {"RUN": p.run, "COLUMNS": columns, "UNROLL": UNROLL}
+            grid = (-(-p.d // columns), -(-T // TOKENS))
+            _compress_runs_kernel[grid](x_TR, values, p.sources, out_Td, T, R, p.d, stride, p.r, L, **tile)
 
 
 def compress(x_TR: torch.Tensor, projector: Projector, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """x P as [T, d], in x's dtype unless told otherwise. x: float32 | bfloat16 | float16, its rows contiguous."""
+    """x P as [T, d], in out_dtype (None: x's). x: float32 | bfloat16 | float16, its rows contiguous."""
     assert x_TR.dim() == 2 and x_TR.shape[1] == projector.rows and x_TR.dtype in DTYPES, (x_TR.shape, x_TR.dtype)
     assert x_TR.stride(1) == 1 or x_TR.shape[1] == 1, x_TR.stride()
     out_Td = torch.empty(x_TR.shape[0], projector.d, dtype=out_dtype or x_TR.dtype, device=x_TR.device)

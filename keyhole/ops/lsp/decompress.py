@@ -3,11 +3,11 @@
 For blocks on both sides, in one stage: a tile of W needs the numbers of delta where its row blocks and its column
 blocks cross, and nothing else. A program makes the two block-diagonal matrices in registers and takes two products,
 
-    [rows, c_P] [c_P, c_Q] [c_Q, columns]        c: columns of the projector that the tile's rows (columns) stand in
+    [rows, c_P] [c_P, c_Q] [c_Q, columns]        c: columns of the projector in which the tile's rows have numbers
 
 on tensor cores, in three passes of TF32, which is float32 to about its last bit. delta is read from cache.
 
-For positions that are drawn (free, runs), and mixtures, in two stages:
+For drawn positions (free, runs), and for two different kinds, in two stages:
 
     1. E = delta Q^T       [d_P, n]   float32: the step, wide already, but in the rows of the subspace
     2. row i of W:         w_i <- round(keep w_i + alpha sum_k P[i, k] E[column(i, k), :])
@@ -16,27 +16,27 @@ One stage would gather r^2 numbers for every weight; two gather r for each of d 
 stage 2 always whole rows of E: memory moves in one piece for every kind of projector. The tiles of W that share
 columns of E run side by side, so that E comes out of cache (d 512 bytes for 128 columns).
 
-Bytes a bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 - lr wd where weight decay is wanted.
-All arithmetic is float32; the rounding is that of ops/rounding/store.py: nearest, stochastic (with the bits of ops/rounding/bits2d.py: a program
-works on a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) + (keep - 1) w). Reference and kernel
-differ by the rounding of the sums.
-Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r numbers a row.
+Bytes per bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 - lr wd, 1 without weight decay.
+All arithmetic is float32; the rounding is that of rounding/store.py: nearest, stochastic (with the bits of
+rounding/bits2d.py: a program works on a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) +
+(keep - 1) w). Reference and kernel differ by the rounding of the sums.
+Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r numbers per row.
 """
 
 import torch
 
-from keyhole.ops.arguments import check_scalars, check_tensors, float32
+from keyhole.ops.arguments import check_scalars, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.lsp.compress import power_of_two
 from keyhole.ops.lsp.projector import Projector
-from keyhole.ops.noise.tiles import check, int32, key
-from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, lane_bits, strip_bits_reference, strip_words
+from keyhole.ops.noise.index import key, unsigned
+from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, bits2d_reference, lane_bits, strip_words
 from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import ROUNDINGS, settle, settle_reference
+from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference
 
 ROWS, COLUMNS = 32, 128  # of a tile of E; a tile of W has LANE_ROWS rows
 BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit the registers
-MOST = 64 * 64  # numbers of delta that one stage holds at a time: three times that is on its way in shared memory
+MOST = 64 * 64  # numbers of delta that one stage holds at a time: shared memory holds three times that
 EXACT = "ieee" if torch.version.hip else "tf32x3"
 
 _LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
@@ -50,24 +50,24 @@ def expand_reference(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor)
         out_An += delta_Ad[:, columns_nr[:, k]].to(torch.float32) * q.values_Rr[:, k]
 
 
-def apply_reference_(w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, c_mn: torch.Tensor | None, *,
-                     alpha: float, keep: float, stochastic: bool, offset: int, seed: int, step: int,
-                     changed: torch.Tensor | None) -> None:
+def apply_reference_(
+    w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, alpha: float, keep: float, how: Store
+) -> None:
     """Stage 2."""
-    columns_mr, w_fp32_mn = p.columns_Rr(), w_mn.to(torch.float32)
+    columns_mr, w_fp32_mn, c_mn = p.columns_Rr(), w_mn.to(torch.float32), how.compensation
     moved_mn = torch.zeros_like(w_fp32_mn)
     for k in range(p.r):
         moved_mn += p.values_Rr[:, k, None] * wide_An[columns_mr[:, k]]
     x_mn = w_fp32_mn * keep + moved_mn * alpha
     if c_mn is not None:
         x_mn = c_mn + (moved_mn * alpha + w_fp32_mn * (keep - 1))
-    where = {"offset": offset, "seed": seed, "step": step, "device": w_mn.device}
-    bits = strip_bits_reference(*w_mn.shape, **where) if stochastic else None
-    new_mn, c_new_mn = settle_reference(w_mn, x_mn, c_mn, bits)
+    which = {"offset": how.offset, "seed": how.seed, "step": how.step, "device": w_mn.device}
+    bits = bits2d_reference(*w_mn.shape, **which) if how.is_stochastic(w_mn.dtype) else None
+    new_mn, c_new_mn = store_weight_reference(w_mn, x_mn, c_mn, bits)
     fine_mn = torch.isfinite(moved_mn)
     new_mn = torch.where(fine_mn, new_mn, w_mn)
-    if changed is not None:
-        changed += (new_mn != w_mn).sum()
+    if how.changed is not None:
+        how.changed.add_((new_mn != w_mn).sum())
     if c_mn is not None:
         c_mn.copy_(torch.where(fine_mn, c_new_mn, c_mn))
     w_mn.copy_(new_mn)
@@ -84,8 +84,10 @@ def _column(runs_ptr, row, k, mask, r, group, RUN: tl.constexpr, BLOCKS: tl.cons
 
 
 @jit()
-def _expand_kernel(delta_ptr, values_ptr, runs_ptr, out_ptr, A, n, d, r, group, RUN: tl.constexpr,
-                   BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _expand_kernel(
+    delta_ptr, values_ptr, runs_ptr, out_ptr,
+    A, n, d, r, group, RUN: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Stage 1, one program: a tile of E."""
     row, column = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     mask, at = (row < A)[:, None] & (column < n)[None, :], row.to(tl.int64)[:, None]
@@ -98,8 +100,9 @@ def _expand_kernel(delta_ptr, values_ptr, runs_ptr, out_ptr, A, n, d, r, group, 
 
 
 @jit()
-def _move(w_ptr, c_ptr, row, column, m, n, total, alpha, keep, bits, STOCHASTIC: tl.constexpr):
-    """A tile of W moves by alpha total; returns, per element, whether the stored value changed (0 or 1)."""
+def _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, rates, bits, STOCHASTIC: tl.constexpr):
+    """A tile of W moves by alpha total; returns how many stored values changed, if that is counted."""
+    alpha, keep = rates
     fine = tl.abs(total) <= _FLOAT32_MAX
     mask, at = (row < m)[:, None] & (column < n)[None, :], row.to(tl.int64)[:, None] * n + column[None, :]
     w = tl.load(w_ptr + at, mask, 0.0)
@@ -108,18 +111,25 @@ def _move(w_ptr, c_ptr, row, column, m, n, total, alpha, keep, bits, STOCHASTIC:
     if c_ptr is not None:
         at_c = c_ptr + at
         x = tl.load(at_c, mask, 0.0).to(tl.float32) + (total * alpha + w.to(tl.float32) * (keep - 1))
-    return settle(w_ptr + at, at_c, mask, mask & fine, w, x, bits, STOCHASTIC)
+    moved = store_weight(w_ptr + at, at_c, mask, mask & fine, w, x, bits, STOCHASTIC)
+    count = 0
+    if changed_ptr is not None:
+        count = tl.sum(tl.sum(moved, 1))
+    return count
 
 
 @jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
-def _apply_kernel(w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr, m, n, r, group, alpha, keep, offset, step,
-                  k0, k1, RUN: tl.constexpr, BLOCKS: tl.constexpr, STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr):
+def _apply_kernel(
+    w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr,
+    m, n, r, group, alpha, keep, offset, step, k0, k1,
+    RUN: tl.constexpr, BLOCKS: tl.constexpr, STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Stage 2, one program: a strip of some columns of W."""
-    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+    step, k0, k1 = unsigned(step, k0, k1)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    w0, w1, w2, w3, count = k0, k0, k0, k0, strip * 0
+    words, count = (k0, k0, k0, k0), strip * 0
     if STOCHASTIC:
-        w0, w1, w2, w3 = strip_words(strip, column, n, offset, step, k0, k1)
+        words = strip_words(strip, column, n, offset, (step, k0, k1))
     for lane in range(_LANES):
         row = (strip * _LANES + lane) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
         mask = (row < m)[:, None] & (column < n)[None, :]
@@ -130,44 +140,43 @@ def _apply_kernel(w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr, m, 
             total += value[:, None] * tl.load(wide_ptr + source[:, None] * n + column[None, :], mask, 0.0)
         bits = k0
         if STOCHASTIC:
-            bits = lane_bits(w0, w1, w2, w3, lane)
-        moved = _move(w_ptr, c_ptr, row, column, m, n, total, alpha, keep, bits, STOCHASTIC)
-        if changed_ptr is not None:
-            count += tl.sum(tl.sum(moved, 1))
+            bits = lane_bits(words, lane)
+        count += _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, (alpha, keep), bits, STOCHASTIC)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, count.to(tl.int64))
 
 
 @jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
-def _blocks_kernel(w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr, m, n, A, D, group_p, group_q, alpha, keep,
-                   offset, step, k0, k1, r_p: tl.constexpr, r_q: tl.constexpr, DEPTH_P: tl.constexpr,
-                   DEPTH_Q: tl.constexpr, STOCHASTIC: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr):
+def _decompress_blocks_kernel(
+    w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr,
+    m, n, A, D, group_p, group_q, alpha, keep, offset, step, k0, k1,
+    r_p: tl.constexpr, r_q: tl.constexpr, DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr,
+    STOCHASTIC: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Both stages for blocks, one program: a strip of some columns of W."""
-    step, k0, k1 = step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+    step, k0, k1 = unsigned(step, k0, k1)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     c_p, c_q = tl.arange(0, DEPTH_P), tl.arange(0, DEPTH_Q)
     block_q = tl.program_id(1) * COLUMNS // group_q
     same_q = (c_q // r_q)[:, None] + block_q == (column // group_q)[None, :]
     q = tl.load(q_ptr + column[None, :] * r_q + (c_q % r_q)[:, None], same_q & (column < n)[None, :], 0.0)
     at_q = block_q * r_q + c_q
-    w0, w1, w2, w3, count = k0, k0, k0, k0, strip * 0
+    words, count = (k0, k0, k0, k0), strip * 0
     if STOCHASTIC:
-        w0, w1, w2, w3 = strip_words(strip, column, n, offset, step, k0, k1)
+        words = strip_words(strip, column, n, offset, (step, k0, k1))
     for lane in range(_LANES):
         start = (strip * _LANES + lane) * _LANE_ROWS
         row, block_p = start + tl.arange(0, _LANE_ROWS), start // group_p
         same_p = (row // group_p)[:, None] == (c_p // r_p)[None, :] + block_p
         p = tl.load(p_ptr + row[:, None] * r_p + (c_p % r_p)[None, :], same_p & (row < m)[:, None], 0.0)
         at_p = block_p * r_p + c_p
-        delta = tl.load(delta_ptr + at_p.to(tl.int64)[:, None] * D + at_q[None, :],
-                        (at_p < A)[:, None] & (at_q < D)[None, :], 0.0).to(tl.float32)
+        inside = (at_p < A)[:, None] & (at_q < D)[None, :]
+        delta = tl.load(delta_ptr + at_p.to(tl.int64)[:, None] * D + at_q[None, :], inside, 0.0).to(tl.float32)
         total = tl.dot(tl.dot(p, delta, input_precision=PRECISION), q, input_precision=PRECISION)
         bits = k0
         if STOCHASTIC:
-            bits = lane_bits(w0, w1, w2, w3, lane)
-        moved = _move(w_ptr, c_ptr, row, column, m, n, total, alpha, keep, bits, STOCHASTIC)
-        if changed_ptr is not None:
-            count += tl.sum(tl.sum(moved, 1))
+            bits = lane_bits(words, lane)
+        count += _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, (alpha, keep), bits, STOCHASTIC)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, count.to(tl.int64))
 
@@ -175,42 +184,44 @@ def _blocks_kernel(w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr, m, n, A, 
 def expand_triton(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor) -> None:
     """Stage 1 by kernel."""
     A, n = out_An.shape
+    tile = {"RUN": q.run, "BLOCKS": q.group > 0, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
+    tensors, grid = (delta_Ad, q.values_Rr, q.runs, out_An), (-(-n // COLUMNS), -(-A // ROWS))
     with on_device(delta_Ad):
-        _expand_kernel[(-(-n // COLUMNS), -(-A // ROWS))](
-            delta_Ad, q.values_Rr, q.runs, out_An, A, n, q.d, q.r, q.group, RUN=q.run, BLOCKS=q.group > 0, ROWS=ROWS,
-            COLUMNS=COLUMNS, num_warps=4, enable_fp_fusion=False)
+        _expand_kernel[grid](*tensors, A, n, q.d, q.r, q.group, **tile, enable_fp_fusion=False)
 
 
-def apply_triton_(w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, c_mn: torch.Tensor | None, *, alpha: float,
-                  keep: float, stochastic: bool, offset: int, seed: int, step: int,
-                  changed: torch.Tensor | None) -> None:
+def apply_triton_(
+    w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, alpha: float, keep: float, how: Store
+) -> None:
     """Stage 2 by kernel."""
     m, n = w_mn.shape
+    tensors = (w_mn, how.compensation, wide_An, p.values_Rr, p.runs, how.changed)
+    numbers = (m, n, p.r, p.group, alpha, keep, how.offset, *key(how.seed, how.step))
+    flags = {"RUN": p.run, "BLOCKS": p.group > 0, "STOCHASTIC": how.is_stochastic(w_mn.dtype), "COLUMNS": COLUMNS}
+    grid = (-(-m // STRIP_ROWS), -(-n // COLUMNS))
     with on_device(w_mn):
-        _apply_kernel[(-(-m // STRIP_ROWS), -(-n // COLUMNS))](
-            w_mn, c_mn, wide_An, p.values_Rr, p.runs, changed, m, n, p.r, p.group, alpha, keep, offset, int32(step),
-            *key(seed), RUN=p.run, BLOCKS=p.group > 0, STOCHASTIC=stochastic, COLUMNS=COLUMNS, num_warps=4,
-            enable_fp_fusion=False)
+        _apply_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
 
 
 def depth(p: Projector, width: int) -> int:
-    """Columns of a projector of blocks that an aligned tile of `width` rows can stand in, for tl.dot."""
+    """Columns of a projector of blocks in which an aligned tile of `width` rows can have numbers, for tl.dot."""
     aligned = width % p.group == 0 or p.group % width == 0
     blocks = max(1, width // p.group) if aligned else (width - 2) // p.group + 2
     return power_of_two(blocks * p.r)
 
 
-def blocks_triton_(w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: Projector, c_mn: torch.Tensor | None,
-                   *, alpha: float, keep: float, stochastic: bool, offset: int, seed: int, step: int,
-                   changed: torch.Tensor | None) -> None:
+def blocks_triton_(
+    w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: Projector, alpha: float, keep: float, how: Store
+) -> None:
     """Both stages by one kernel, for blocks."""
     m, n = w_mn.shape
+    tensors = (w_mn, how.compensation, delta_Ad, p.values_Rr, q.values_Rr, how.changed)
+    numbers = (m, n, p.d, q.d, p.group, q.group, alpha, keep, how.offset, *key(how.seed, how.step))
+    flags = {"r_p": p.r, "r_q": q.r, "DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, BLOCK_COLUMNS)}
+    flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "PRECISION": EXACT, "COLUMNS": BLOCK_COLUMNS}
+    grid = (-(-m // STRIP_ROWS), -(-n // BLOCK_COLUMNS))
     with on_device(w_mn):
-        _blocks_kernel[(-(-m // STRIP_ROWS), -(-n // BLOCK_COLUMNS))](
-            w_mn, c_mn, delta_Ad, p.values_Rr, q.values_Rr, changed, m, n, p.d, q.d, p.group, q.group, alpha, keep,
-            offset, int32(step), *key(seed), r_p=p.r, r_q=q.r, DEPTH_P=depth(p, LANE_ROWS),
-            DEPTH_Q=depth(q, BLOCK_COLUMNS), STOCHASTIC=stochastic, PRECISION=EXACT, COLUMNS=BLOCK_COLUMNS, num_warps=4,
-            enable_fp_fusion=False)
+        _decompress_blocks_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
 
 
 def is_one_stage(p: Projector, q: Projector) -> bool:
@@ -226,24 +237,34 @@ def expand(delta_Ad: torch.Tensor, q: Projector) -> torch.Tensor:
     return out_An
 
 
-def decompress_add_(w_mn: torch.Tensor, delta_dd: torch.Tensor, p: Projector, q: Projector, alpha: float, *,
-                    keep: float = 1.0, rounding: str = "nearest", compensation: torch.Tensor | None = None,
-                    offset: int = 0, seed: int = 0, step: int = 0, changed: torch.Tensor | None = None) -> None:
+def decompress_add_(
+    w_mn: torch.Tensor,
+    delta_dd: torch.Tensor,
+    p: Projector,
+    q: Projector,
+    alpha: float,
+    *,
+    keep: float = 1.0,
+    rounding: str = "nearest",
+    compensation: torch.Tensor | None = None,
+    offset: int = 0,
+    seed: int = 0,
+    step: int = 0,
+    changed: torch.Tensor | None = None,
+) -> None:
     """w <- round(keep w + alpha P delta Q^T), in place.
 
     w: contiguous [m, n], float32 | bfloat16 | float16; delta: contiguous [d_P, d_Q], any of these. offset: global
     index of w's first element. compensation: with rounding "kahan", like w. changed (int64 scalar): stored values
-    that changed are added. Where the step is not finite the weight is left alone, not even kept less of.
+    that changed are added. Where the step is not finite the weight is left alone: it does not decay either.
     """
     assert w_mn.shape == (p.rows, q.rows) and delta_dd.shape == (p.d, q.d), (w_mn.shape, delta_dd.shape, p.d, q.d)
-    assert rounding in ROUNDINGS and (rounding == "kahan") == (compensation is not None), rounding
-    check_tensors(w_mn, *(() if compensation is None else (compensation,)))
+    how = Store(rounding, compensation, offset, seed, step, changed)
+    how.check(w_mn)
     check_scalars(w_mn.device, None, None, None, changed)
-    check(offset, w_mn.numel(), seed, (step,))
-    how = {"alpha": float32(alpha), "keep": float32(keep), "offset": offset, "seed": seed, "step": step}
-    how |= {"stochastic": rounding == "stochastic" and w_mn.dtype != torch.float32, "changed": changed}
+    alpha, keep = float32(alpha), float32(keep)
     if use_kernel(w_mn.device) and is_one_stage(p, q):
-        blocks_triton_(w_mn, delta_dd.contiguous(), p, q, compensation, **how)
-        return
-    run = apply_triton_ if use_kernel(w_mn.device) else apply_reference_
-    run(w_mn, expand(delta_dd, q), p, compensation, **how)
+        blocks_triton_(w_mn, delta_dd.contiguous(), p, q, alpha, keep, how)
+    else:
+        run = apply_triton_ if use_kernel(w_mn.device) else apply_reference_
+        run(w_mn, expand(delta_dd, q), p, alpha, keep, how)

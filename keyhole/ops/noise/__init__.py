@@ -1,1 +1,5 @@
-"""z as a pure function of (seed, step, direction, element): Philox counters, gaussian values, tiles of them for kernels."""
+"""Random numbers without state: the z of an element is a pure function of (seed, step, direction, index).
+
+philox.py makes random words from counters, gaussian.py normals from words, index.py numbers all elements of a model
+and lays kernels over them, tiles.py says which words are an element's.
+"""

@@ -117,8 +117,7 @@ def _square_root(x):
     NVIDIA's sqrt.rn is the operations below behind a branch for extreme arguments, which we have none of.
     """
     if _SQRT_BY_FMA:
-        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True,
-                                      pack=1)
+        y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
         root = x * y
         root = tl.fma(tl.fma(-root, root, x), 0.5 * y, root)
     else:

@@ -46,8 +46,7 @@ def _low(product: Word) -> Word:
     return product & MASK_32 if isinstance(product, int) else product
 
 
-def philox_reference(c0: Word, c1: Word, c2: Word, c3: Word, seed: int, rounds: int = ROUNDS) -> tuple[Word,
-                                                                                                       ...]:
+def philox_reference(c0: Word, c1: Word, c2: Word, c3: Word, seed: int, rounds: int = ROUNDS) -> tuple[Word, ...]:
     """Four words in 0..2^32-1, int64 where any counter word they depend on is an int64 tensor."""
     k0, k1 = seed & MASK_32, seed >> 32
     for _ in range(rounds):

@@ -1,1 +1,5 @@
-"""fp32 results back to the stored dtype: the random bits of stochastic rounding, and the last step of every update."""
+"""From a float32 result to the stored weight.
+
+bits.py and bits2d.py draw the random bits of stochastic rounding (for flat tensors, for tiles of a matrix), round.py
+rounds, pairs16.py handles 16-bit weights two at a time, store.py is the last step of every update that has a gradient.
+"""

@@ -1,33 +1,34 @@
-"""Random bits for the elements of a matrix that is worked on in tiles: one Philox call for eight of them.
+"""Random bits for the elements of a matrix that is worked on in tiles: one Philox call for eight elements.
 
-Stochastic rounding needs 16 bits an element (rounding.py), and a call gives 128. There, eight elements 1024 apart share
-a call; a kernel that works on tiles of a matrix never has those at hand together. So here they are 16 rows apart:
+Stochastic rounding needs 16 bits per element, and a call makes 128. In bits.py, eight elements 1024 apart share a call;
+a kernel that works on tiles of a matrix never holds those together. Here the eight are 16 rows apart:
 
     row i, column j of a matrix of n columns whose first element has index `offset`:
     group = offset + (i // 128 * 16 + i % 16) n + j          lane = i // 16 % 8
 
-    a strip of 128 rows = 8 lanes of 16 rows; the low half of word l // 2 is lane l's for even l, the high half for odd
+    a strip of 128 rows = 8 lanes of 16 rows; lane l has the low half (even l) or the high half (odd l) of word l // 2
 
-Groups of different matrices differ, because those of one lie between its first index and its last. The stream is one
-more than that of rounding.py. As there, the bits are a function of seed, step and element only: no launch shape, device
-or placement changes them.
+Different matrices have different groups, because a matrix has only groups between its first and its last index. The
+stream is one more than that of bits.py. As there, the bits are a function of seed, step and element alone: no launch
+shape, device or placement changes them.
 """
 
 import torch
 
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise.philox import MASK_32, philox, philox_reference
-from keyhole.ops.rounding import round as rounding
+from keyhole.ops.noise.index import words_of_group
+from keyhole.ops.noise.philox import MASK_32, philox_reference
+from keyhole.ops.rounding import bits
 
 LANE_ROWS, LANES = 16, 8
 STRIP_ROWS = LANE_ROWS * LANES
-STREAM = rounding.STREAM + 1
+STREAM = bits.STREAM + 1
 
 _STREAM, _LANE_ROWS = tl.constexpr(STREAM), tl.constexpr(LANE_ROWS)
 
 
-def strip_bits_reference(m: int, n: int, *, offset: int, seed: int, step: int, device: torch.device) -> torch.Tensor:
-    """The bits (int32, 0..65535) of all elements, [m, n]; strip by strip."""
+def bits2d_reference(m: int, n: int, *, offset: int, seed: int, step: int, device: torch.device) -> torch.Tensor:
+    """The bits (int32, 0..65535) of all elements, [m, n], strip by strip."""
     bits_mn = torch.empty(m, n, dtype=torch.int32, device=device)
     lane_row = torch.arange(LANE_ROWS, device=device)[:, None] * n + torch.arange(n, device=device)
     for strip in range(-(-m // STRIP_ROWS)):
@@ -40,16 +41,15 @@ def strip_bits_reference(m: int, n: int, *, offset: int, seed: int, step: int, d
 
 
 @jit()
-def strip_words(strip, column, n, offset, step, k0, k1):
+def strip_words(strip, column, n, offset, key):
     """Four words for [LANE_ROWS, columns] of a strip. strip: a scalar; column: int32 [columns]."""
     row = strip.to(tl.int64) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
-    group = offset.to(tl.int64) + row[:, None] * n + column[None, :]
-    low, high = (group & 0xFFFFFFFF).to(tl.uint32), (group >> 32).to(tl.uint32)
-    return philox(low, high, step * 0 + _STREAM, step, k0, k1)
+    return words_of_group(offset.to(tl.int64) + row[:, None] * n + column[None, :], _STREAM, key)
 
 
 @jit()
-def lane_bits(w0, w1, w2, w3, lane):
-    """The bits of a lane (a scalar)."""
+def lane_bits(words, lane):
+    """The bits of a lane (a scalar), from the four words of its strip."""
+    w0, w1, w2, w3 = words
     word = tl.where(lane < 4, tl.where(lane < 2, w0, w1), tl.where(lane < 6, w2, w3))
     return tl.where(lane % 2 == 0, word & 0xFFFF, word >> 16)

@@ -1,14 +1,14 @@
-"""Two 16-bit weights to a register: taken apart, rounded, put together and compared without detours.
+"""16-bit weights, two per register: widened, rounded, packed and compared without detours.
 
 The passes over the weights are bound by the number of instructions. Left to itself the compiler moves each 16-bit value
 into a register of its own and back, and counts changes with a compare, a select and an add for each. A pair takes
 
     widened          bfloat16 to float32     2 instructions: shift the low half up; mask the low half off
-    together         float32, low bits 0     1: pick both upper halves
+    rounded          float32, low bits 0     1: pick both upper halves
     count_changed    how many differ         2: compare both at once to (1.0 or 0.0), add both at once
 
-Every function has a plain form with the same result, for float32, for Triton's interpreter and for other GPUs.
-Counts are kept in the 16-bit type itself: exact, for a place in the block is counted 8 times (bfloat16 goes to 256).
+Each function has a plain form with the same result, for float32, for Triton's interpreter and for other GPUs.
+Counts are kept in the 16-bit type itself, exactly: a place in the block is counted 8 times, and bfloat16 counts to 256.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ _COUNT_FP16 = tl.constexpr("{.reg .b32 t; set.neu.f16x2.f16x2 t, $1, $2; add.rn.
 
 @cache
 def counts_pairs(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether changes are counted two at a time: bfloat16 can be compared so from compute capability 9.0 on."""
+    """Whether changes are counted two at a time: bfloat16 pairs can be compared from compute capability 9.0 on."""
     if not PAIRS or device.type != "cuda":
         return False
     return dtype == torch.float16 or (dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9)
@@ -77,7 +77,7 @@ def count_changed(count, new, w, mask, PAIRS: tl.constexpr, MASKED: tl.constexpr
     """count + (new != w), element by element."""
     if PAIRS:
         if MASKED:
-            new = tl.where(mask, new, w)  # outside of the tensor both are 0: zo_element.load
+            new = tl.where(mask, new, w)  # outside of the tensor both are 0: element.load
         ASM: tl.constexpr = _COUNT_BF16 if w.dtype == tl.bfloat16 else _COUNT_FP16
         count = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [new, w, count], w.dtype, is_pure=True, pack=2)
     else:

@@ -1,47 +1,69 @@
-"""How a weight that has moved is stored: one ending for every update that has a gradient (LOMO, AdaLOMO, LSP).
+"""How a new weight is stored: the last step of every update that has a gradient (LOMO, AdaLOMO, LSP).
 
 An update ends in float32, at x. What is stored depends on the rounding:
 
     nearest      w = round(x)
-    stochastic   w = x rounded up or down by chance, right on average (rounding.py)
+    stochastic   w = x rounded up or down by chance, right on average (round.py)
     kahan        x is only the step y = c + (what w should move by):
                  t = round(w + y) ;  c = round(y - (t - w)) ;  w = t                   all to nearest
-                 c, of w's dtype and shape, is what rounding has lost so far: 2 more bytes an element, no noise
+                 c, of w's dtype and shape, is what rounding has lost so far: 2 more bytes per element, no noise
 
-Float32 weights are stored as computed. Where the update of an element is not to happen (a gradient that is inf or
-nan), the caller says so and the old value is stored again.
+Float32 weights are stored as computed. Where an element must not be updated (its gradient is inf or nan), the caller
+says so and the old value is stored again.
 """
+
+from dataclasses import dataclass
 
 import torch
 
+from keyhole.ops.arguments import check_tensors
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise.tiles import chunks
-from keyhole.ops.rounding import round as rounds
-from keyhole.ops.rounding.round import chunk_bits_reference, round_nearest, round_stochastic
+from keyhole.ops.noise.index import check_index
+from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, round_stochastic, stochastic_round_reference
 
-ROUNDINGS = (*rounds.ROUNDINGS, "kahan")
-
-
-def bits_reference(w: torch.Tensor, offset: int, seed: int, step: int) -> torch.Tensor:
-    """The 16 bits of every element of a contiguous tensor, in its shape."""
-    parts = [chunk_bits_reference(offset + part.start, part.stop - part.start, seed=seed, step=step, device=w.device)
-             for part in chunks(offset, w.numel())]
-    return torch.cat(parts).view(w.shape)
+ALL_ROUNDINGS = (*ROUNDINGS, "kahan")
 
 
-def settle_reference(w: torch.Tensor, x: torch.Tensor, c: torch.Tensor | None,
-                     bits: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+@dataclass(frozen=True)
+class Store:
+    """How an op stores the weights of one tensor."""
+
+    rounding: str = "nearest"
+    compensation: torch.Tensor | None = None  # c, with kahan only
+    offset: int = 0  # global index of the tensor's first element; with seed and step, it says which random bits
+    seed: int = 0
+    step: int = 0
+    changed: torch.Tensor | None = (
+        None  # int64 scalar on the device: the number of changed stored values is added to it
+    )
+
+    def check(self, w: torch.Tensor, *others: torch.Tensor) -> None:
+        """Asserts what the ops ask of weights, of tensors of the same shape, and of these settings."""
+        c = self.compensation
+        assert self.rounding in ALL_ROUNDINGS and (self.rounding == "kahan") == (c is not None), self.rounding
+        assert c is None or c.dtype == w.dtype, c.dtype
+        check_tensors(w, *others, *(() if c is None else (c,)))
+        check_index(self.offset, w.numel(), self.seed, (self.step,))
+
+    def is_stochastic(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this dtype need random bits."""
+        return self.rounding == "stochastic" and dtype != torch.float32
+
+
+def store_weight_reference(
+    w: torch.Tensor, x: torch.Tensor, c: torch.Tensor | None, bits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The new weight and compensation. x (float32): the new weight, or Kahan's step y. bits: None for nearest."""
     if c is None:
-        return (x.to(w.dtype) if bits is None else rounds.stochastic_round_reference(x, bits, w.dtype)), None
+        return (x.to(w.dtype) if bits is None else stochastic_round_reference(x, bits, w.dtype)), None
     w_fp32 = w.to(torch.float32)
     t = (w_fp32 + x).to(w.dtype)
     return t, (x - (t.to(torch.float32) - w_fp32)).to(w.dtype)
 
 
 @jit()
-def settle(w_ptr, c_ptr, mask, fine, w, x, bits, STOCHASTIC: tl.constexpr):
-    """Store one vector of new weights (and compensations); returns, per element, whether it changed (0 or 1).
+def store_weight(w_ptr, c_ptr, mask, fine, w, x, bits, STOCHASTIC: tl.constexpr):
+    """Stores one vector of new weights (and compensations); returns, per element, whether it changed (0 or 1).
 
     mask: where the tensor is. fine: where it may move; elsewhere the old value is stored, since a mask that differs
     from element to element would make memory move one element at a time.

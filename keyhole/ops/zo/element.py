@@ -1,34 +1,102 @@
-"""The arithmetic of a zeroth-order step on its elements, be they in a flat tensor (flat.py) or in rows (rows.py).
+"""The arithmetic of a zeroth-order step on its elements, wherever they are (flat.py, packed.py, rows.py).
 
-    update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))
-    perturb   plus = w + eps z,   minus = w - eps z
+    update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))     z at update_step
+    perturb   plus = w + eps z,   minus = w - eps z                                        z at step
 
-`coef` = [lr, c_0, .., c_{q-1}] is a float32 tensor on the device. All arithmetic is float32 in the order written, with
-no fused multiply-add (the launches switch that off), and one rounding at the end. Whoever wants the bits of one pass
-in another takes both from here.
+All arithmetic is float32 in the order written, with no fused multiply-add (the launches switch that off), and one
+rounding at the end. Every pass takes it from here, so that an element gets the same bits in all of them.
+`coef` = [lr, c_0, .., c_{q-1}] is a tensor on the device: the projected gradients never visit the host, so no step
+waits for the one before.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
+from keyhole.ops.arguments import float32
 from keyhole.ops.backend import jit, tl
+from keyhole.ops.noise.index import check_index, int32, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, stochastic_round_reference
 
 
-def stochastic(rounding: str, dtype: torch.dtype) -> bool:
-    """Whether random bits are needed: float32 weights are stored as computed."""
-    assert rounding in ROUNDINGS, rounding
-    return rounding == "stochastic" and dtype != torch.float32
+@dataclass(frozen=True)
+class Flags:
+    """What a kernel is compiled for."""
+
+    Q: int  # directions of the update; 0: none
+    PERTURB: bool
+    GAUSSIAN: bool
+    DECAY: bool
+    STOCHASTIC: bool
+    COUNT: bool
+    PAIRS: bool
 
 
-def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int], torch.Tensor],
-                      weight_decay: float, bits: torch.Tensor | None) -> torch.Tensor:
+@dataclass(frozen=True)
+class ZOStep:
+    """What happens to weights: an update if there is a `coef`, then a perturbation if plus and minus are wanted."""
+
+    offset: int  # global index of the first weight
+    seed: int
+    distribution: str = "gaussian"
+    coef: torch.Tensor | None = None
+    update_step: int = 0
+    weight_decay: float = 0.0
+    rounding: str = "stochastic"
+    changed: torch.Tensor | None = (
+        None  # int64 scalar on the device: the number of changed stored values is added to it
+    )
+    eps: float = 0.0
+    step: int = 0
+    direction: int = 0
+
+    @property
+    def directions(self) -> int:
+        """Directions of the update."""
+        return 0 if self.coef is None else self.coef.numel() - 1
+
+    def check(self, n: int, device: torch.device) -> None:
+        """Asserts that these settings fit n weights on this device."""
+        steps = (self.update_step, self.step)
+        check_index(self.offset, n, self.seed, steps, max(self.directions, self.direction + 1), self.distribution)
+        assert self.rounding in ROUNDINGS, self.rounding
+        coef, changed = self.coef, self.changed
+        if coef is not None:
+            assert coef.dtype == torch.float32 and coef.dim() == 1 and coef.is_contiguous(), (coef.dtype, coef.shape)
+            assert coef.numel() >= 2, "coef is [lr, c_0, ...]"
+        assert changed is None or (changed.dtype == torch.int64 and changed.numel() == 1), changed
+        assert all(tensor is None or tensor.device == device for tensor in (coef, changed)), device
+
+    def is_stochastic(self, dtype: torch.dtype) -> bool:
+        """Whether an update of weights of this dtype needs random bits: float32 is stored as computed."""
+        return self.coef is not None and self.rounding == "stochastic" and dtype != torch.float32
+
+    def flags(self, *, perturb: bool, stochastic: bool, pairs: bool = False) -> Flags:
+        """The flags of a kernel for this step."""
+        count, decay = self.coef is not None and self.changed is not None, float32(self.weight_decay) != 0
+        return Flags(self.directions, perturb, self.distribution == "gaussian", decay, stochastic, count, pairs)
+
+    def numbers(self) -> tuple[int | float, ...]:
+        """update_step, step, direction, k0, k1, eps, wd: what every kernel of this folder takes."""
+        step, *seed = key(self.seed, self.step)
+        return int32(self.update_step), step, self.direction, *seed, float32(self.eps), float32(self.weight_decay)
+
+
+@jit()
+def noise_words(update_step, step, direction, k0, k1):
+    """The key of the update, and direction and key of the perturbation."""
+    return unsigned(update_step, k0, k1), direction.to(tl.uint32), unsigned(step, k0, k1)
+
+
+def updated_reference(
+    w: torch.Tensor, how: ZOStep, draw: Callable[[int], torch.Tensor], bits: torch.Tensor | None
+) -> torch.Tensor:
     """round(w - lr (sum_i c_i z_i + wd w)) in w's dtype. `draw(i)` makes z_i; `bits` is None for nearest."""
-    w_fp32 = w.to(torch.float32)
+    w_fp32, coef, weight_decay = w.to(torch.float32), how.coef, float32(how.weight_decay)
     u = draw(0).mul_(coef[1])
-    for i in range(1, coef.numel() - 1):
+    for i in range(1, how.directions):
         u.add_(draw(i).mul_(coef[1 + i]))
     if weight_decay:
         u.add_(w_fp32 * weight_decay)
@@ -37,35 +105,34 @@ def updated_reference(w: torch.Tensor, coef: torch.Tensor, draw: Callable[[int],
 
 
 @jit()
-def updated(w, u, bits, lr, wd, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr):
+def updated(w, u, bits, lr, wd, HOW: tl.constexpr):
     """round(w - lr (u + wd w)): in w's dtype, and the same in float32."""
     w_fp32 = widened(w)
-    if DECAY:
+    if HOW.DECAY:
         u = u + wd * w_fp32
-    return rounded(w_fp32 - lr * u, bits, w.dtype, STOCHASTIC)
+    return rounded(w_fp32 - lr * u, bits, w.dtype, HOW.STOCHASTIC)
 
 
 @jit()
-def store_updated(w_ptr, mask, w, u, bits, lr, wd, changed, DECAY: tl.constexpr, STOCHASTIC: tl.constexpr,
-                  COUNT: tl.constexpr, PAIRS: tl.constexpr, MASKED: tl.constexpr):
-    """Store one updated vector; returns it in float32, and the counts of changes."""
-    new, new_fp32 = updated(w, u, bits, lr, wd, DECAY, STOCHASTIC)
+def store_updated(w_ptr, mask, w, u, bits, lr, wd, changed, HOW: tl.constexpr, MASKED: tl.constexpr):
+    """Stores one updated vector; returns it in float32, and the counts of changes."""
+    new, new_fp32 = updated(w, u, bits, lr, wd, HOW)
     store(w_ptr, new, mask, MASKED)
-    if COUNT:
-        changed = count_changed(changed, new, w, mask, PAIRS, MASKED)
+    if HOW.COUNT:
+        changed = count_changed(changed, new, w, mask, HOW.PAIRS, MASKED)
     return new_fp32, changed
 
 
 def perturb_reference(w: torch.Tensor, z: torch.Tensor, eps: float, plus: torch.Tensor, minus: torch.Tensor) -> None:
     """plus <- w + eps z, minus <- w - eps z, rounded to nearest in their own dtype. z is used up."""
-    w_fp32, move = w.to(torch.float32), z.mul_(eps)
+    w_fp32, move = w.to(torch.float32), z.mul_(float32(eps))
     plus.copy_(w_fp32 + move)
     minus.copy_(w_fp32 - move)
 
 
 @jit()
 def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps, MASKED: tl.constexpr = True):
-    """Store one vector of w + eps z and of w - eps z."""
+    """Stores one vector of w + eps z and of w - eps z."""
     w_fp32, move = w.to(tl.float32), eps * z
     store(plus_ptr, round_nearest(w_fp32 + move, plus_ptr.dtype.element_ty), mask, MASKED)
     store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask, MASKED)
@@ -73,7 +140,7 @@ def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps, MASKED: tl.constexpr =
 
 @jit()
 def load(ptr, mask, MASKED: tl.constexpr):
-    """What is outside of the mask is 0."""
+    """Outside of the mask: 0."""
     if MASKED:
         x = tl.load(ptr, mask, other=0)
     else:
@@ -83,6 +150,7 @@ def load(ptr, mask, MASKED: tl.constexpr):
 
 @jit()
 def store(ptr, x, mask, MASKED: tl.constexpr):
+    """Nothing outside of the mask."""
     if MASKED:
         tl.store(ptr, x, mask)
     else:

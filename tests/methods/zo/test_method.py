@@ -26,7 +26,7 @@ def textbook(model: keyhole.Model, steps: int, q: int, weight_decay: float, micr
 
     @lru_cache(maxsize=q)
     def flat_z(t: int, i: int) -> torch.Tensor:
-        return ops.noise(model.layout.numel, offset=0, seed=SEED, step=t, direction=i)
+        return ops.draw_noise(model.layout.numel, offset=0, seed=SEED, step=t, direction=i)
 
     def loss(batches: list) -> torch.Tensor:
         sums, count = [], 0

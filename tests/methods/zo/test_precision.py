@@ -74,7 +74,7 @@ def test_stochastic_rounding_moves_bf16_where_nearest_stalls() -> None:
         opt.step(batch())
         opt.pending.coef.copy_(torch.tensor([1e-6, 1.0]))
         opt.flush()
-        z = ops.noise(before.numel(), offset=model.layout.units[2].start, seed=0, step=0)
+        z = ops.draw_noise(before.numel(), offset=model.layout.units[2].start, seed=0, step=0)
         made[rounding] = float((before - model.engine.homes[2].float()) @ z / (1e-6 * z @ z))
     assert 0.8 < made["stochastic"] < 1.2
     assert made["nearest"] < 0.5

@@ -13,11 +13,17 @@ from keyhole.ops.lsp.projector import KINDS, identity_projector, random_projecto
 
 @settings(max_examples=16)
 @given(
-    kind=st.sampled_from(sorted(KINDS)), tokens=st.integers(1, 100), rows=st.integers(1, 200), d=st.integers(1, 150),
-    r=st.integers(1, 20), dtype=st.sampled_from([torch.float32, torch.bfloat16]), kernel=st.booleans(),
+    kind=st.sampled_from(sorted(KINDS)),
+    tokens=st.integers(1, 100),
+    rows=st.integers(1, 200),
+    d=st.integers(1, 150),
+    r=st.integers(1, 20),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kernel=st.booleans(),
 )
-def test_equals_the_dense_product(kind: str, tokens: int, rows: int, d: int, r: int, dtype: torch.dtype,
-                                  kernel: bool) -> None:
+def test_equals_the_dense_product(
+    kind: str, tokens: int, rows: int, d: int, r: int, dtype: torch.dtype, kernel: bool
+) -> None:
     """Any kind, shape and dtype: x times the matrix with its zeros, also when x is a slice of something wider."""
     if kernel and (backend.TRITON_MISSING or not (backend.INTERPRETED or torch.cuda.is_available())):
         pytest.skip("needs Triton, interpreted or on a GPU")

@@ -10,14 +10,15 @@ from keyhole.ops.backend import force
 from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
-from keyhole.ops.rounding.bits2d import strip_bits_reference
+from keyhole.ops.rounding.bits2d import bits2d_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 
 
-def problem(kinds: tuple[str, str], m: int, n: int, d: int, r: int,
-            device: str | torch.device = "cpu") -> tuple[torch.Tensor, torch.Tensor, Projector, Projector]:
+def problem(
+    kinds: tuple[str, str], m: int, n: int, d: int, r: int, device: str | torch.device = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor, Projector, Projector]:
     """w, delta, P, Q."""
     p, q = random_projector(kinds[0], m, d, r, seed=1), random_projector(kinds[1], n, d, r, seed=2)
     generator = torch.Generator().manual_seed(m + n)
@@ -27,8 +28,12 @@ def problem(kinds: tuple[str, str], m: int, n: int, d: int, r: int,
 
 @settings(max_examples=20)
 @given(
-    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), m=st.integers(1, 150), n=st.integers(1, 200),
-    d=st.integers(1, 150), r=st.integers(1, 12), kernel=st.booleans(),
+    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2),
+    m=st.integers(1, 150),
+    n=st.integers(1, 200),
+    d=st.integers(1, 150),
+    r=st.integers(1, 12),
+    kernel=st.booleans(),
 )
 @example(kinds=("blocks", "blocks"), m=150, n=140, d=32, r=4, kernel=True)
 @example(kinds=("runs", "free"), m=150, n=140, d=40, r=3, kernel=True)
@@ -58,8 +63,9 @@ def test_identity_reproduces_the_gradient(kernel_device: torch.device, choice: s
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_stochastic_rounding_is_by_element(kernel_device: torch.device, kind: str, dtype: torch.dtype,
-                                                 choice: str) -> None:
+def test_stochastic_rounding_is_by_element(
+    kernel_device: torch.device, kind: str, dtype: torch.dtype, choice: str
+) -> None:
     """The stored values are the float32 result rounded with the bits of their place; changes are counted."""
     w_mn, delta_dd, p, q = problem((kind, kind), 150, 140, 32, 4, kernel_device)
     w_mn = w_mn.to(dtype)
@@ -67,9 +73,10 @@ def test_stochastic_rounding_is_by_element(kernel_device: torch.device, kind: st
     changed = torch.zeros((), dtype=torch.int64, device=kernel_device)
     with force(choice):
         decompress_add_(exact_mn, delta_dd, p, q, 1e-3)
-        decompress_add_(w_mn, delta_dd, p, q, 1e-3, rounding="stochastic", offset=OFFSET, seed=SEED, step=STEP,
-                        changed=changed)
-    bits = strip_bits_reference(150, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
+        decompress_add_(
+            w_mn, delta_dd, p, q, 1e-3, rounding="stochastic", offset=OFFSET, seed=SEED, step=STEP, changed=changed
+        )
+    bits = bits2d_reference(150, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
     assert torch.equal(w_mn.cpu(), stochastic_round_reference(exact_mn.cpu(), bits, dtype))
     assert changed == (w_mn != before_mn).sum()
 
@@ -77,15 +84,17 @@ def test_stochastic_rounding_is_by_element(kernel_device: torch.device, kind: st
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
-def test_a_step_that_is_not_finite_leaves_the_weight(kernel_device: torch.device, kind: str, rounding: str,
-                                                     choice: str) -> None:
+def test_a_step_that_is_not_finite_leaves_the_weight(
+    kernel_device: torch.device, kind: str, rounding: str, choice: str
+) -> None:
     """Nor does it decay."""
     w_mn, delta_dd, p, q = problem((kind, kind), 40, 70, 16, 4, kernel_device)
     w_mn = w_mn.bfloat16()
     before, lost_mn = w_mn.clone(), torch.full_like(w_mn, 1e-3) if rounding == "kahan" else None
     with force(choice):
-        decompress_add_(w_mn, delta_dd.fill_(float("nan")), p, q, -0.3, keep=0.9, rounding=rounding,
-                        compensation=lost_mn)
+        decompress_add_(
+            w_mn, delta_dd.fill_(float("nan")), p, q, -0.3, keep=0.9, rounding=rounding, compensation=lost_mn
+        )
     assert torch.equal(w_mn, before)
     assert lost_mn is None or torch.equal(lost_mn, torch.full_like(w_mn, 1e-3))
 

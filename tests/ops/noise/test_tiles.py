@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.ops import noise
+from keyhole.ops import draw_noise
 from keyhole.ops.backend import force
+from keyhole.ops.noise.index import CHUNK, DISTRIBUTIONS
 from keyhole.ops.noise.philox import philox_reference
-from keyhole.ops.noise.tiles import CHUNK, DISTRIBUTIONS, noise_at_reference
+from keyhole.ops.noise.tiles import noise_at_reference
 
 SEED = 0xFEDCBA9876543210
 ODD_SPANS = [(0, 4096), (4095, 2), (123_457, 3001), ((1 << 33) + 12_345, 4500), ((1 << 42) + 77, 900)]
@@ -33,7 +34,7 @@ def by_the_book(e: int, seed: int, step: int, direction: int, distribution: str)
 def test_layout_is_the_documented_one(distribution: str, offset: int) -> None:
     """Element by element the values are those of the format's definition."""
     draw = dict(seed=SEED, step=3_000_000_000, direction=5, distribution=distribution)
-    z = noise(3100, offset=offset, **draw)
+    z = draw_noise(3100, offset=offset, **draw)
     for i in [*range(40), *range(1000, 1040), *range(2040, 2060), *range(3080, 3100)]:
         assert z[i].item() == pytest.approx(by_the_book(offset + i, **draw), abs=1.5e-5)
 
@@ -41,21 +42,25 @@ def test_layout_is_the_documented_one(distribution: str, offset: int) -> None:
 def test_the_format_is_frozen() -> None:
     """Runs are replayed from seeds, so these bits may never change, on any machine."""
     offsets = (0, 1024, 2048, 3072, (1 << 35) + 5000)
-    draws = [noise(1, offset=offset, seed=0x0123456789ABCDEF, step=41, direction=2) for offset in offsets]
+    draws = [draw_noise(1, offset=offset, seed=0x0123456789ABCDEF, step=41, direction=2) for offset in offsets]
     patterns = [z.view(torch.int32).item() & 0xFFFFFFFF for z in draws]
     assert patterns == [0x3FAC3068, 0x3F4D9434, 0xBF2A0DF1, 0x3F26717B, 0xBD94D4E1]
 
 
 @settings(max_examples=30)
-@given(offset=st.integers(0, 1 << 43), n=st.integers(1, 9000), cut=st.integers(0, 9000),
-       distribution=st.sampled_from(DISTRIBUTIONS))
+@given(
+    offset=st.integers(0, 1 << 43),
+    n=st.integers(1, 9000),
+    cut=st.integers(0, 9000),
+    distribution=st.sampled_from(DISTRIBUTIONS),
+)
 def test_any_slice_gives_the_same_bits(offset: int, n: int, cut: int, distribution: str) -> None:
     """A slice asked for alone equals the slice of the whole, wherever it starts and ends."""
     draw = dict(seed=SEED, step=9, direction=1, distribution=distribution)
-    whole = noise(n, offset=offset, **draw)
+    whole = draw_noise(n, offset=offset, **draw)
     cut = min(cut, n)
-    assert torch.equal(whole[:cut], noise(cut, offset=offset, **draw))
-    assert torch.equal(whole[cut:], noise(n - cut, offset=offset + cut, **draw))
+    assert torch.equal(whole[:cut], draw_noise(cut, offset=offset, **draw))
+    assert torch.equal(whole[cut:], draw_noise(n - cut, offset=offset + cut, **draw))
     some = torch.arange(cut // 2, n, 97)
     assert torch.equal(whole[some], noise_at_reference(offset + some, **draw))
 
@@ -67,13 +72,13 @@ def test_chunks_and_threads_do_not_show() -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = noise(CHUNK + 10_000, offset=offset, **draw)
+        one = draw_noise(CHUNK + 10_000, offset=offset, **draw)
         torch.set_num_threads(3)
-        assert torch.equal(one, noise(CHUNK + 10_000, offset=offset, **draw))
+        assert torch.equal(one, draw_noise(CHUNK + 10_000, offset=offset, **draw))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(one[4000:6000], noise(2000, offset=offset + 4000, **draw))
-    assert torch.equal(one[-7000:], noise(7000, offset=offset + CHUNK + 3000, **draw))
+    assert torch.equal(one[4000:6000], draw_noise(2000, offset=offset + 4000, **draw))
+    assert torch.equal(one[-7000:], draw_noise(7000, offset=offset + CHUNK + 3000, **draw))
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -82,8 +87,8 @@ def test_kernel_equals_reference(kernel_device: torch.device, distribution: str,
     """Bit for bit, at any offset and size."""
     draw = dict(offset=offset, seed=SEED, step=4_000_000_000, direction=65_535, distribution=distribution)
     with force("kernel"):
-        made = noise(n, **draw, device=kernel_device)
-    assert torch.equal(made.cpu(), noise(n, **draw))
+        made = draw_noise(n, **draw, device=kernel_device)
+    assert torch.equal(made.cpu(), draw_noise(n, **draw))
 
 
 @pytest.mark.gpu
@@ -91,13 +96,13 @@ def test_kernel_equals_reference(kernel_device: torch.device, distribution: str,
 def test_gpu_equals_cpu_on_millions(cuda: torch.device, distribution: str) -> None:
     """Bit for bit over four million elements that start beyond 2^33, at an odd offset."""
     draw = dict(offset=(1 << 33) + 4097, seed=SEED, step=77, direction=1, distribution=distribution)
-    assert torch.equal(noise(1 << 22, **draw, device=cuda).cpu(), noise(1 << 22, **draw))
+    assert torch.equal(draw_noise(1 << 22, **draw, device=cuda).cpu(), draw_noise(1 << 22, **draw))
 
 
 def test_gaussian_moments() -> None:
     """Four moments and the tails of a million draws are within 4 standard errors of N(0, 1)."""
     n = 1 << 20
-    z = noise(n, offset=12_345, seed=3, step=1).double()
+    z = draw_noise(n, offset=12_345, seed=3, step=1).double()
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
         assert abs((z**power).mean() - mean) < 4 * math.sqrt(variance / n)
     for bound in (1.0, 2.0, 3.0):
@@ -108,7 +113,7 @@ def test_gaussian_moments() -> None:
 def test_gaussian_distribution_function() -> None:
     """The empirical distribution function of a million draws is within the Kolmogorov bound (p = 1e-4)."""
     n = 1 << 20
-    z = noise(n, offset=0, seed=4, step=2).double().sort().values
+    z = draw_noise(n, offset=0, seed=4, step=2).double().sort().values
     expected = 0.5 * torch.erfc(-z / math.sqrt(2))
     steps = torch.arange(1, n + 1).double() / n
     assert (steps - expected).abs().max() < 2.23 / math.sqrt(n)
@@ -117,7 +122,7 @@ def test_gaussian_distribution_function() -> None:
 def test_rademacher_is_fair() -> None:
     """Only +1 and -1, in equal shares."""
     n = 1 << 20
-    z = noise(n, offset=7, seed=5, step=3, distribution="rademacher")
+    z = draw_noise(n, offset=7, seed=5, step=3, distribution="rademacher")
     assert torch.equal(z.abs(), torch.ones(n))
     assert abs(z.double().mean()) < 4 / math.sqrt(n)
 
@@ -127,9 +132,11 @@ def test_streams_are_uncorrelated(distribution: str) -> None:
     """Directions, steps, seeds, tiles, lanes and neighbours do not correlate, nor do their squares."""
     n = 1 << 18
     base = dict(offset=0, seed=6, step=4, direction=0, distribution=distribution)
-    z = noise(n, **base).double()
-    others = [noise(n, **base | change).double() for change in
-              ({"direction": 1}, {"step": 5}, {"seed": 7}, {"seed": 6 + (1 << 32)}, {"offset": 1 << 32})]
+    z = draw_noise(n, **base).double()
+    others = [
+        draw_noise(n, **base | change).double()
+        for change in ({"direction": 1}, {"step": 5}, {"seed": 7}, {"seed": 6 + (1 << 32)}, {"offset": 1 << 32})
+    ]
     others += [z.roll(shift) for shift in (1, 2, 1024, 2048, 4096)]
     for other in others:
         assert abs((z * other).mean()) < 4.5 / math.sqrt(n)
@@ -140,8 +147,14 @@ def test_streams_are_uncorrelated(distribution: str) -> None:
 def test_bounds_of_the_format_are_checked() -> None:
     """An index, step, direction or name outside the format is refused."""
     good = dict(offset=0, seed=0, step=0, direction=0, distribution="gaussian")
-    assert noise(0, **good).shape == (0,)
-    for bad in ({"offset": 1 << 44}, {"offset": -1}, {"seed": 1 << 64}, {"step": 1 << 32},
-                {"direction": 1 << 16}, {"distribution": "uniform"}):
+    assert draw_noise(0, **good).shape == (0,)
+    for bad in (
+        {"offset": 1 << 44},
+        {"offset": -1},
+        {"seed": 1 << 64},
+        {"step": 1 << 32},
+        {"direction": 1 << 16},
+        {"distribution": "uniform"},
+    ):
         with pytest.raises(AssertionError):
-            noise(1, **good | bad)
+            draw_noise(1, **good | bad)

@@ -3,13 +3,13 @@
 import torch
 
 from keyhole.ops.noise.philox import MASK_32, philox_reference
-from keyhole.ops.rounding.bits2d import STREAM, strip_bits_reference
+from keyhole.ops.rounding.bits2d import STREAM, bits2d_reference
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 
 
 def bits(m: int, n: int, offset: int = OFFSET) -> torch.Tensor:
-    return strip_bits_reference(m, n, offset=offset, seed=SEED, step=STEP, device=torch.device("cpu"))
+    return bits2d_reference(m, n, offset=offset, seed=SEED, step=STEP, device=torch.device("cpu"))
 
 
 def test_the_layout_is_the_documented_one() -> None:

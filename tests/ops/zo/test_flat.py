@@ -1,13 +1,15 @@
 """Update and perturbation: the definition, the fusion, the kernel, the counts."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from keyhole import ops
+from keyhole.ops import ZOStep, draw_noise, zo_flat_
 from keyhole.ops.backend import force
-from keyhole.ops.rounding.round import chunk_bits_reference, stochastic_round_reference
+from keyhole.ops.rounding.bits import chunk_bits_reference
+from keyhole.ops.rounding.round import stochastic_round_reference
 
 SEED, UPDATE_STEP, STEP, EPS = 0xDEADBEEFCAFEBABE, 4_000_000_000, 4_000_000_001, 1e-3
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -35,35 +37,44 @@ def coefficients(q: int) -> torch.Tensor:
     return torch.cat([torch.tensor([1e-2]), torch.randn(q, generator=torch.Generator().manual_seed(q))])
 
 
-def step(w: torch.Tensor, out_dtype: torch.dtype, q: int, distribution: str, rounding: str, decay: float,
-         offset: int, fused: bool) -> list[torch.Tensor]:
-    """[updated w, plus, minus, changed] on the CPU, by the fused op or by two."""
+def step(
+    w: torch.Tensor,
+    out_dtype: torch.dtype,
+    q: int,
+    distribution: str,
+    rounding: str,
+    decay: float,
+    offset: int,
+    fused: bool,
+) -> list[torch.Tensor]:
+    """[updated w, plus, minus, changed] on the CPU, in one pass or in two."""
     w = w.clone()
     plus, minus = (torch.empty_like(w, dtype=out_dtype) for _ in range(2))
     changed = torch.zeros((), dtype=torch.int64, device=w.device)
-    same = dict(offset=offset, seed=SEED, distribution=distribution)
-    update = dict(coef=coefficients(q).to(w.device), weight_decay=decay, rounding=rounding, changed=changed)
+    coef = coefficients(q).to(w.device)
+    how = ZOStep(offset, SEED, distribution, coef, UPDATE_STEP, decay, rounding, changed, EPS, STEP)
     if fused:
-        ops.zo_update_perturb_(w, plus, minus, eps=EPS, update_step=UPDATE_STEP, step=STEP, **same, **update)
+        zo_flat_(w, plus, minus, how)
     else:
-        ops.zo_update_(w, step=UPDATE_STEP, **same, **update)
-        ops.zo_perturb(w, plus, minus, eps=EPS, step=STEP, **same)
+        zo_flat_(w, None, None, how)
+        zo_flat_(w, plus, minus, replace(how, coef=None))
     return [tensor.cpu() for tensor in (w, plus, minus, changed)]
 
 
-def by_the_book(w: torch.Tensor, out_dtype: torch.dtype, q: int, distribution: str, rounding: str,
-                decay: float, offset: int) -> list[torch.Tensor]:
+def by_the_book(
+    w: torch.Tensor, out_dtype: torch.dtype, q: int, distribution: str, rounding: str, decay: float, offset: int
+) -> list[torch.Tensor]:
     """The same from the definition, with whole tensors and the noise op."""
     n, coef = w.numel(), coefficients(q)
     same = dict(offset=offset, seed=SEED, distribution=distribution)
-    u = coef[1] * ops.noise(n, step=UPDATE_STEP, direction=0, **same)
+    u = coef[1] * draw_noise(n, step=UPDATE_STEP, direction=0, **same)
     for i in range(1, q):
-        u = u + coef[1 + i] * ops.noise(n, step=UPDATE_STEP, direction=i, **same)
+        u = u + coef[1 + i] * draw_noise(n, step=UPDATE_STEP, direction=i, **same)
     w_fp32 = w.float()
     moved = w_fp32 - coef[0] * (u + decay * w_fp32 if decay else u)
     bits = chunk_bits_reference(offset, n, seed=SEED, step=UPDATE_STEP, device=w.device)
     new = stochastic_round_reference(moved, bits, w.dtype) if rounding == "stochastic" else moved.to(w.dtype)
-    move = EPS * ops.noise(n, step=STEP, **same)
+    move = EPS * draw_noise(n, step=STEP, **same)
     plus, minus = (new.float() + move).to(out_dtype), (new.float() - move).to(out_dtype)
     return [new, plus, minus, (new != w).sum()]
 
@@ -107,11 +118,11 @@ def test_odd_values_are_kept_and_counted(kernel_device: torch.device, dtype: tor
     odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-7, -1e-30, 1.0])
     w, coef = odd.to(dtype).repeat(1100), torch.tensor([lr, 0.5])
     changed = [torch.zeros((), dtype=torch.int64, device=device) for device in ("cpu", kernel_device)]
-    same = dict(offset=8192 - 304, seed=SEED, step=STEP)
+    how = ZOStep(8192 - 304, SEED, update_step=STEP)
     mine, theirs = w.clone(), w.to(kernel_device, copy=True)
-    ops.zo_update_(mine, coef=coef, changed=changed[0], **same)
+    zo_flat_(mine, None, None, replace(how, coef=coef, changed=changed[0]))
     with force("kernel"):
-        ops.zo_update_(theirs, coef=coef.to(kernel_device), changed=changed[1], **same)
+        zo_flat_(theirs, None, None, replace(how, coef=coef.to(kernel_device), changed=changed[1]))
     theirs = theirs.cpu()
     assert torch.equal(mine.isnan(), theirs.isnan()) and torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
     assert int(changed[0]) == int(changed[1]) >= 1100 and (lr > 0 or int(changed[0]) == 1100)
@@ -132,8 +143,8 @@ def test_direction_selects_the_noise() -> None:
     """The perturbation uses the direction asked for, and plus and minus lie on either side of w."""
     w = weights(1000, torch.float32)
     plus, minus = torch.empty_like(w), torch.empty_like(w)
-    ops.zo_perturb(w, plus, minus, offset=50, eps=0.5, seed=1, step=2, direction=3)
-    move = 0.5 * ops.noise(1000, offset=50, seed=1, step=2, direction=3)
+    zo_flat_(w, plus, minus, ZOStep(50, 1, eps=0.5, step=2, direction=3))
+    move = 0.5 * draw_noise(1000, offset=50, seed=1, step=2, direction=3)
     assert torch.equal(plus, w + move) and torch.equal(minus, w - move)
 
 
@@ -142,12 +153,11 @@ def test_small_steps_are_lost_to_nearest_and_kept_by_stochastic(dtype: torch.dty
     """Steps of a hundredth of the spacing: nearest moves nothing, stochastic moves the mean as asked."""
     n, spacing = 1 << 16, 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10
     coef = torch.tensor([spacing / 100, 1.0])
-    z = ops.noise(n, offset=0, seed=1, step=1, distribution="rademacher")
+    z = draw_noise(n, offset=0, seed=1, step=1, distribution="rademacher")
     for rounding in ("nearest", "stochastic"):
         w = torch.full((n,), 1.5).to(dtype)
         changed = torch.zeros((), dtype=torch.int64)
-        ops.zo_update_(w, offset=0, coef=coef, seed=1, step=1, distribution="rademacher", rounding=rounding,
-                       changed=changed)
+        zo_flat_(w, None, None, ZOStep(0, 1, "rademacher", coef, 1, rounding=rounding, changed=changed))
         assert changed == (w != 1.5).sum()
         if rounding == "nearest":
             assert changed == 0
@@ -162,8 +172,8 @@ def test_zero_learning_rate_changes_nothing() -> None:
     for dtype in DTYPES:
         w, changed = weights(5000, dtype), torch.zeros((), dtype=torch.int64)
         before = w.clone()
-        coef = torch.tensor([0.0, 5.0])
-        ops.zo_update_(w, offset=3, coef=coef, seed=1, step=1, weight_decay=0.1, changed=changed)
+        how = ZOStep(3, 1, coef=torch.tensor([0.0, 5.0]), update_step=1, weight_decay=0.1, changed=changed)
+        zo_flat_(w, None, None, how)
         assert torch.equal(w, before) and changed == 0
 
 
@@ -171,7 +181,7 @@ def test_count_is_added_to_what_is_there() -> None:
     """`changed` accumulates over calls, as the units of a model need it to."""
     changed = torch.tensor(1000)
     w = torch.ones(64)
-    ops.zo_update_(w, offset=0, coef=torch.tensor([0.1, 1.0]), seed=1, step=1, changed=changed)
+    zo_flat_(w, None, None, ZOStep(0, 1, coef=torch.tensor([0.1, 1.0]), update_step=1, changed=changed))
     assert changed == 1064
 
 
@@ -202,11 +212,11 @@ def test_gpu_tensor_of_more_than_2_31_elements(cuda: torch.device) -> None:
     w = torch.ones(n, dtype=torch.bfloat16, device=cuda)
     plus, minus = torch.empty_like(w), torch.empty_like(w)
     changed, coef = torch.zeros((), dtype=torch.int64, device=cuda), torch.tensor([0.5, 1.0])
-    same = dict(seed=SEED, distribution="rademacher", eps=0.1, update_step=1, step=2)
-    ops.zo_update_perturb_(w, plus, minus, offset=16, coef=coef.to(cuda), changed=changed, **same)
+    how = ZOStep(16, SEED, "rademacher", coef, update_step=1, eps=0.1, step=2)
+    zo_flat_(w, plus, minus, replace(how, coef=coef.to(cuda), changed=changed))
     assert changed == n  # 1 -> 0.5 or 1.5
     for start in (0, (1 << 31) - edge // 2, n - edge):
         cpu = [torch.ones(edge, dtype=torch.bfloat16) for _ in range(3)]
-        ops.zo_update_perturb_(*cpu, offset=16 + start, coef=coef, **same)
+        zo_flat_(*cpu, replace(how, offset=16 + start))
         for made, expected in zip((w, plus, minus), cpu, strict=True):
             assert torch.equal(made[start : start + edge].cpu(), expected)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.ops import backend, fp8
-from keyhole.ops.zo.packed import zo_packed_
+from keyhole.ops import ZOStep, backend, fp8, zo_packed_
 from tests.ops.test_fp8 import same
 
 DEVICES = [
@@ -43,7 +42,7 @@ def run(choice: str, n: int, offset: int, device: str, dtype: torch.dtype, case:
     if "coef" in case:
         case |= {"coef": torch.tensor(case["coef"], device=device), "changed": changed}
     with backend.force(choice):
-        zo_packed_(packed, plus, minus, n=n, offset=offset, seed=5, step=4, eps=1e-3, **case)
+        zo_packed_(packed, n, plus, minus, ZOStep(offset, seed=5, step=4, eps=1e-3, **case))
     return [x.cpu() for x in (packed, room, changed)]
 
 
@@ -80,8 +79,8 @@ def test_what_packing_loses_is_not_counted(choice: str) -> None:
         fp8.fp8_encode_(w, packed, offset=0, seed=0, step=0, rounding="nearest")
         before = packed.clone()
         with backend.force(choice):
-            coef = torch.tensor([1e-3, 1.0])
-            zo_packed_(packed, n=n, offset=0, seed=5, coef=coef, update_step=3, rounding=rounding, changed=changed)
+            update = {"coef": torch.tensor([1e-3, 1.0]), "update_step": 3, "rounding": rounding, "changed": changed}
+            zo_packed_(packed, n, None, None, ZOStep(0, seed=5, **update))
         found[rounding] = int(changed)
         assert (int(changed) > 0) == (not torch.equal(before, packed))
     assert found["nearest"] == 0 and 0 < found["stochastic"] < n // 50

@@ -1,9 +1,11 @@
 """Gathered rows: bit for bit what the whole table would give."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from keyhole import ops
+from keyhole.ops import ZOStep, zo_flat_, zo_rows
 from keyhole.ops.backend import force
 
 SEED, UPDATE_STEP, STEP = 0x0123456789ABCDEF, 6, 7
@@ -18,34 +20,30 @@ CASES = [
 V = 100
 
 
-def setup(case: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, dict, dict]:
-    """A table, row ids (repeated, first, last), the arguments of its update and of its perturbation."""
+def setup(case: tuple, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, ZOStep]:
+    """A table, row ids (repeated, first, last), its update and perturbation."""
     dtype, _, q, distribution, rounding, decay, offset, H = case
     generator = torch.Generator().manual_seed(H)
     table_VH = (torch.randn(V, H, generator=generator) * 0.02).to(dtype)
     ids_T = torch.tensor([0, V - 1, 7, 7, 42])
     coef = torch.cat([torch.tensor([1e-2]), torch.randn(q, generator=generator)])
-    same = dict(offset=offset, seed=SEED, distribution=distribution)
-    update = dict(coef=coef.to(device), weight_decay=decay, rounding=rounding)
-    return table_VH.to(device), ids_T.to(device), same, update
+    update = ZOStep(offset, SEED, distribution, coef.to(device), UPDATE_STEP, decay, rounding)
+    return table_VH.to(device), ids_T.to(device), replace(update, eps=1e-3, step=STEP, direction=1)
 
 
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, choice: str) -> None:
     """Rows updated and perturbed on the fly are the rows of the reference's updated, perturbed table."""
-    table_VH, ids_T, same, update = setup(case, kernel_device)
+    table_VH, ids_T, how = setup(case, kernel_device)
     rows_TH, out_dtype = table_VH[ids_T], case[1]
-    perturb = dict(eps=1e-3, step=STEP, direction=1)
     with force(choice):
-        plus_TH, minus_TH = ops.zo_rows(rows_TH, ids_T, **same, **update, update_step=UPDATE_STEP, **perturb,
-                                        dtype=out_dtype)
-        updated_TH = ops.zo_rows(rows_TH, ids_T, **same, **update, update_step=UPDATE_STEP)
+        plus_TH, minus_TH = zo_rows(rows_TH, ids_T, how, perturb=True, dtype=out_dtype)
+        updated_TH = zo_rows(rows_TH, ids_T, how, perturb=False)
     assert torch.equal(rows_TH, table_VH[ids_T])  # the stale rows are not touched
     with force("reference"):
         plus_VH, minus_VH = (torch.empty_like(table_VH, dtype=out_dtype) for _ in range(2))
-        ops.zo_update_(table_VH.view(-1), **same, **update, step=UPDATE_STEP)
-        ops.zo_perturb(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), **same, **perturb)
+        zo_flat_(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), how)
     assert torch.equal(updated_TH, table_VH[ids_T])
     assert torch.equal(plus_TH, plus_VH[ids_T])
     assert torch.equal(minus_TH, minus_VH[ids_T])
@@ -53,20 +51,21 @@ def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, cho
 
 def test_without_a_pending_update_rows_are_only_perturbed() -> None:
     """The first step of a run has nothing to apply."""
-    table_VH, ids_T, same, _ = setup(CASES[0], torch.device("cpu"))
-    plus_TH, minus_TH = ops.zo_rows(table_VH[ids_T], ids_T, **same, eps=1e-2, step=STEP)
+    table_VH, ids_T, how = setup(CASES[0], torch.device("cpu"))
+    how, stored_VH = replace(how, coef=None), table_VH.clone()
+    plus_TH, minus_TH = zo_rows(table_VH[ids_T], ids_T, how, perturb=True)
     plus_VH, minus_VH = torch.empty_like(table_VH), torch.empty_like(table_VH)
-    ops.zo_perturb(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), **same, eps=1e-2, step=STEP)
+    zo_flat_(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), how)
     assert torch.equal(plus_TH, plus_VH[ids_T]) and torch.equal(minus_TH, minus_VH[ids_T])
-    assert torch.equal(ops.zo_rows(table_VH[ids_T], ids_T, **same), table_VH[ids_T])
+    assert torch.equal(zo_rows(table_VH[ids_T], ids_T, how, perturb=False), stored_VH[ids_T])
 
 
 def test_no_rows_are_fine(kernel_device: torch.device) -> None:
     """An empty batch gives empty rows."""
-    table_VH, ids_T, same, update = setup(CASES[0], kernel_device)
+    table_VH, ids_T, how = setup(CASES[0], kernel_device)
     for choice in ("reference", "kernel"):
         with force(choice):
-            made = ops.zo_rows(table_VH[:0], ids_T[:0], **same, **update, update_step=1, eps=1e-3, step=2)
+            made = zo_rows(table_VH[:0], ids_T[:0], how, perturb=True)
             assert [rows_TH.shape for rows_TH in made] == [(0, 64), (0, 64)]
 
 
@@ -78,7 +77,7 @@ def test_gpu_equals_cpu_on_a_real_table(cuda: torch.device, dtype: torch.dtype) 
     ids_T = torch.randint(0, 50_000, (2048,), generator=generator)
     rows_TH = torch.randn(2048, 768, generator=generator).to(dtype)
     coef = torch.tensor([1e-3, 1.0, -2.0])
-    args = dict(offset=(1 << 33) + 11, seed=SEED, update_step=3, weight_decay=0.1, eps=1e-3, step=4)
-    made = ops.zo_rows(rows_TH.to(cuda), ids_T.to(cuda), coef=coef.to(cuda), **args)
-    for a, b in zip(made, ops.zo_rows(rows_TH, ids_T, coef=coef, **args), strict=True):
+    how = ZOStep((1 << 33) + 11, SEED, coef=coef, update_step=3, weight_decay=0.1, eps=1e-3, step=4)
+    made = zo_rows(rows_TH.to(cuda), ids_T.to(cuda), replace(how, coef=coef.to(cuda)), perturb=True)
+    for a, b in zip(made, zo_rows(rows_TH, ids_T, how, perturb=True), strict=True):
         assert torch.equal(a.cpu(), b)

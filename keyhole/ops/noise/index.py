@@ -1,0 +1,130 @@
+"""The index space: every element of a model has one global index, and its random numbers are a function of it.
+
+The index of an element is its tensor's offset plus its position in the tensor. Ops cut their work along tiles of the
+index space, whatever the tensor's own start:
+
+    tiles       |    tile_0    |  tile_0 + 1  |  tile_0 + 2  |        a kernel's program owns one tile,
+    tensor      .    [---------+--------------+---]                   of which elements lo .. hi exist
+                lead           n elements
+
+so no launch shape, device or slicing changes what an element gets. Kernels take the place as (tile_0, lead, n) and the
+counter words that a whole launch shares as (step, k0, k1): the step, and the halves of the seed. All are plain numbers
+of the signature: Triton compiles a kernel anew for a value of 1 or a multiple of 16, unless `do_not_specialize` names
+the number, which it does not reach inside a tuple. Within a kernel they travel as tuples.
+
+Indices go up to 2^44 (17 trillion elements), steps to 2^32, directions to 2^16 (higher streams are for rounding).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from keyhole.ops.backend import jit, tl
+from keyhole.ops.noise.philox import MASK_32, philox, philox_reference
+
+WIDTH = 1024  # elements of a vector
+CHUNK = 256 * WIDTH  # elements the reference holds at a time: about 4 MiB of words
+ROWS, NUM_WARPS = 4, 8  # shape of a vector in the kernels; WIDTH = ROWS * NUM_WARPS * 32 threads
+MAX_INDEX = 1 << 44
+MAX_DIRECTIONS = 1 << 16
+DISTRIBUTIONS = ("gaussian", "rademacher")
+
+_WIDTH, _ROWS = tl.constexpr(WIDTH), tl.constexpr(ROWS)
+
+
+def check_index(
+    offset: int, n: int, seed: int, steps: tuple[int, ...], directions: int = 0, distribution: str = "gaussian"
+) -> None:
+    """The bounds above; a caller that breaks them has a bug. Without noise there are no directions."""
+    assert 0 <= offset and offset + n <= MAX_INDEX, (offset, n)
+    assert 0 <= seed < 1 << 64, seed
+    assert all(0 <= step < 1 << 32 for step in steps), steps
+    assert 0 <= directions <= MAX_DIRECTIONS, directions
+    assert distribution in DISTRIBUTIONS, distribution
+
+
+def chunks(offset: int, n: int) -> Iterator[slice]:
+    """Cuts positions 0..n so that each piece lies in one aligned chunk of the index space."""
+    start = 0
+    while start < n:
+        stop = min(n, start + CHUNK - (offset + start) % CHUNK)
+        yield slice(start, stop)
+        start = stop
+
+
+def span(offset: int, n: int, tile: int) -> tuple[int, tuple[int, int, int]]:
+    """The number of tiles that hold elements offset..offset+n, and (tile_0, lead, n)."""
+    tile_0, lead = divmod(offset, tile)
+    return -(-(lead + n) // tile), (tile_0, lead, n)
+
+
+def int32(word: int) -> int:
+    """A word as the signed number of the same bits, so that kernels always take int32 and compile once."""
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def key(seed: int, step: int) -> tuple[int, int, int]:
+    """(step, k0, k1) as int32."""
+    return int32(step), int32(seed & MASK_32), int32(seed >> 32)
+
+
+def words_reference(
+    start: int, n: int, tile: int, *, seed: int, step: int, stream: int, device: torch.device
+) -> torch.Tensor:
+    """Philox words [4, groups] int32 of the tiles that cover elements start..start+n, WIDTH groups to a tile."""
+    first, last = start // tile * WIDTH, -(-(start + n) // tile) * WIDTH
+    low = torch.arange(first & MASK_32, (first & MASK_32) + last - first, device=device)
+    words = philox_reference(low, first >> 32, stream, step, seed)
+    words_4G = torch.empty(4, last - first, dtype=torch.int32, device=device)
+    for row, word in zip(words_4G, words, strict=True):
+        row.copy_(word)
+    return words_4G
+
+
+@jit()
+def unsigned(step, k0, k1):
+    """The key in a kernel: the same bits as uint32."""
+    return step.to(tl.uint32), k0.to(tl.uint32), k1.to(tl.uint32)
+
+
+@jit()
+def program_span(tile_0, lead, n, TILE: tl.constexpr, MULTIPLE: tl.constexpr):
+    """This program's tile, its start in the tensor (negative if before it), and the elements lo..hi of it that exist.
+
+    MULTIPLE divides start, lo and hi; from 8 on, the compiler can widen memory accesses.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    start = pid * TILE - lead
+    lo, hi = tl.maximum(-start, 0).to(tl.int32), tl.minimum(n - start, TILE).to(tl.int32)
+    if MULTIPLE > 1:
+        start = tl.multiple_of(start, MULTIPLE)
+        lo, hi = tl.multiple_of(lo, MULTIPLE), tl.multiple_of(hi, MULTIPLE)
+    return tile_0 + pid, start, lo, hi
+
+
+@jit()
+def lanes():
+    """0 .. 1023 as a block [4, 256], numbered down the columns.
+
+    In Triton's default layout each of the 256 threads holds one column, hence 4 neighbours in memory: loads
+    and stores are wide as they stand, and nothing is shuffled through shared memory on the way.
+    """
+    rows, columns = tl.arange(0, _ROWS), tl.arange(0, _WIDTH // _ROWS)
+    return rows[:, None] + columns[None, :] * _ROWS
+
+
+@jit()
+def words_of_tile(tile, lane, stream, key):
+    """Four Philox words for each lane (int32) of a tile (a scalar int64) that has WIDTH groups."""
+    step, k0, k1 = key
+    group = tile * _WIDTH
+    low = (group & 0xFFFFFFFF).to(tl.uint32) + lane.to(tl.uint32)
+    return philox(low, (group >> 32).to(tl.uint32), step * 0 + stream, step, k0, k1)
+
+
+@jit()
+def words_of_group(group, stream, key):
+    """Four Philox words for each of a block of int64 groups."""
+    step, k0, k1 = key
+    low, high = (group & 0xFFFFFFFF).to(tl.uint32), (group >> 32).to(tl.uint32)
+    return philox(low, high, step * 0 + stream, step, k0, k1)
