@@ -8,7 +8,7 @@ from keyhole.model.backward.recompute import Recompute
 
 
 class Block(nn.Module):
-    """Ends with a residual, as most blocks do; `saves` puts an operation after the last product that saves its input."""
+    """Ends with a residual, as most blocks do. saves: an operation after the last product saves its output."""
 
     def __init__(self, saves: bool = False, twice: bool = False) -> None:
         super().__init__()

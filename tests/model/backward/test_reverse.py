@@ -1,4 +1,4 @@
-"""The reverse sweep hands over the gradients of plain autograd, wherever the weights are, and announces every change."""
+"""The reverse sweep hands over the gradients of plain autograd, wherever weights are, and announces every change."""
 
 import random
 from typing import Any

@@ -77,15 +77,12 @@ def test_any_chain_has_the_gradients_of_one_walk(order: list[int], activations: 
 
 def test_passes_meet_at_a_stop() -> None:
     """Two passes through the same blocks make one stop per block, in whatever order they come."""
-    blocks, index = [Block(0), Block(1)], 0
+    blocks, passes = [Block(0), Block(1)], iter((0, 1, 1, 0))
     tape = Tape("block", ActivationStore(CPU, to_host=False))
     x = torch.ones(1, 4, requires_grad=True)
-    with tape.recording(blocks, lambda: index):
-        middle = []
-        for index in (0, 1):  # noqa: B007: read by the tape
-            middle.append(blocks[0](x, x))
-        for index in (1, 0):
-            blocks[1](middle[index][0], x)
+    with tape.recording(blocks, lambda: next(passes)):
+        for block in (blocks[0], blocks[0], blocks[1], blocks[1]):
+            block(x, x)
     assert [sorted(stop) for stop in tape.stops] == [[0, 1], [0, 1]]
     assert not any("forward" in block.__dict__ for block in blocks)
 
