@@ -68,6 +68,18 @@ def test_names_without_the_prefix(saved: Path, broken: Path) -> None:
     assert torch.equal(back.nll(batch())[0], gpt2.nll(batch())[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, "float64", torch.int8, "fp16"])
+def test_a_dtype_that_cannot_be_trained_in_is_refused(dtype: torch.dtype | str) -> None:
+    """Before anything is built, whether it was asked for or is that of the checkpoint."""
+    with pytest.raises(UserError, match="^dtype: .* is not one of float32, bfloat16, float16; set dtype=float32"):
+        keyhole.load(config("llama"), init="random", device="cpu", dtype=dtype)
+    made = config("llama")
+    made.dtype = torch.float64
+    with pytest.raises(UserError, match=r"^dtype: float64 \(of the checkpoint, by its config.json\) is not one of"):
+        keyhole.load(made, init="random", device="cpu")
+    assert keyhole.load(made, init="random", device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+
+
 def test_dtype_is_that_of_the_checkpoint_or_as_asked(saved: Path, tmp_path: Path) -> None:
     """null means as stored; otherwise every weight is rounded once, to nearest."""
     full = keyhole.load(saved, device="cpu")

@@ -172,6 +172,35 @@ def test_parameters_are_home_between_calls(placement: str) -> None:
         torch.testing.assert_close(hf_nll(model.module, one), model.nll(one)[0])
 
 
+class Recording:
+    """A gate that notes which pages are waited for inside of a sweep, and refuses one of them."""
+
+    def __init__(self, model: keyhole.Model, refused: int | None = None) -> None:
+        self.engine, self.refused, self.waited = model.engine, refused, []
+
+    def ready(self, page: int) -> bool:
+        return page != self.refused
+
+    def wait(self, page: int) -> None:
+        if page == self.refused:
+            raise RuntimeError("the worker failed")
+        self.waited.append((page, self.engine.order == []))
+
+    def drain(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", ["nll", "generate"])
+def test_every_page_is_acquired_inside_of_the_sweep(call: str) -> None:
+    """The spine too: the sweep decides on which stream a page is waited for."""
+    model = load(placement="stream")
+    model.engine.gate = gate = Recording(model)
+    model.engine.order = []  # until a sweep begins
+    model.nll(batch()) if call == "nll" else model.generate(batch()["input_ids"], max_new_tokens=2)
+    assert model.layout.spine.index in {page for page, _ in gate.waited}
+    assert not any(outside for _, outside in gate.waited)
+
+
 def test_no_graph_is_built() -> None:
     """Losses of `nll` carry no gradient, whatever the grad mode of the caller."""
     with torch.enable_grad():

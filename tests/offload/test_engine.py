@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keyhole.errors import UserError
 from keyhole.offload.engine import Engine
 
 CPU = torch.device("cpu")
@@ -300,3 +301,40 @@ def test_a_write_back_that_breaks_off_leaves_no_page_to_be_taken_for_the_one_at_
         assert engine.acquire(0).tolist() == [0.0] * 4
         engine.release(0)
     assert engine.bytes_down == 0
+
+
+def test_too_few_slots_are_the_users_error() -> None:
+    """Named with the number that is needed; afterwards nothing is held, and the engine works."""
+    engine = make(slot_count=2)
+    with pytest.raises(UserError, match=r"slot_count: 2 is too few: at least 3 pages.*slot_count=3"):
+        with engine.sweep("train", [1, 2, 3]):
+            for page in (1, 2, 3):
+                engine.acquire(page)
+    assert not engine.held
+    run_and_compare(engine, [("train", [1, 2], [(1, "change"), (2, "read")], True)])
+    with pytest.raises(UserError, match="slot_count: 0 is too few: at least 1"):
+        make(slot_count=0).acquire(1)
+
+
+@pytest.mark.parametrize("streamed", [set(), {0}])
+def test_an_update_on_arrival_is_announced_before_it_is_applied(streamed: set[int]) -> None:
+    """Also where the page was asked for to be read: a resident home would change under the watch."""
+    homes = [torch.zeros(4)]
+    engine, told = Engine(homes, streamed, CPU), []
+
+    class Log:
+        def before_change(self, page: int) -> None:
+            told.append(("before", float(homes[page][0])))
+
+        def changed(self, page: int, stream: object) -> None:
+            told.append(("after", float(homes[page][0])))
+
+    def arrival(page: int, w: torch.Tensor) -> bool:
+        w.fill_(5.0)
+        return True
+
+    engine.watch, engine.arrival = Log(), arrival
+    with engine.sweep("read", [0]):
+        assert engine.acquire(0, changes=False).eq(5).all()
+        engine.release(0)
+    assert told == [("before", 0.0), ("after", 5.0)]

@@ -82,6 +82,7 @@ class VocabularyGradients:
     def reverse_head(self, hand_over: HandOver) -> list[torch.Tensor]:
         """Gradients of the hidden states, [N, H] per pass; gradients of an untied head are handed over on the way."""
         units, bias = self.layout.head_units, self.model.head.linear.bias
+        bias_grad_V = None if bias is None else bias.new_zeros(units[-1].rows[1])  # at the moment it is that of a chunk
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
             stored = self.model.engine.acquire(unit.index)
@@ -92,10 +93,12 @@ class VocabularyGradients:
                 dx, dw, db = self._head_grads(unit, p, weight_RH, wants=(True, trained, bias is not None))
                 total[p] = dx if len(units) == 1 else dx.float() if total[p] is None else total[p].add_(dx)
                 dw_RH, db_R = _add(dw_RH, dw), _add(db_R, db)
-            if db_R is not None and bias.requires_grad:
-                bias.grad = torch.zeros_like(bias) if bias.grad is None else bias.grad
-                bias.grad[unit.rows[0] : unit.rows[1]] += db_R
+            if bias_grad_V is not None:
+                bias_grad_V[slice(*unit.rows)] += db_R
             hand_over(unit, stored, dw_RH)
+        if bias is not None and bias.requires_grad:
+            self.model.binding.enter_block(None)  # all of the bias again: a gradient must have its size
+            bias.grad = bias_grad_V
         return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:

@@ -1,1 +1,8 @@
-"""Forward passes of the unmodified module over weights that come and go: one pass, or several in lockstep."""
+"""Forward passes of the unmodified module over weights that come and go.
+
+hooks.py        where the module's forward meets the engine
+lockstep.py     several passes that advance together        generate.py    one pass
+binding.py      what parameters point to                    head.py        hidden states -> logits, in chunks
+row_tiles.py, fused_relu.py, graphs.py, compile.py          blocks with less memory, fewer kernels, fewer launches
+memory.py       the bytes of all this
+"""

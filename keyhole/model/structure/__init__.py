@@ -1,7 +1,8 @@
 """What is known of a Hugging Face decoder before a weight is read.
 
 source.py      where its files are: a directory, or a hub id
-skeleton.py    its config and its module, without the weights
+config_file.py its config.json, checked before Transformers acts on it
+skeleton.py    its module, without the weights
 find.py        its blocks, and layers of special kinds
 layout.py      its parameters as one flat array, cut into units
 tokenizer.py   its tokenizer

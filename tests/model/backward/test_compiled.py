@@ -1,0 +1,44 @@
+"""Compiled blocks have the gradients of plain ones, offered or not, and save parameters as themselves."""
+
+import pytest
+import torch
+from torch import nn
+
+from keyhole.model.backward.activation_store import ActivationStore
+from keyhole.model.backward.compiled import Saved
+from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
+from tests.model.decoders import batch
+from tests.model.streaming import streamed
+
+TWO = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "opt"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_gradients_are_those_of_autograd(name: str, count: int) -> None:
+    """With one micro-batch linear layers offer their products; with two, gradients are added up by autograd. Streamed
+    equals resident to the bit, though a block's parameters lie elsewhere in the reverse."""
+    model = load(name)
+    sink = collected(model, TWO[:count], compiled="aot_eager")
+    assert bool(sink.offers) == (count == 1)
+    assert_same(sink.found, by_autograd(model, TWO[:count]))
+    away = collected(streamed(model, slot_count=2), TWO[:count], compiled="aot_eager").found
+    assert all(torch.equal(away[key], grad) for key, grad in sink.found.items())
+
+
+def test_a_sink_cannot_decline_what_a_compiled_block_offers() -> None:
+    """The weight has no other gradient: it would be lost in silence."""
+    with pytest.raises(AssertionError, match="cannot decline"):
+        collected(load(), TWO[:1], Collect(accepts=False), compiled="aot_eager")
+
+
+def test_a_parameter_is_saved_as_itself() -> None:
+    """It is unpacked from where it is by then; anything else comes back as it was."""
+    layer, x = nn.Linear(4, 4), torch.ones(4)
+    saved = Saved(layer, [x], ActivationStore(torch.device("cpu"), to_host=True))
+    packed = saved.pack(layer.weight.data)
+    assert packed is layer.weight
+    layer.weight.data = torch.full((4, 4), 2.0)  # as when a unit comes into another slot
+    assert saved.unpack(packed).eq(2).all()
+    assert saved.unpack(saved.pack(x)) is x
+    assert saved.pack(layer.weight.data[0]) is not layer.weight  # a part of a parameter is not that parameter

@@ -1,0 +1,44 @@
+"""Loss, head and embedding in chunks of the vocabulary are those of the full logits."""
+
+import pytest
+import torch
+
+from keyhole.model.backward.vocabulary import VocabularyGradients
+from keyhole.model.structure import layout as layout_module
+from tests.model.backward.gradients import assert_same, by_autograd, collected, joined, load
+from tests.model.decoders import batch, hf_nll
+
+BATCHES = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "phi"])  # phi: the head has a bias
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("rows", [16, 64, 1000])
+def test_chunks_give_the_gradients_of_the_full_logits(
+    name: str, tied: bool, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row of embedding and head, and each element of its bias, gets its gradient once, from its chunk."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
+    model = load(name, tie_word_embeddings=tied)
+    assert model.layout.tied == tied
+    assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
+
+
+def test_a_looked_up_padding_token_is_not_trained() -> None:
+    """As in torch's own embedding, its row gets no gradient from being looked up; other rows do."""
+    model, one = load("llama", tie_word_embeddings=False), batch(1, 8)
+    assert model.embedding.padding_idx == 0
+    one["input_ids"][0, :2] = 0
+    table_VH = collected(model, [one]).found[model.layout.table.name]
+    assert table_VH[0].abs().max() == 0 and table_VH[one["input_ids"][0, 2]].abs().max() > 0
+
+
+def test_the_loss_is_the_mean_over_all_passes() -> None:
+    """Over trained tokens, not over batches."""
+    model = load("qwen2")
+    vocabulary, sent = VocabularyGradients(model), model.to_device(BATCHES)
+    with torch.no_grad(), model.sweep("test"):
+        spine = model.acquire_weights(model.layout.spine)
+        loss = vocabulary.loss([model.hidden(b) for b in sent], sent, spine)
+    total = sum(float(hf_nll(model.module, one).sum()) for one in BATCHES)
+    assert float(loss) == pytest.approx(total / sum(b.token_count for b in sent), rel=1e-5)

@@ -1,0 +1,108 @@
+"""What a method brings to the model that it is made on: updates that wait, and weights beside the model's own."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.lsp.method import LSP
+from tests.model.decoders import batch, config
+from tests.model.streaming import streamed
+
+SMALL = {"d": 16, "r": 2}
+
+
+def load() -> keyhole.Model:
+    return keyhole.load(config("llama"), init="random", device="cpu")
+
+
+def homes(model: keyhole.Model) -> list[torch.Tensor]:
+    return [model.home(tensor).clone() for tensor in model.layout.tensors]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class Method:
+    """Notes when its deferred updates are applied."""
+
+    addon = None
+
+    def __init__(self, model: keyhole.Model, name: str) -> None:
+        self.name, self.log = name, []
+        model.attach(self)
+
+    @property
+    def deferred(self) -> Callable[[], None]:
+        log, name = self.log, self.name
+        return lambda: log.append(name)
+
+
+def test_what_was_deferred_is_applied_before_others_see_the_weights() -> None:
+    """Before another method is made or steps, before reading, saving and evaluating; not before its own step."""
+    model = load()
+    first = Method(model, "first")
+    second = Method(model, "second")
+    assert first.log == ["first"]
+    model.apply_deferred(before_step_of=second)
+    assert len(first.log) == 2 and second.log == []
+    model.nll(batch())
+    dict(model.named_tensors())
+    assert len(first.log) == 4 and len(second.log) == 2
+
+
+def test_what_a_method_deferred_outlives_it_and_the_method_does_not() -> None:
+    """The model applies it when the method is gone, and forgets it when another one is attached."""
+    model = load()
+    method = Method(model, "gone")
+    log, gone = method.log, weakref.ref(method)
+    del method
+    gc.collect()
+    assert gone() is None
+    model.apply_deferred()
+    Method(model, "next")
+    assert log == ["gone", "gone"]
+    model.apply_deferred()
+    assert log == ["gone", "gone"]
+
+
+@pytest.mark.parametrize("other", [keyhole.LOMO, keyhole.AdamW, keyhole.AdamOffload, keyhole.ZO])
+def test_methods_that_take_turns_see_each_others_steps(other: Any) -> None:
+    """A step of one begins from the weights after the step of the other, though that one deferred its update."""
+    losses = []
+    for flushes in (True, False):
+        model = load()
+        zo, second = keyhole.ZO(model, 1e-2), other(model, 1e-2)
+        zo.step(batch(seed=1))
+        if flushes:
+            zo.flush()
+        losses.append(float(second.step(batch(seed=2))))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.3}, {"optimizer_on": "cpu"}])
+def test_lsp_without_a_flush_is_seen_after_its_last_step(options: dict[str, Any]) -> None:
+    """Evaluating and reading apply what LSP owes to every unit, the embedding included."""
+    found = []
+    for flushes in (True, False):
+        model = streamed(load(), slot_count=3)
+        opt = LSP(model, 1e-2, **SMALL, **options)
+        opt.step(batch(seed=1))
+        if flushes:
+            opt.flush()
+        found.append((model.nll(batch(seed=2))[0], homes(model)))
+    assert torch.equal(found[0][0], found[1][0]) and same(found[0][1], found[1][1])
+
+
+def test_adapters_stay_when_another_method_is_attached() -> None:
+    """They are in the module, whoever trains it."""
+    model = load()
+    lora = keyhole.LoRA(model, 1e-2, r=2)
+    assert model.addon is lora and lora.params
+    Method(model, "next")
+    assert model.addon is lora
