@@ -5,7 +5,7 @@
     bias = ||P P^T G Q Q^T - G|| / ||G||        GaLore: ||G P P^T - G|| / ||G||, P the leading singular vectors
 
 Gradients of the embedded model on its own task: CALIBRATION batches to fit on, HELD_OUT others to be measured on, means
-over all matrices. GaLore gets the memory of the projectors it stands beside, as the paper counts it (Table 2): m n +
+over all matrices. GaLore gets the memory of the projectors it is compared with, as the paper counts it (Table 2): m n +
 (m + n) r for LSP, m n + (m + 3 n) rank for GaLore (projector, Adam's state of the compressed gradient), in numbers.
 
 In lsp_bias.md fitted projectors of every kind lose less than GaLore at r = 1 and 4, on what they have seen and on what

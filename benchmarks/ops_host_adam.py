@@ -1,8 +1,8 @@
-"""Parameters a second of the host's AdamW, by chunk, threads and workers, beside torch's own kernel and a plain copy.
+"""Parameters per second of the host's AdamW, by chunk, threads and workers, beside torch's own kernel and a plain copy.
 
     python benchmarks/ops_host_adam.py [--numel 400000000]
 
-Floor: bytes. One update reads 14 bytes a parameter and writes 14 (bf16 gradient and weight, fp32 master and moments);
+Floor: bytes. One update reads 14 bytes per parameter and writes 14 (bf16 gradient and weight, fp32 master and moments);
 torch's kernel alone on fp32 reads 16 and writes 12. The copy's rate (bytes read + written) says what DRAM gives.
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
         print(f"threads {threads:2d}: copy {copied * 8 / 1e9:6.1f} GB/s, torch fp32 {alone / 1e9:5.2f} G/s")
     torch.set_num_threads(cores)
     for kib in (8, 16, 32, 64, 128, 256):
-        row = [f"chunk {kib:3d} Ki a thread:"]
+        row = [f"chunk {kib:3d} Ki per thread:"]
         for workers, threads in ((1, cores), (1, cores - 1), (2, cores // 2), (4, cores // 4), (cores, 1)):
             if threads > 0:
                 got = rate(numel, lambda: by_workers(workers, threads, kib * 1024, state, grad), 2)  # noqa: B023

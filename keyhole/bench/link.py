@@ -17,7 +17,7 @@ import torch
 
 from keyhole.offload import arena
 
-ROUND_BYTES = 2**32  # one way, a round
+ROUND_BYTES = 2**32  # one way, per round
 HOST_BYTES = 2**30  # one way, at least two buffers
 
 

@@ -81,7 +81,7 @@ class Loop:
     def step(self) -> None:
         self.step_count += 1
         loss = self.method.step(self.batch)
-        record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.latest.coef)
+        record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.journal_update())
         self.recorder.add(record)
 
     def settle(self, step: int) -> bool:

@@ -1,7 +1,7 @@
 """What `keyhole bench zo` runs: a case is a model, a system and its settings; a table is a list of cases.
 
-Tables share cases: a case that stands in several is run once. Cases of one model are run together, because making the
-weights takes longer than timing a few steps:
+Tables share cases: a case that several of them have is run once. Cases of one model are run together, because making
+the weights takes longer than timing a few steps:
 
     group      same model, dtype, number of blocks, positions       one process, in the order of importance
       load     same placement, budget and engine options            one copy of the weights
