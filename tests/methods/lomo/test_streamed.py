@@ -85,8 +85,8 @@ def test_the_product_that_nobody_needs_is_left_out() -> None:
     llama, gemma = LOMO(load()), LOMO(load("gemma2"))
     for opt in (llama, gemma):
         opt.step(micro_batches(0, 1))
-    assert [again.useless[False] for again in llama.reverse.again] == [6, 6, 6]
-    assert [again.useless[False] for again in gemma.reverse.again] == [None] * 3
+    assert [one.last_product[False] for one in llama.reverse.recompute] == [6, 6, 6]
+    assert [one.last_product[False] for one in gemma.reverse.recompute] == [None] * 3
 
 
 @pytest.mark.gpu
