@@ -6,8 +6,8 @@ A method lives in one folder:
     method.py    a subclass of Method (further files as its ideas need them)
     memory.py    the bytes that it needs, as functions of shapes
 
-and on one line of the table in methods/__init__.py. Config, plan, training, checkpoint, demo, bench and docs read the row;
-no other file knows a method by its name (tests/test_layers.py).
+and on one line of the table in methods/__init__.py. Config, plan, training, checkpoint, demo, bench and docs read the
+row; no other file knows a method by its name (tests/test_layers.py).
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Room:
-    """What a device offers: formats of the weights, bytes that the libraries reserve per thread, and the most bytes that
-    a method may fill with state (None: no limit is known)."""
+    """What a device offers: formats of the weights, bytes that the libraries reserve per thread, and the most bytes
+    that a method may fill with state (None: no limit is known)."""
 
     formats: Wire
     workspace_bytes: int
@@ -113,12 +113,13 @@ class Traits:
     sane_rates: tuple[float, float]
     """The range of rates that has been seen to work on models of 0.1 to 13 billion parameters."""
     sweep: Literal["forward", "reverse", "torch"]
-    """How a step visits the model: forward passes in lockstep; block by block forward and in reverse; torch's autograd over
-    a resident model."""
+    """How a step visits the model: forward passes in lockstep; block by block forward and in reverse; torch's autograd
+    over a resident model."""
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none there."""
+    """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none
+    there."""
     wires: tuple[str, ...] = ()
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
     underflow_safe: bool = False
@@ -126,8 +127,8 @@ class Traits:
     journaled: bool = False
     """Each step is a record of a few numbers from which its update can be made again."""
     announces: Literal["pages", "step", "never"] = "never"
-    """How changes of weights are announced to a checkpoint that is being written: page by page through the engine, all at
-    once before an update (Method.call_before_update), or not at all."""
+    """How changes of weights are announced to a checkpoint that is being written: page by page through the engine, all
+    at once before an update (Method.call_before_update), or not at all."""
     keeps_base: bool = False
     """The model's own weights never change: a run goes on from the original model and the method's state."""
     may_change: tuple[str, ...] = ()

@@ -29,11 +29,14 @@ def model_lines(module: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> 
     """The model, and a table of its parameters, those of the repeated blocks gathered."""
     count = sum(t.shape.numel() for t in layout.tensors)
     frozen = sum(t.shape.numel() for t in layout.tensors if not t.param.requires_grad)
+    own = {id(t.param) for t in layout.tensors}
+    beside = sum(p.numel() for p in module.parameters() if p.requires_grad and id(p) not in own)
+    of_them = f" ({beside:,} of adapters)" if beside else ""
     size_gib = count * torch.empty(0, dtype=dtype).element_size() / GIB
     tied = ", head tied to the embedding" if layout.tied else ""
     return [
         f"model: {type(module).__name__}, {count:,} parameters, {size_gib:.2f} GiB{tied}",
-        f"parameters: {count - frozen:,} trained, {frozen:,} frozen",
+        f"parameters: {count - frozen + beside:,} trained{of_them}, {frozen:,} frozen",
         *(f"  {row}" for row in parameter_rows(layout)),
     ]
 

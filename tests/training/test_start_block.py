@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import keyhole
@@ -24,6 +25,15 @@ def test_says_what_is_trained_and_what_is_frozen(tiny_model: Path) -> None:
     assert "parameters: 26,944 trained, 8,352 frozen" in text
     assert "frozen     1 x model.embed_tokens.weight" in text and "trained    2 x model.layers.*.mlp.up_proj" in text
     assert text.count("\n") == 13
+
+
+def test_counts_adapters_among_what_is_trained(tiny_model: Path) -> None:
+    """The model is frozen, and something is trained all the same."""
+    pytest.importorskip("peft")
+    model = keyhole.load(tiny_model, device="cpu")
+    count = sum(p.numel() for p in keyhole.LoRA(model, r=4).params.values())
+    text = start.model_lines(model.module, model.layout, model.dtype)[1]
+    assert text == f"parameters: {count:,} trained ({count:,} of adapters), 35,296 frozen"
 
 
 def test_gives_reasons() -> None:

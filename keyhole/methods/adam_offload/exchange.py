@@ -96,8 +96,8 @@ class Exchange:
         on_device: DeviceJob | None = None,
     ) -> None:
         """Has the worker do the job and send these spans of the page back.
-        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass are
-        worked on first: the engine numbers them in that order."""
+        on_device: the same for the workers' helper, sending back included. Pages that are needed first in the next pass
+        are worked on first: the engine numbers them in that order."""
 
         def work() -> None:
             job()

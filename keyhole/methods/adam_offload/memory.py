@@ -38,8 +38,9 @@ def check_host_state(layout: Layout, streamed: set[int], element_bytes: int, loa
     if missing > 0:
         raise UserError(
             f"method: adam-offload keeps {12 + element_bytes} bytes per parameter in host memory, "
-            f"{needed / GIB:.2f} GiB for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are "
-            "missing. Free memory, or use method=lomo, adalomo or zo, which keep no such state."
+            f"{needed / GIB:.2f} GiB for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: "
+            f"{missing / GIB:.2f} GiB are missing. Free memory, or use method=lomo, adalomo or zo, which keep no such "
+            "state."
         )
 
 

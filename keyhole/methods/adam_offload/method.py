@@ -56,7 +56,7 @@ class AdamOffload(Method):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     name = "adam-offload"
-    accumulates = False  # as a sink
+    accumulates, surveys = False, 0  # as a sink
 
     def __init__(
         self,

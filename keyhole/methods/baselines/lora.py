@@ -106,7 +106,7 @@ class LoRA(TorchMethod):
         """Adds the adapters in peft's own layout to a model directory, unless they are in its weights."""
         if self.merge:
             return
-        write_adapter(path, self.params, self.config)
+        write_adapter(path, self.params, self.config, base=self.model.source)
 
     def describe(self) -> list[str]:
         """For the start block."""
@@ -151,14 +151,16 @@ class LoRA(TorchMethod):
         return all(abs(float(w.sum()) - s) <= 1e-9 * float(w.abs().sum()) for w, s in zip(ends, saved, strict=True))
 
 
-def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any) -> None:
-    """path/adapter/, as peft writes it."""
+def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base: str | None = None) -> None:
+    """path/adapter/, as peft writes it. base: the model that the adapters belong to, a directory or a hub id."""
     from safetensors.torch import save_file
 
     (path / "adapter").mkdir()
     plain = {name.replace(f".{ADAPTER}.", "."): p.detach().cpu() for name, p in params.items()}
     named = {f"base_model.model.{name}": p for name, p in plain.items()}
     save_file(named, path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = copy.copy(config)
+    config.base_model_name_or_path = str(Path(base).resolve()) if base is not None and Path(base).exists() else base
     config.save_pretrained(str(path / "adapter"))
 
 

@@ -7,8 +7,8 @@ For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in 
     w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
 
 The two norms, of the update and of the weight, are taken over one tensor at a time ("grouped"), so they need no second
-reverse. Vectors keep a full second moment. A table in chunks of rows (embedding, head) is a group a chunk, wherever it
-lives. Everything else is LOMO's.
+reverse. Vectors keep a full second moment. A table that is visited in chunks of rows (embedding, head) is one tensor as
+well: table.py. Everything else is LOMO's.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from keyhole import ops
 from keyhole.methods.base import State
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lomo.table import TableUpdate, merge_chunks
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
 
@@ -30,6 +31,39 @@ class AdaLOMO(LOMO):
     def __init__(self, model: Model, lr: float = 5e-4, **options: Any) -> None:
         super().__init__(model, lr, **options)
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
+        self.tables: dict[int, TableUpdate] = {}  # of this step, by id(param): tables in several chunks
+        self.tensors = {id(t.param): t for t in model.layout.tensors}
+
+    @property
+    def surveys(self) -> int:
+        """After LOMO's, sums over the gradient of a table, then over its update."""
+        return super().surveys + 2
+
+    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
+        """Adds a chunk to the sums of its table."""
+        if turn < super().surveys:
+            super().survey(tensor, w, grad, turn)
+            return
+        key, first = id(tensor.param), self._first_row(tensor)
+        first_turn = turn == super().surveys
+        if first_turn and first == 0:
+            moments = self._moments_of(self.tensors[key], w.device)
+            self.tables[key] = TableUpdate(moments, self.step_count, self._scale_of(tensor, grad))
+        if first_turn and self.clip_group_norm is None:
+            self._measured_squares(grad)
+        self._bound_elements(grad)
+        if first_turn:
+            self.tables[key].add_gradient(first, w, grad)
+        else:
+            self.tables[key].add_update(first, grad)
+
+    def _first_row(self, chunk: FlatTensor) -> int:
+        return (chunk.start - self.tensors[id(chunk.param)].start) // chunk.shape[1]
+
+    def _moments_of(self, tensor: FlatTensor, device: torch.device) -> dict[str, torch.Tensor]:
+        if tensor.name not in self.moments:
+            self.moments[tensor.name] = ops.adalomo_state(tensor.shape, device)
+        return self.moments[tensor.name]
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
         return False
@@ -37,22 +71,24 @@ class AdaLOMO(LOMO):
     def _rule(
         self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
     ) -> None:
-        if tensor.name not in self.moments:
-            self.moments[tensor.name] = ops.adalomo_state(w.shape, w.device)
-        state, how = self.moments[tensor.name], self._rounding_of(tensor, w)
+        how = self._rounding_of(tensor, w)
+        if tensor.shape != self.tensors[id(tensor.param)].shape:
+            self._bound_elements(grad)
+            self.tables[id(tensor.param)].change(self._first_row(tensor), w, grad, lr, weight_decay, how)
+            return
         if self.clip_value is not None:
-            how["sum_squares"] = self._bound_elements(grad, scale, how["sum_squares"], tensor.start)
+            out = torch.zeros_like(self.sum_squares) if how["sum_squares"] is None else how["sum_squares"]
+            ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are bounded
+            self._bound_elements(grad)
+            how["sum_squares"] = None
+        state = self._moments_of(tensor, w.device)
         ops.adalomo_update_(w, grad, state, lr=lr, t=self.step_count, weight_decay=weight_decay, scale=scale, **how)
 
-    def _bound_elements(
-        self, grad: torch.Tensor, scale: torch.Tensor | None, sum_squares: torch.Tensor | None, offset: int
-    ) -> None:
-        """Clamps the gradient in place (the bound is rounded to its dtype), once its norm is taken and inf was looked
-        for."""
-        out = torch.zeros_like(self.sum_squares) if sum_squares is None else sum_squares
-        ops.sum_squares_(grad, out, scale, self.bad, offset=offset)
-        bound = self.clip_value * self._factor
-        grad.clamp_(-bound, bound)
+    def _bound_elements(self, grad: torch.Tensor) -> None:
+        """Clamps a gradient in place to clip_value, rounded to its dtype."""
+        if self.clip_value is not None:
+            bound = self.clip_value * self._factor
+            grad.clamp_(-bound, bound)
 
     def state_dict(self) -> State:
         moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
@@ -64,3 +100,4 @@ class AdaLOMO(LOMO):
             name, _, key = full_name.rpartition("/")
             if name and key != "lost":
                 self.moments.setdefault(name, {})[key] = value.to(self.model.device)
+        merge_chunks(self.moments)

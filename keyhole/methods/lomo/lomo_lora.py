@@ -68,8 +68,10 @@ class LOMOLoRA(LOMO):
         """The adapters' part of the global norm."""
         for param in self.adapters.values():
             if param.grad is not None:
-                grad = param.grad if self.scale is None else param.grad * self.scale
-                self.sum_squares += grad.square().sum()
+                self.sum_squares += self._squares_of(param.grad)
+
+    def _squares_of(self, grad: torch.Tensor) -> torch.Tensor:
+        return (grad if self.scale is None else grad * self.scale).square().sum()
 
     def _drop_extra_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -80,7 +82,7 @@ class LOMOLoRA(LOMO):
         start."""
         for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
             if self.clip_group_norm is not None:
-                grad.mul_(self._group_scale(grad))
+                grad.mul_(self._group_scale(self._squares_of(grad)))
             elif self.scale is not None:
                 grad.mul_(self.scale)
             if self.clip_value is not None:

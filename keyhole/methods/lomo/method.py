@@ -84,7 +84,8 @@ class LOMO(UpdateSink, Method):
         matrices = [t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
         largest = max((t.shape.numel() for t in matrices), default=0) if fused and activations != "none" else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
-        self.compensation: dict[str, torch.Tensor] = {}  # Kahan's compensation
+        self.compensation: dict[str, torch.Tensor] = {}  # Kahan's
+        self.table_squares: dict[int, torch.Tensor] = {}
         self.received: set[str] = set()  # names of tensors that have had a gradient in the last update
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ class LOMO(UpdateSink, Method):
         self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         reverses = 2 if self._norm_first else 1
-        with self.reverse.sweep(reverses):
+        with self.reverse.sweep(reverses, self.surveys):
             loss = self.reverse.forward(batches)
             if self._may_update(loss):
                 self._update(lambda sink, last: self.reverse.reverse(sink, loss_scale=self._factor, last=last))
@@ -142,6 +143,7 @@ class LOMO(UpdateSink, Method):
                 self.scale = clip if self.scale is None else self.scale * clip
         self.step_count += 1
         self.received.clear()
+        self.table_squares.clear()
         try:
             reverse(self, True)
         except BaseException:  # out of memory, an interrupt: what has been updated stays so

@@ -40,8 +40,19 @@ class UpdateSink:
     bad: torch.Tensor
     changed: torch.Tensor
     buffer: torch.Tensor  # of the largest matrix
-    compensation: dict[str, torch.Tensor]  # Kahan's compensation
+    compensation: dict[str, torch.Tensor]  # Kahan's
+    table_squares: dict[int, torch.Tensor]  # id(param) -> sum of squares of its gradient, of tables in several chunks
     received: set[str]  # names of tensors that have had a gradient in this step
+
+    @property
+    def surveys(self) -> int:
+        """The norm of a table's gradient is that of all its chunks."""
+        return 0 if self.clip_group_norm is None else 1
+
+    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
+        """Adds a chunk's squares to those of its table."""
+        squares = self._measured_squares(grad)
+        self.table_squares[id(tensor.param)] = squares + self.table_squares.get(id(tensor.param), 0.0)
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """dy^T x straight into the weight, or by way of the one buffer."""
@@ -58,11 +69,8 @@ class UpdateSink:
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Updates one tensor."""
         self.received.add(tensor.name)
-        scale = self.scale
-        if self.clip_group_norm is not None:
-            scale = self._group_scale(grad)
         lr, weight_decay = self._rates(tensor)
-        self._rule(tensor, w, grad.contiguous(), lr, weight_decay, scale)
+        self._rule(tensor, w, grad.contiguous(), lr, weight_decay, self._scale_of(tensor, grad))
 
     def finished(self, unit: Unit) -> bool:
         """The unit's weights have changed."""
@@ -88,7 +96,7 @@ class UpdateSink:
             self.compensation[tensor.name] = torch.zeros_like(w)
         lost = self.compensation[tensor.name] if rounding == "kahan" else None
         where = {"offset": tensor.start, "seed": self.seed, "step": self.step_count}
-        sums = {"sum_squares": self.sum_squares if self.norm is None and self.measures_norm else None}
+        sums = {"sum_squares": self.sum_squares if self._adds_to_norm and self.clip_group_norm is None else None}
         return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
@@ -96,9 +104,28 @@ class UpdateSink:
         exact = w.dtype == torch.float32 or self.rounding == "nearest"
         return not (clips or self.measures_norm) and exact and w.dtype == self.model.dtype
 
-    def _group_scale(self, grad: torch.Tensor) -> torch.Tensor:
+    @property
+    def _adds_to_norm(self) -> bool:
+        """Whether this reverse measures the norm of the whole gradient."""
+        return self.norm is None and self.measures_norm
+
+    def _measured_squares(self, grad: torch.Tensor) -> torch.Tensor:
+        """The sum of squares of a gradient, which also goes into the norm of the whole."""
         squares = torch.zeros_like(self.sum_squares)
         ops.sum_squares_(grad.contiguous(), squares, self.scale)
+        if self._adds_to_norm:
+            self.sum_squares += squares
+        return squares
+
+    def _scale_of(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor's gradient is multiplied by."""
+        if self.clip_group_norm is None:
+            return self.scale
+        squares = self.table_squares.get(id(tensor.param))
+        return self._group_scale(self._measured_squares(grad) if squares is None else squares)
+
+    def _group_scale(self, squares: torch.Tensor) -> torch.Tensor:
+        """The same from the sum of squares of a gradient: its norm is at most clip_group_norm afterwards."""
         clip = (self.clip_group_norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)
         return clip if self.scale is None else clip * self.scale
 
@@ -113,7 +140,7 @@ class UpdateSink:
 class NormSink:
     """The sink of the first of two reverses: adds up squares and changes nothing."""
 
-    accumulates = False
+    accumulates, surveys = False, 0
 
     def __init__(self, method: UpdateSink) -> None:
         self.method = method

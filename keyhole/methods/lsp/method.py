@@ -4,8 +4,8 @@
 
 P [m, d] and Q [n, d] have r numbers per row (ops/lsp/projector.py); scale makes lr mean what it means for AdamW
 (target.py). The gradient G = dY^T X never exists: the reverse sweep (model/backward/reverse.py) offers dY and X, both
-are compressed, and their product is S. Micro-batches add up in S. All that is no matrix of a block (`others`) is trained
-by plain Adam or stays as it is, by a setting.
+are compressed, and their product is S. Micro-batches add up in S. All that is no matrix of a block (`others`) is
+trained by plain Adam or stays as it is, by a setting.
 
 Where Adam's moments are (`optimizer_on`), unit by unit (update.py):
 

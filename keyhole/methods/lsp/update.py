@@ -61,7 +61,7 @@ class SubspaceUpdates:
     """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the
     CPU."""
 
-    accumulates = True  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
+    accumulates, surveys = True, 0  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
 
     def __init__(
         self, model: Model, units: Targets, on_device: set[int], rule: UpdateRule, threads: int | None = None

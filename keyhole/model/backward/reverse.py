@@ -17,6 +17,7 @@ adds one more reverse, which changes nothing: up three times.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from keyhole.model.backward.compiled_linear import offers_go_to
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.sink import Sink, chunk
 from keyhole.model.backward.tape import Tape
-from keyhole.model.backward.vocabulary import VocabularyGradients
+from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
@@ -75,12 +76,16 @@ class Reverse:
     # -- forward ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def sweep(self, reverses: int = 1) -> Iterator[None]:
-        """A context for one step: a forward, and `reverses` times back through the model."""
+    def sweep(self, reverses: int = 1, surveys: int = 0) -> Iterator[None]:
+        """A context for one step: a forward, and `reverses` times back through the model; in the last of them tables of
+        several chunks are surveyed so many times before."""
         blocks = [u.index for u in self.layout.of_kind("block")]
         head = [u.index for u in self.layout.head_units]
         table = [u.index for u in self.layout.of_kind("table")]
-        order = blocks + head + (head + blocks[::-1] + table) * reverses
+        turns = [1] * (reverses - 1) + [1 + surveys]
+        of_head, of_table = (turns if len(units) > 1 else [1] * reverses for units in (head, table))
+        rounds = [head * h + blocks[::-1] + table * t for h, t in zip(of_head, of_table, strict=True)]
+        order = blocks + head + [page for one in rounds for page in one]
         with self.model.engine.sweep(f"train with {reverses}", order):
             try:
                 yield
@@ -125,12 +130,12 @@ class Reverse:
         self._sink, self.last = sink, last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
-        grads = self.vocabulary.reverse_head(self._hand_over_rows)
+        grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
         for hidden_NH, grad_NH in zip(self.hidden, grads, strict=True):
             torch.autograd.backward(hidden_NH, grad_NH, retain_graph=not last)
         grads.clear()
         self._reverse_blocks()
-        self.vocabulary.reverse_embedding(self._hand_over_rows)
+        self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
         self._reverse_spine()
 
     def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True) -> None:
@@ -225,6 +230,12 @@ class Reverse:
         self._param_at.clear()
         self._offered.clear()
 
+    def _turns(self, units: list[Unit]) -> list[HandOver]:
+        """What happens to the chunks of a table: surveys, where there are several and the sink asks for them, and the
+        handing over."""
+        surveys = self._sink.surveys if len(units) > 1 else 0
+        return [*(partial(self._survey_rows, turn) for turn in range(surveys)), self._hand_over_rows]
+
     @torch.no_grad()
     def _hand_over_rows(self, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
         """Hands a chunk of a table to the sink under a name of its own, and releases the unit."""
@@ -232,6 +243,13 @@ class Reverse:
             self._sink.gradient(chunk(unit), rows_view(unit, stored), grad_RH.contiguous())
             if self._sink.finished(unit):
                 self.model.engine.commit(unit.index)
+        self.model.engine.release(unit.index)
+
+    @torch.no_grad()
+    def _survey_rows(self, turn: int, unit: Unit, stored: torch.Tensor, grad_RH: torch.Tensor | None) -> None:
+        """Shows a chunk of a table to the sink, and releases the unit."""
+        if grad_RH is not None:
+            self._sink.survey(chunk(unit), rows_view(unit, stored), grad_RH.contiguous(), turn)
         self.model.engine.release(unit.index)
 
     @torch.no_grad()

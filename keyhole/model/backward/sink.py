@@ -1,7 +1,8 @@
 """What a method does with gradients: the one interface between a method and the reverse sweep (reverse.py).
 
 A tensor is named by its FlatTensor. A table that is visited in chunks of rows is handed over chunk by chunk, each as a
-tensor of its own: `name[first:last]`, with the element index at which it starts.
+tensor of its own: `name[first:last]`, with the element index at which it starts. A sink that needs sums over all of a
+table before it can use the first chunk has its gradients shown before, `surveys` times: they are made anew each time.
 """
 
 from dataclasses import replace
@@ -18,6 +19,12 @@ class Sink(Protocol):
     accumulates: bool
     """True: the sink is offered every product dy^T x of a linear layer, one per micro-batch and use of the weight, and
     adds them up itself. False: it is offered only products that are the complete gradient."""
+
+    surveys: int
+    """How many times the chunks of a table are shown (`survey`) before they are handed over (`gradient`)."""
+
+    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
+        """Shows the gradient of a chunk, for the turn-th time, counted from 0. w must not be changed."""
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         """Offers a gradient dy^T x by its factors. True: accepted. w may be changed; dx has been computed."""

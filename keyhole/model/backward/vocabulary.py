@@ -79,15 +79,16 @@ class VocabularyGradients:
         for embedded in self.embedded.values():
             embedded.rows_MH.grad = None
 
-    def reverse_head(self, hand_over: HandOver) -> list[torch.Tensor]:
-        """Gradients of the hidden states, [N, H] per pass; gradients of an untied head are handed over on the way."""
+    def reverse_head(self, turns: list[HandOver]) -> list[torch.Tensor]:
+        """Gradients of the hidden states, [N, H] per pass; gradients of an untied head are handed over on the way, made
+        anew for each of the turns."""
         units, bias = self.layout.head_units, self.model.head.linear.bias
         bias_grad_V = None if bias is None else bias.new_zeros(units[-1].rows[1])  # at the moment it is that of a chunk
+        trained = units[0].tensors[0].param.requires_grad and not self.layout.tied
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
             stored = self.model.engine.acquire(unit.index)
             weight_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored))
-            trained = unit.tensors[0].param.requires_grad and not self.layout.tied
             dw_RH = db_R = None
             for p in range(len(self.hidden)):
                 dx, dw, db = self._head_grads(unit, p, weight_RH, wants=(True, trained, bias is not None))
@@ -95,11 +96,23 @@ class VocabularyGradients:
                 dw_RH, db_R = _add(dw_RH, dw), _add(db_R, db)
             if bias_grad_V is not None:
                 bias_grad_V[slice(*unit.rows)] += db_R
-            hand_over(unit, stored, dw_RH)
+            turns[0 if trained else -1](unit, stored, dw_RH)
+        for hand_over in turns[1:] if trained else ():
+            for unit in units:
+                stored = self.model.engine.acquire(unit.index)
+                hand_over(unit, stored, self._head_rows_grad(unit, stored))
         if bias is not None and bias.requires_grad:
             self.model.binding.enter_block(None)  # all of the bias again: a gradient must have its size
             bias.grad = bias_grad_V
         return [grad.to(hidden.dtype) for grad, hidden in zip(total, self.hidden, strict=True)]
+
+    @torch.no_grad()
+    def _head_rows_grad(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor | None:
+        """[R, H]: the gradient of a chunk of the head, over all passes."""
+        weight_RH, grad_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored)), None
+        for p in range(len(self.hidden)):
+            grad_RH = _add(grad_RH, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
+        return grad_RH
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
         """Gradients of the loss of pass p through one chunk of logits: of hidden states, rows and bias."""
@@ -128,19 +141,15 @@ class VocabularyGradients:
         return torch.cat(dx) if dx else None, dw, db
 
     @torch.no_grad()
-    def reverse_embedding(self, hand_over: HandOver) -> None:
-        """Gradients of the table, chunk by chunk, after those of the first block."""
+    def reverse_embedding(self, turns: list[HandOver]) -> None:
+        """Gradients of the table, chunk by chunk, after those of the first block; made anew for each of the turns."""
         if not self.layout.table.param.requires_grad:
             return
-        for unit in self.layout.of_kind("table"):
-            stored = self.model.engine.acquire(unit.index)
-            grad_RH = self._embedding_grad(unit)
-            if self.layout.tied:
-                weight_RH, head_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored)), None
-                for p in range(len(self.hidden)):
-                    head_RH = _add(head_RH, self._head_grads(unit, p, weight_RH, wants=(False, True, False))[1])
-                grad_RH = _add(head_RH, grad_RH)
-            hand_over(unit, stored, grad_RH)
+        for hand_over in turns:
+            for unit in self.layout.of_kind("table"):
+                stored = self.model.engine.acquire(unit.index)
+                head_RH = self._head_rows_grad(unit, stored) if self.layout.tied else None
+                hand_over(unit, stored, _add(head_RH, self._embedding_grad(unit)))
 
     def _embedding_grad(self, unit: Unit) -> torch.Tensor | None:
         """[R, H]: the gradients of looked-up rows of this chunk, added up row by row."""

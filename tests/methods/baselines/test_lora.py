@@ -75,6 +75,16 @@ def test_unmerged_adapters_are_read_by_peft(tmp_path: Path) -> None:
     torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_an_unmerged_adapter_names_its_base(tiny_model: Path, tmp_path: Path) -> None:
+    """peft finds the model by the adapter alone."""
+    model = keyhole.load(tiny_model, device="cpu")
+    LoRA(model, lr=1e-2, r=4, merge=False).step(batch())
+    model.save_pretrained(tmp_path / "out")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
+    nll_B, count_B = model.nll(batch(seed=9))
+    torch.testing.assert_close(nll_B.sum(), loaded(**batch(seed=9)).loss * count_B.sum(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_resume_is_exact(dropout: float) -> None:
     """3 + 3 steps are 3 steps, a stop, and 3 more; dropout included, and without touching anyone's generator."""

@@ -21,7 +21,7 @@ def test_adalomo_equals_its_reference(clip_value: float | None) -> None:
         for name, p in module.named_parameters():
             if clip_value is not None:
                 p.grad.clamp_(-clip_value, clip_value)
-            _adalomo_by_the_book(p, states.setdefault(name, {}), t + 1, lr=rate(t) / 10, weight_decay=0.1)
+            adalomo_by_the_book(p, states.setdefault(name, {}), t + 1, lr=rate(t) / 10, weight_decay=0.1)
             p.grad = None
         opt.lr = rate(t) / 10
         opt.step(micro_batches(t, 2))
@@ -30,7 +30,7 @@ def test_adalomo_equals_its_reference(clip_value: float | None) -> None:
     assert all(close(tensor, expected[name].data, 1e-5) for name, tensor in weights(model).items())
 
 
-def _adalomo_by_the_book(p: torch.nn.Parameter, state: dict, t: int, lr: float, weight_decay: float) -> None:
+def adalomo_by_the_book(p: torch.nn.Parameter, state: dict, t: int, lr: float, weight_decay: float) -> None:
     g, w, beta = p.grad, p.data, 1 - t**-0.8
     square = g.square() + 1e-30
     if w.dim() == 1:
