@@ -6,17 +6,15 @@ ones are deleted only after a newer one is complete on disk, so there is always 
 
 import itertools
 import os
-import re
-import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keyhole.checkpoint.state import STATE, Damaged, State, verify
+from keyhole.checkpoint.state import NAME, STATE, Damaged, State, verify
+from keyhole.disk.files import remove
 from keyhole.errors import UserError
 
-NAME = re.compile(r"checkpoint-(\d+)")
 LAST = ("", "auto", "last")
 
 
@@ -72,14 +70,15 @@ def choose(resume: str, root: Path) -> Choice:
         state = verify(asked)
     except Damaged as fault:
         raise UserError(f"--resume: {asked} cannot be used: {fault}") from None
-    _refuse_to_branch(asked, root)
+    if asked.resolve().parent == root.resolve():
+        refuse_to_branch(state.step, asked, root)
     return Choice(asked, state)
 
 
-def _refuse_to_branch(path: Path, root: Path) -> None:
+def refuse_to_branch(step: int, path: Path, root: Path) -> None:
     """Going on from an older checkpoint would mix two histories in one directory."""
     own = checkpoints(root)
-    if path.resolve().parent == root.resolve() and own[-1].name != path.name:
+    if own and step_of(own[-1]) > step:
         raise UserError(
             f"--resume: {root} holds {own[-1].name} too, which is later than {path.name}; delete it, "
             "or go on in another output_dir"
@@ -90,22 +89,22 @@ def rename_damaged(paths: Iterable[Path]) -> None:
     """Renames damaged checkpoints to checkpoint-N.damaged: nothing is lost, and none counts as good."""
     for path in paths:
         names = (path.with_name(f"{path.name}.damaged{i or ''}") for i in itertools.count())
-        os.replace(path, next(name for name in names if not name.exists()))
+        os.replace(path, next(name for name in names if not os.path.lexists(name)))
 
 
-def prune(root: Path, keep: int | None, up_to: int) -> threading.Thread:
-    """Puts the oldest checkpoints of steps <= up_to out of sight until `keep` are left, and begins to delete them: for
-    gigabytes that takes a while. Room is there when the thread has ended."""
+def prune(root: Path, keep: int | None, up_to: int, say: Callable[[str], None] = print) -> threading.Thread:
+    """Renames the oldest checkpoints of steps <= up_to until `keep` are left, and begins to delete what was renamed:
+    for gigabytes that takes a while. Room is there when the thread has ended. What cannot be renamed stays, and is
+    said."""
     own = [path for path in checkpoints(root) if step_of(path) <= up_to]
-    gone = [] if keep is None else own[: max(0, len(own) - max(1, keep))]
-    hidden = [path.with_name(f".{path.name}.old-{os.getpid()}") for path in gone]
-    for path, name in zip(gone, hidden, strict=True):
-        os.replace(path, name)  # a half-deleted checkpoint never looks like one
-    thread = threading.Thread(target=_delete, args=(hidden,), name="keyhole-delete")
+    gone, renamed = [] if keep is None else own[: max(0, len(own) - max(1, keep))], []
+    for path in gone:
+        target = path.with_name(f".{path.name}.deleted-{os.getpid()}")
+        try:
+            os.replace(path, target)  # a half-deleted checkpoint must not look like one
+            renamed.append(target)
+        except OSError as error:
+            say(f"warning: {path}, which is too old, cannot be deleted: {error.strerror}")
+    thread = threading.Thread(target=lambda: [remove(path) for path in renamed], name="keyhole-delete")
     thread.start()
     return thread
-
-
-def _delete(paths: list[Path]) -> None:
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)

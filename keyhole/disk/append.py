@@ -1,12 +1,14 @@
 """Appends pieces (records, lines) to a file; what a full disk does not take is kept and written before the next piece.
 
-The file always ends with a whole piece: one that was taken in part is cut off again. Pieces that wait are tried again at
-every append, PIECES of them at a time, so that a disk that stays full costs one failed write per append and nothing else.
+The file always ends with a whole piece: one that was taken in part is cut off again. Pieces that wait are tried again
+at every append, PIECES of them at a time, so that a disk that stays full costs one failed write per append and nothing
+else.
 """
 
 import errno
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 
@@ -14,10 +16,12 @@ PIECES = 256
 
 
 class Appender:
-    """Appends to an open file, from the offset `end` on. Not for several threads at once."""
+    """Appends to an open file, from the offset `end` on. Not for several threads at once.
 
-    def __init__(self, file: int, end: int) -> None:
-        self.file, self.end = file, end
+    taken is called with every piece that the operating system has taken."""
+
+    def __init__(self, file: int, end: int, taken: Callable[[bytes], None] = lambda piece: None) -> None:
+        self.file, self.end, self.taken = file, end, taken
         self.pending: deque[bytes] = deque()
 
     def append(self, piece: bytes) -> None:
@@ -31,16 +35,16 @@ class Appender:
             pieces = list(islice(self.pending, PIECES))
             data, end = b"".join(pieces), self.end
             try:
-                taken = os.pwrite(self.file, data, end)
+                size = os.pwrite(self.file, data, end)
             except OSError:
                 self._cut()
                 raise
             for piece in pieces:
-                if self.end + len(piece) > end + taken:
+                if self.end + len(piece) > end + size:
                     break
                 self.end += len(piece)
-                self.pending.popleft()
-            if taken < len(data):
+                self.taken(self.pending.popleft())
+            if size < len(data):
                 self._cut()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

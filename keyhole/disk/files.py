@@ -127,8 +127,9 @@ def remove(path: Path) -> None:
 def replace_directory(new: Path, path: Path) -> None:
     """Moves `new` to `path`; what had that name before is deleted.
 
-    Where the system can exchange two names (Linux), there is always a complete directory at `path`. Elsewhere two renames
-    are needed, and a crash between them leaves the old directory as .NAME.old-PID: `restore` gives it its name back.
+    Where the system can exchange two names (Linux), there is always a complete directory at `path`. Elsewhere two
+    renames are needed, and a crash between them leaves the old directory as .NAME.old-PID: `restore` gives it its name
+    back.
     """
     if not os.path.lexists(path):
         os.replace(new, path)

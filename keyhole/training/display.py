@@ -2,13 +2,15 @@
 
     step   120/1000  loss 2.3145  lr 1.0e-06  12,345 tok/s  GPU 12.31 GiB  projected_grad 0.731
 
-With logging_steps above 1 the line shows means over the steps since the last one. rich is used on a terminal
-only, so a log file never holds control codes.
+With logging_steps above 1 the line shows means over the steps since the last one, of each number over the steps that
+have it. rich is used on a terminal only, so a log file never holds control codes.
 
-Nobody may be listening any more: the other end of a pipe has gone, or the terminal. Then `gone` is told, once, and
-everything that would be printed goes nowhere; the run must not end in the middle of a step for it.
+The output may be closed: the other end of a pipe has gone, or the terminal. Then `gone` is called, once, and everything
+else that is printed goes to /dev/null; the run must not end in the middle of a step. Any other failure (a log file on a
+full disk) loses lines, is said once on the standard error, and the run goes on.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 Entry = dict[str, Any]
+CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # nobody is at the other end
 KNOWN = {
     "step",
     "loss",
@@ -37,10 +40,11 @@ class Display:
         self.entries: list[Entry] = []
         self.bar: Any = None
         self.gone: Callable[[], None] | None = None
+        self.losing = False
 
     def open(self, first_step: int) -> None:
         """Shows the bar, on a terminal."""
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             from rich.progress import (
                 BarColumn,
                 MofNCompleteColumn,
@@ -60,6 +64,11 @@ class Display:
         if bar is not None:
             with suppress(OSError):
                 bar.stop()
+        if self.losing:
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _to_nowhere()
 
     def line(self, text: str) -> None:
         """One line of text, above the bar if there is one."""
@@ -68,16 +77,25 @@ class Display:
                 print(text, flush=True)
             else:
                 self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        except OSError:
+        except UnicodeEncodeError:  # a locale that lacks a letter
+            self.line(text.encode("ascii", "backslashreplace").decode())
+        except (OSError, ValueError) as error:  # ValueError: closed in this process
             if self.gone is None:
                 raise
-            self._leave_terminal()
+            if isinstance(error, OSError) and error.errno not in CLOSED:
+                self._lose_lines(error)
+            else:
+                self._leave_terminal()
+
+    def _lose_lines(self, error: OSError) -> None:
+        if not self.losing:
+            _say_aside(f"keyhole: the output cannot be written: {error}; lines are lost, training goes on")
+        self.losing = True
 
     def _leave_terminal(self) -> None:
         self.close()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is in its buffer must not fail again
-        with suppress(OSError):  # the terminal may be gone as well
-            os.write(2, b"keyhole: nobody reads the output any more: finishing this step and saving\n")
+        _to_nowhere()
+        _say_aside("keyhole: the output is closed: finishing this step and saving")
         self.gone()
 
     def lines(self, texts: list[str]) -> None:
@@ -91,8 +109,33 @@ class Display:
         if self.bar is not None:
             self.bar.update(self.task, completed=entry["step"])
         if entry["step"] % self.every == 0 or entry["step"] in (1, self.total):
-            self.line(step_line(self.entries, self.total))
-            self.entries = []
+            entries, self.entries = self.entries, []
+            self.line(step_line(entries, self.total))
+
+
+def open_missing_streams() -> None:
+    """Gives a process that was started without standard input, output or error /dev/null in their place: otherwise the
+    next file that is opened would get their number, and a message would be written into it."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+
+
+def _to_nowhere() -> None:
+    """What the standard output still has in its buffer must not fail again."""
+    sink = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.dup2(sink, sys.stdout.fileno())
+    except (OSError, ValueError):  # no descriptor: closed, or not of the system
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
+    os.close(sink)
+
+
+def _say_aside(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone as well
+        os.write(2, f"{text}\n".encode())
 
 
 def step_line(entries: list[Entry], total: int) -> str:
@@ -103,9 +146,12 @@ def step_line(entries: list[Entry], total: int) -> str:
     parts = [f"step {last['step']:>{len(str(total))}}/{total}", f"loss {_mean(entries, 'loss'):.4f}"]
     parts += [f"lr {last['learning_rate']:.1e}", f"{rate:,.0f} tok/s"]
     parts += [f"GPU {last['gpu_gib']:.2f} GiB" if "gpu_gib" in last else f"RAM {last['host_gib']:.2f} GiB"]
-    parts += [f"{name} {_mean(entries, name):.4g}" for name in last if name not in KNOWN]
+    names = dict.fromkeys(name for entry in entries for name in entry)
+    parts += [f"{name} {_mean(entries, name):.4g}" for name in names if name not in KNOWN]
     return "  ".join(parts)
 
 
 def _mean(entries: list[Entry], name: str) -> float:
-    return sum(entry[name] for entry in entries) / len(entries)
+    """Over the entries that have it: some numbers come with some steps only."""
+    values = [entry[name] for entry in entries if name in entry]
+    return sum(values) / len(values)

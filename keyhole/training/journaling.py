@@ -3,7 +3,8 @@
 A record needs the projected gradients, which are on the device until the step is done. The recorder reads them
 anyway, one step late (metrics.py), and hands them on: no wait is added. So when a process is killed, at most
 the step that the device was working on is lost, and the one queued behind it. A record that cannot be written
-(a full disk) is kept in memory and written with the next; training goes on, loudly.
+(a full disk) is kept in memory and written with the next; a flush that failed is said, and not counted. Either way
+training goes on.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ class Journaling:
 
     def __init__(self, writer: Writer | None, method: ZO | None, say: Callable[[str], None]) -> None:
         self.writer, self.method, self.say = writer, method, say
-        self.failing = False
+        self.failing = self.flush_failing = False
 
     def note(self, record: QueuedStep, update: list[float]) -> None:
         """Takes a step that was read and found good; `update` is [lr, g_1/q .. g_q/q]."""
@@ -47,10 +48,23 @@ class Journaling:
         if self.failing:
             self.say(f"the journal is whole again, up to step {record.step}")
         self.failing = False
+        self._say_flushes()
+
+    def _say_flushes(self) -> None:
+        """Flushes happen in the writer's thread; what became of them is said here."""
+        fault, synced = self.writer.fault, self.writer.synced
+        if fault is not None and not self.flush_failing:
+            self.say(
+                f"warning: the journal cannot be flushed to the disk: {fault}; a power cut would lose the steps after "
+                f"{synced}; it is tried again at every step"
+            )
+        elif fault is None and self.flush_failing:
+            self.say(f"the journal is flushed again, up to step {synced}")
+        self.flush_failing = fault is not None
 
     def flush_up_to(self, step: int) -> bool:
         """Before a checkpoint of this step appears: its record, and all before it, are on the disk. False: the step
-        was not good, or the journal cannot be written."""
+        was not good. OSError: the journal cannot be written, or not be flushed."""
         if self.writer is None:
             return True
         if not self.writer.wait_for(step, timeout_s=PATIENCE_S):
@@ -64,8 +78,13 @@ class Journaling:
             self.writer.end()
 
     def close(self) -> None:
-        if self.writer is not None:
+        """Writes and flushes what is left; says it when that fails."""
+        if self.writer is None:
+            return
+        try:
             self.writer.close()
+        except OSError as error:
+            self.say(f"warning: the journal is on the disk up to step {self.writer.synced} only: {error}")
 
 
 def open_journal(
@@ -78,15 +97,18 @@ def open_journal(
     data: Data,
     config: dict[str, Any],
     versions: dict[str, Any],
+    run: str | None,
+    base: str | None,
     sync_every: int,
     say: Callable[[str], None],
 ) -> Journaling:
     """The journal of this run, new or continued; the weights are loaded, and the directory is ours.
 
-    source: what the weights were loaded from; config: what the run is, for who resumes or replays it."""
+    source: what the weights were loaded from; config: what the run is, for whoever resumes or replays it; run: its id;
+    base: the content hash of the weights, where it is known."""
     model = method.model
     header = journal.Header(
-        base="",
+        base=base or "",
         first=0,
         source=source,
         seed=method.noise["seed"],
@@ -101,5 +123,6 @@ def open_journal(
         loader=data.train.state_dict(),
         config=config,
         versions=versions,
+        run=run,
     )
     return Journaling(continued(origin, source, path, header, sync_every), method, say)

@@ -1,38 +1,53 @@
-"""One process a directory: run/lock is held, by the operating system, as long as a run writes here.
+"""One process per directory: run/lock is held, by the operating system, as long as a run writes here.
 
 Two processes that train into the same output_dir would delete each other's checkpoints. The lock is the kernel's
 (flock), not the file's existence: it ends with the process, however that dies, so there is nothing to clean up
-and no stale lock. The file holds the number of the process, for the message, and stays.
+and no stale lock. The file holds the number of the process, for the message, and stays. Something else under that name
+(a link, a file with other content) is refused rather than written over.
 """
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from keyhole.disk.files import open_regular
 from keyhole.errors import UserError
+
+CONTENT = re.compile(rb"[\d\0]{0,20}\n?")
 
 
 class Lock:
-    """A lock that is taken once, as early as its directory exists."""
+    """A lock that is taken once, as soon as its directory exists."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file: int | None = None
 
+    @property
+    def held(self) -> bool:
+        return self.file is not None
+
     def take(self) -> None:
         """Takes the lock if its directory exists and it is not ours yet; UserError names who holds it."""
-        if self.file is not None or not self.path.parent.is_dir():
+        if self.held or not self.path.parent.is_dir():
             return
         try:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            file = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+            content = os.pread(file, 32, 0)
         except OSError as error:
-            raise UserError(f"output_dir: cannot write to {self.path.parent}: {error.strerror}") from error
+            raise UserError(f"output_dir: cannot write to {self.path}: {error.strerror}") from error
+        if not CONTENT.fullmatch(content):
+            os.close(file)
+            raise UserError(
+                f"output_dir: {self.path} is no lock of keyhole, and stays as it is; choose another output_dir"
+            )
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(file, 32).decode(errors="replace").strip() or "unknown"
+            holder = content.decode().strip("\0\n") or "unknown"
             os.close(file)
             root = self.path.parent.parent
             raise UserError(
@@ -41,8 +56,9 @@ class Lock:
             ) from None
         except OSError:  # a file system without locks: nothing to be done, and no reason not to train
             pass
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a full disk: the number is for messages only
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
         self.file = file
 
     def release(self) -> None:

@@ -6,6 +6,7 @@ The loop holds no state that a checkpoint lacks: step number, position in the da
 are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
 """
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,27 +24,26 @@ from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
 from keyhole.training.display import Display
 from keyhole.training.evaluate import evaluate
 from keyhole.training.journaling import Journaling
-from keyhole.training.metrics import Entry, MetricsFile, QueuedStep, Recorder, memory_gib, token_count
-from keyhole.training.plot import plot_loss
+from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
+from keyhole.training.reports import Reports
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
-from keyhole.training.tracker import tracker
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run whose parts are all there: `first` steps are done. replayed: the last of them by the journal."""
+    """A run whose parts are all there: `first` steps are done. here: in this directory, which may lack what was due
+    after the last of them."""
 
     directory: rundir.RunDir
     display: Display
+    reports: Reports
     data: Data
     schedule: Schedule
     first: int
-    replayed: bool
+    here: bool
     eval_steps: int | None
-    report_to: str | None
-    title: str
     model: Model
     method: Method
     saver: Saver
@@ -51,20 +51,19 @@ class Run:
     interrupts: Interrupts = field(default_factory=Interrupts)
     changes: ChangeCheck | None = None
     moving_steps: int = 0  # steps with a rate above 0
+    gave_up: bool = False  # a signal ended the last evaluation
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
-        self.metrics = MetricsFile(self.directory.metrics, self.first)
-        self.track = tracker(self.report_to, self.directory.run, self.first)
         self.display.gone = lambda: self.interrupts.ask("a closed output")
         device, say = self.model.device, self.display.line
-        self.recorder = Recorder(device, self.report, say, self.last_good, self.journal.note)
+        self.recorder = Recorder(device, self.reports.send, say, self.last_good, self.journal.note)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""
-        self.display.open(self.first)
-        self.recorder.restart_clock()
         try:
+            self.display.open(self.first)
+            self.recorder.restart_clock()
             with self.interrupts:
                 return self.loop()
         except NonFinite as error:
@@ -81,12 +80,12 @@ class Run:
             self.close()
 
     def loop(self) -> int:
-        if self.replayed:
-            self.after_step(self.first)  # the process may have died before what was due after this step
-        for step in range(self.first + 1, self.total + 1):
-            self.step(step)
-            self.after_step(step)
-            if self.interrupts.requested and step < self.total:
+        for step in range(self.first, self.total + 1):
+            if step > self.first:
+                self.step(step)
+            if step > self.first or (step > 0 and self.here):  # the process may have ended before what was due then
+                self.after_step(step)
+            if self.interrupts.requested and (step < self.total or self.gave_up):
                 return self.leave(step)
         return self.finish()
 
@@ -109,19 +108,12 @@ class Run:
         self.journal.end()
         return self.saver.newest_good()
 
-    def report(self, entry: Entry) -> None:
-        """Takes the entry of a finished step, or of an evaluation."""
-        self.metrics.write(entry)
-        self.track.write(entry)
-        if "loss" in entry:
-            self.display.step(entry)
-
     def after_step(self, step: int) -> None:
         """Check, evaluation and save, where they are due after this step."""
         last = step == self.total
         checks = self.changes is not None and (self.moving_steps == CHECK_STEPS or last)
         evaluates = bool(self.data.eval) and (last or step % (self.eval_steps or self.total) == 0)
-        evaluates = evaluates and step not in self.metrics.evaluated
+        evaluates = evaluates and step not in self.reports.metrics.evaluated
         saves = self.saver.is_due(step) and not last and not self.interrupts.requested
         self.display.lines(self.saver.poll(step))
         waits = checks or evaluates or (saves and (self.saver.background is None or self.journal.writer is None))
@@ -149,10 +141,11 @@ class Run:
         self.changes = None
 
     def evaluate(self, step: int) -> None:
-        """Loss on the held-out data; given up when a signal came."""
+        """Loss on the held-out data. A signal ends it, and the resumed run evaluates."""
         found = evaluate(self.model, self.data.eval, lambda: bool(self.interrupts.requested))
+        self.gave_up = found is None
         if found is not None:
-            self.report({"step": step, **found})
+            self.reports.send({"step": step, **found})
             numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
             self.display.line(f"eval at step {step}: {numbers} over {found['eval_tokens']:,} tokens")
 
@@ -176,13 +169,9 @@ class Run:
         return 0
 
     def close(self) -> None:
-        """Whatever happened: files closed, the curve drawn."""
-        self.display.close()
-        self.journal.end()
-        self.saver.close()
-        self.journal.close()
-        self.metrics.close()
-        self.track.close()
-        self.model.close()
-        if plot_loss(self.directory.metrics, self.directory.curve, self.title):
-            self.display.line(f"curve: {self.directory.curve}")
+        """Whatever happened: files closed, the curve drawn, memory free. Each of these is done, whatever another
+        raises."""
+        parts = (self.display.close, self.journal.end, self.saver.close, self.journal.close, self.reports.close)
+        with ExitStack() as stack:
+            for close in (self.model.close, *reversed(parts)):
+                stack.callback(close)

@@ -1,10 +1,10 @@
-"""One record a step: read late, checked, and appended to run/metrics.jsonl.
+"""One entry per step: read late, checked, and appended to run/metrics.jsonl.
 
-A loss is a scalar on the device, and reading it waits for the step. So on a GPU records are read one step
-late: while the host waits for step t, step t + 1 is already queued, and the device never idles. The numbers of
-a step are sent to page-locked memory right behind it, so that reading them waits for that step and not for the
-one queued since. On a CPU there is nothing to wait for. `drain` reads what is left, before an evaluation, a
-save, or the end. What has been read and found good is handed on (`done`): a journal takes its record there.
+A loss is a scalar on the device, and reading it waits for the step. So on a GPU the numbers of a step are read one step
+late: while the host waits for step t, step t + 1 is already queued, and the device never idles. They are sent to
+page-locked memory right behind the step, so that reading them waits for that step and not for the one queued since. On
+a CPU there is nothing to wait for. `drain` reads what is left, before an evaluation, a save, or the end. What has been
+read and found good goes to the journal first (`done`), then into reports: those may fail, and the run goes on.
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from keyhole.disk.append import Appender
+from keyhole.disk.files import open_regular, replacing
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
@@ -114,21 +116,23 @@ class Recorder:
             "seconds": seconds,
             "tokens_per_second": record.tokens / max(seconds, 1e-9),
         }
+        broken = self._broken(record.step, loss, extra)
+        if broken is None:
+            self.done(record, list(numbers))
         self.write(entry | memory_gib(self.device) | extra)
-        self._check(record, loss, extra)
+        if broken is not None:
+            raise guard.stop(record.step, broken, record.batch, self.last_good())
         self._notice(record, extra)
-        self.done(record, list(numbers))
 
-    def _check(self, record: QueuedStep, loss: float, extra: dict[str, float]) -> None:
+    def _broken(self, step: int, loss: float, extra: dict[str, float]) -> str | None:
+        """The number that ends the run; None when it goes on."""
         if not math.isfinite(loss):
-            raise guard.stop(record.step, f"the loss is {loss}", record.batch, self.last_good())
+            return f"the loss is {loss}"
         bad = guard.bad_numbers(extra)
         self.skips = self.skips + 1 if bad else 0
         if bad:
-            self.warn(f"warning: step {record.step}: {', '.join(bad)}; such an update is left out")
-        if self.skips >= guard.MOST_SKIPS:
-            what = f"{', '.join(bad)}, for {self.skips} steps in a row"
-            raise guard.stop(record.step, what, record.batch, self.last_good())
+            self.warn(f"warning: step {step}: {', '.join(bad)}; such an update is left out")
+        return f"{', '.join(bad)}, for {self.skips} steps in a row" if self.skips >= guard.MOST_SKIPS else None
 
     def _notice(self, record: QueuedStep, extra: dict[str, float]) -> None:
         """Says it once when nothing has moved for a while: a run that has diverged into a flat place looks well."""
@@ -162,19 +166,24 @@ class MetricsFile:
     """run/metrics.jsonl. Opening it drops what is past `last_step`: a resumed run does those steps again."""
 
     def __init__(self, path: Path, last_step: int) -> None:
+        self.path = path
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
         self.evaluated = {entry["step"] for entry in kept if "eval_loss" in entry}
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(_line(entry) for entry in kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self.file = path.open("a", encoding="utf-8")
+        with replacing(path) as file:
+            file.write("".join(_line(entry) for entry in kept).encode())
+        self.file = open_regular(path, os.O_WRONLY)
+        self.appender = Appender(self.file, os.fstat(self.file).st_size)
 
     def write(self, entry: Entry) -> None:
-        self.file.write(_line(entry))
-        self.file.flush()
+        """Appends an entry. OSError when the disk does not take it: it is kept, and written before the next one."""
+        self.appender.append(_line(entry).encode())
 
     def close(self) -> None:
-        self.file.close()
+        """OSError when entries are left that the disk did not take."""
+        try:
+            self.appender.write_pending()
+        finally:
+            os.close(self.file)
 
 
 def read_metrics(path: Path) -> list[Entry]:
@@ -183,7 +192,7 @@ def read_metrics(path: Path) -> list[Entry]:
     for line in read_text(path).splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append(entry)

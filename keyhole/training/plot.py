@@ -1,13 +1,13 @@
-"""run/loss.png: the loss of every step, its running mean, and the evaluations.
+"""run/loss.png: the loss per step, its running mean, and the evaluations.
 
 A zeroth-order loss is noisy, so the single steps are drawn faint and the mean over the last 2 % of the run
 (at least five steps) in full. matplotlib is imported here only, without a window.
 """
 
 import importlib.util
-import os
 from pathlib import Path
 
+from keyhole.disk.files import replacing
 from keyhole.training.metrics import read_metrics
 
 
@@ -40,10 +40,9 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
     axes.plot(x, running_mean(list(y), window), color="tab:blue", label=f"train (mean of {window} steps)")
     if evals:
         axes.plot(*zip(*evals, strict=True), color="tab:orange", marker="o", label="eval")
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = picture.with_name(f".{picture.name}.tmp")
-    FigureCanvasAgg(figure).print_png(temporary)
-    os.replace(temporary, picture)
+    with replacing(picture) as file:
+        FigureCanvasAgg(figure).print_png(file)
     return True

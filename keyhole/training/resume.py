@@ -4,6 +4,9 @@ Safe ones say how long to train, how fast from here on, what to report, and wher
 from the next step on, and printed. The others say what the run *is* (model, data, batches, seed, method):
 with another value the steps so far and the steps to come would not be one run, so they are refused, all at
 once, by name. Sections of methods that are not in use do not count.
+
+Model and data are known by content: a directory that was moved is the same. The model's weights are compared by hash
+here; training data by their tokens, when they are read (data/loader.py), which also sees another tokenizer.
 """
 
 import json
@@ -13,9 +16,11 @@ from keyhole.checkpoint.journal.resume_point import Origin
 from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
+from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
 from keyhole.methods import METHODS
+from keyhole.model.structure.source import find_directory
 
 SAFE = {
     "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type", "warmup_ratio", "weight_decay",
@@ -34,10 +39,10 @@ def flat_config(config: TrainConfig) -> dict[str, Any]:
     return json.loads(json.dumps(flat))
 
 
-def apply_changes(state: State, config: TrainConfig, done: int | None = None) -> list[str]:
+def apply_changes(state: State, config: TrainConfig, done: int | None = None, base: str | None = None) -> list[str]:
     """A line for every safe setting that changed since the checkpoint; UserError names those that may not.
 
-    done: steps done, where a journal leads further than the checkpoint."""
+    done: steps done, where a journal leads further than the checkpoint; base: the hash of the model it began with."""
     next_step = (state.step if done is None else done) + 1
     lines, refused = [], []
     now = flat_config(config)
@@ -46,7 +51,9 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None) ->
         before, after = state.config.get(key, default), now.get(key, default)
         if before == after:
             continue
-        if key in SAFE:
+        if key in MOVABLE and MOVABLE[key](after, base):
+            lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")
+        elif key in SAFE:
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
         else:
             refused.append(f"  {key}: the run has {_shown(before)}, the config now says {_shown(after)}")
@@ -54,6 +61,19 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None) ->
         fix = "set them back, or start a new run in another output_dir"
         raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
     return lines
+
+
+def _same_model(model: str, base: str | None) -> bool:
+    try:
+        return base is not None and content_hash(find_directory(model)) == base
+    except UserError:
+        return False
+
+
+MOVABLE = {
+    "model": _same_model,
+    "train_data": lambda paths, base: True,
+}  # what the data hold is checked when they are read
 
 
 def _shown(value: Any) -> str:
@@ -72,7 +92,7 @@ def resume_lines(resume: str | None, origin: Origin, config: TrainConfig) -> lis
     lines = [f"resume: from {choice.path or config.model}, {state.step} steps done", *damaged, *origin.notes]
     if origin.tail:
         lines.append(f"resume: the journal has {len(origin.tail)} steps more, up to step {origin.step}; replaying them")
-    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step)]
+    lines += [f"resume: {change}" for change in apply_changes(state, config, origin.step, origin.base)]
     then, now = state.versions, versions()
     other = [f"{name} {then[name]} -> {now[name]}" for name in ("torch", "keyhole") if then.get(name) != now[name]]
     return lines + [f"resume: {change}: equal to the last bit only with the same version" for change in other]

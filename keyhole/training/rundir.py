@@ -2,32 +2,42 @@
 
     output_dir/            the trained model, an ordinary Hugging Face directory
       checkpoint-N/        the same plus keyhole_state.json and optimizer.safetensors
-      run/keyhole.json     the marker: this directory is ours (and the format's version)
+      run/keyhole.json     the marker: this directory is ours; the format's version, and the id of the run
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
-      run/metrics.jsonl    one line a step               run/loss.png   the curve
-      run/journal          zeroth-order: one record a step (checkpoint/journal/format.py)
+      run/metrics.jsonl    one line per step             run/loss.png   the curve
+      run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
       run/lock             held by the process that writes here (lock.py)
 
-Nothing that is not ours is written over, and nothing of ours without --resume. The look at the directory
-(`inspect`) changes nothing; it is made (`open_run`) only when data and model have turned out to be good.
+Nothing that is not ours is written over, and nothing of ours without --resume. `inspect` changes nothing; the directory
+is made (`open_run`) only when data and model have turned out to be good. Then the lock is held, so everything that was
+inspected without it is inspected again: another process may have made a run here meanwhile. In run/ only regular files
+and directories are accepted: through a link a run would write elsewhere.
 """
 
 import json
 import os
-import shutil
+import re
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keyhole
 from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.resume_point import Place
 from keyhole.checkpoint.select import checkpoints
-from keyhole.disk.files import flush, write_text
+from keyhole.disk.files import flush, make_directories, read_small, remove, staged, write_text
+from keyhole.disk.weights_hash import stored_weights
 from keyhole.errors import UserError
 from keyhole.training.lock import Lock
 
 FORMAT = 1
-LEFTOVERS = (".*.saving-*", ".*.old-*")  # what a killed process left half-written or half-deleted
+MARKER_BYTES = 2**20
+# What a killed process left: half-written, half-deleted, or half-replaced (disk/files.py has the names). Exactly ours.
+LEFTOVER = re.compile(r"\.(checkpoint-\d+|model)\.(saving|old|deleted)-\d+|\.probe\.tmp")
+REPLACED = re.compile(r"\.(checkpoint-\d+)\.old-\d+")
 
 
 @dataclass(frozen=True)
@@ -65,31 +75,89 @@ class RunDir:
         return self.marker.is_file()
 
     @property
-    def has_model(self) -> bool:
-        return any(self.root.glob("model*.safetensors"))
+    def run_id(self) -> str | None:
+        """The id in the marker; None without one (before version 0.2)."""
+        if not self.is_ours:
+            return None
+        try:
+            found = json.loads(read_small(self.marker, MARKER_BYTES)).get("run")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; choose another output_dir") from error
+        return found if isinstance(found, str) else None
+
+    @property
+    def holds(self) -> str | None:
+        """What of a run lies here that must not be written over; None: nothing."""
+        if own := checkpoints(self.root):
+            return own[-1].name
+        if self.root.is_dir() and stored_weights(self.root):
+            return "a finished model"
+        return "a journal of steps" if _has_steps(self.journal) else None
+
+    def place(self) -> Place:
+        """For what --resume means here."""
+        return Place(self.root, self.journal, self.run_id, self.holds)
+
+
+def new_run_id() -> str:
+    """An id that no other run has."""
+    return uuid.uuid4().hex
 
 
 def inspect(output_dir: str, resume: bool) -> RunDir:
     """Whether a run may write here; UserError says what to change otherwise."""
     found = RunDir(Path(output_dir))
+    _check_place(found.root)
     if not os.path.lexists(found.root):
         return found
     if not found.root.is_dir():
         raise UserError(f"output_dir: {found.root} is a file; choose a directory")
+    _refuse_links(found.run)
     stranger = None if found.is_ours else _first_file(found.root)
     if stranger is not None:
         raise UserError(
             f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}); "
             "choose a new or empty directory"
         )
-    if not resume and (checkpoints(found.root) or found.has_model or _has_steps(found.journal)):
-        last = "a finished model" if found.has_model else "a journal of steps"
-        last = checkpoints(found.root)[-1].name if checkpoints(found.root) else last
+    if not resume and found.holds is not None:
         raise UserError(
-            f"output_dir: {found.root} holds a run already ({last}); go on from there with --resume, "
+            f"output_dir: {found.root} holds a run already ({found.holds}); go on from there with --resume, "
             "or choose another output_dir"
         )
     return found
+
+
+def _check_place(root: Path) -> None:
+    """The name must be possible, and the nearest directory that exists must be writable."""
+    for place in (root, *root.absolute().parents):
+        try:
+            os.stat(place)
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:  # too long, may not be entered; a zero byte
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise UserError(f"output_dir: {str(root)[:200]!r} is not possible: {reason}") from error
+    if place != root and not place.is_dir():
+        raise UserError(f"output_dir: {place} is a file; choose a directory")
+    if place.is_dir() and not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+        raise UserError(
+            f"output_dir: {place} cannot be written to (read-only, or not yours); choose another output_dir"
+        )
+
+
+def _refuse_links(run: Path) -> None:
+    """run/ and what lies in it must be directories and regular files."""
+    try:
+        entries = [run, *run.iterdir()] if run.is_dir() else [run]
+    except OSError as error:
+        raise UserError(f"output_dir: {run} cannot be read: {error.strerror}") from error
+    for path in entries:
+        if path.is_symlink() or (path.exists() and not path.is_file() and not path.is_dir()):
+            raise UserError(
+                f"output_dir: {path} is a link, a pipe or a device, through which a run would write elsewhere; "
+                "replace it by what it stands for, or choose another output_dir"
+            )
 
 
 def _has_steps(path: Path) -> bool:
@@ -109,18 +177,48 @@ def _first_file(root: Path) -> Path | None:
         raise UserError(f"output_dir: {root} cannot be read: {error.strerror}") from error
 
 
-def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock) -> None:
-    """Makes the directory ours, and writes down settings and environment."""
+@contextmanager
+def writing_to(root: Path) -> Iterator[None]:
+    """Turns a file that cannot be written, before training begins, into the user's to fix."""
     try:
-        found.run.mkdir(parents=True, exist_ok=True)
-        lock.take()
-        if not found.is_ours:
-            write_text(found.marker, json.dumps({"format": FORMAT, "keyhole": keyhole.__version__}) + "\n")
-        for pattern in LEFTOVERS:
-            for path in found.root.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+        yield
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write to {root}: {error.strerror} ({error.filename})") from error
+
+
+def restore(found: RunDir) -> None:
+    """Gives a checkpoint its name back whose replacement was cut off between two renames (disk/files.py)."""
+    for path in found.root.iterdir() if found.root.is_dir() else ():
+        name = REPLACED.fullmatch(path.name)
+        if name is not None and not os.path.lexists(found.root / name[1]):
+            with writing_to(found.root):
+                os.replace(path, found.root / name[1])
+
+
+def open_run(found: RunDir, config_yaml: str, environment: dict[str, Any], lock: Lock, run_id: str | None) -> None:
+    """Makes the directory ours, checks that it can be written to, and writes down settings and environment."""
+    with writing_to(found.root):
+        make_directories(found.run)
+        if not lock.held:
+            lock.take()
+            inspect(str(found.root), resume=False)
+        if not found.is_ours or found.run_id != run_id:
+            about = {"format": FORMAT, "keyhole": keyhole.__version__} | ({"run": run_id} if run_id else {})
+            write_text(found.marker, json.dumps(about) + "\n")
+        for path in found.root.iterdir():
+            if LEFTOVER.fullmatch(path.name):
+                remove(path)
+        _probe(found.root)
         write_text(found.run / "config.yaml", config_yaml)
         write_text(found.run / "env.json", json.dumps(environment, indent=2) + "\n")
-        flush(found.run)
-    except OSError as error:
-        raise UserError(f"output_dir: cannot write to {found.root}: {error.strerror}") from error
+
+
+def _probe(root: Path) -> None:
+    """Does once, before the first step, what every save does: a directory, a file in it, and its rename into the
+    root."""
+    with staged(root, "model") as temporary:
+        (temporary / "probe").write_bytes(b"keyhole")
+        flush(temporary / "probe")
+        os.replace(temporary / "probe", root / ".probe.tmp")
+        (root / ".probe.tmp").unlink()
+        flush(root)

@@ -8,13 +8,16 @@ that is not there, the oldest goes first, as long as one good checkpoint stays; 
 or the write fails, a save during training is skipped with a loud line and tried again after RETRY_STEPS steps
 (training is worth more than a checkpoint), while the save that ends a run raises. Weights are checked to be
 finite before they are written.
+
+A checkpoint gets its name when the journal is on the disk up to its step. Where the journal cannot be written, a save
+during training is tried again later; the save that ends a run is worth more than the journal, and only says it.
 """
 
 import shutil
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +68,8 @@ class SaveSettings:
 class Saver:
     """Writes checkpoints of one run into its directory and keeps the newest few.
 
-    flush_journal(step) returns when the journal is on disk up to a step; False: it never will be.
+    about is what every checkpoint says of its run. flush_journal(step) returns when the journal is on the disk up
+    to a step; False: the step was not good; OSError: it cannot be. say takes warnings.
     """
 
     def __init__(
@@ -74,11 +78,11 @@ class Saver:
         model: Model,
         method: Method,
         settings: SaveSettings,
-        config: dict[str, Any],
-        versions: dict[str, Any],
+        about: About,
+        say: Callable[[str], None],
     ) -> None:
         self.root, self.model, self.method, self.settings = root, model, method, settings
-        self.config, self.versions = config, versions  # what a checkpoint says of its run
+        self.about, self.say = about, say
         self.last_good: Path | None = None
         self.last_step: int | None = None
         self.retry_at: int | None = None
@@ -122,7 +126,7 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after this step."""
         every = self.settings.every
-        return (every is not None and step % every == 0) or step == self.retry_at
+        return step != self.last_step and ((every is not None and step % every == 0) or step == self.retry_at)
 
     def try_save(self, step: int, loader: dict[str, Any]) -> list[str]:
         """Saves during training, or starts to; returns lines for the user, also when it did not work."""
@@ -132,7 +136,7 @@ class Saver:
                 return [*lines, f"saved {self.save(step, loader)}"]
             deferred = self.method.deferred_state()
             self._make_room(step, self.method.state_dict() if deferred is None else deferred)
-            about = About(step, loader, self.config, self.versions)
+            about = replace(self.about, step=step, loader=loader)
             self.background.begin(self.root / f"checkpoint-{step}", about, self.flush_journal)
             return lines
         except NonFinite:
@@ -185,10 +189,11 @@ class Saver:
 
     def _note_saved(self, path: Path, step: int) -> None:
         self.last_good, self.last_step = path, step
-        self.deleting = select.prune(self.root, self.settings.keep, step)
+        self.deleting = select.prune(self.root, self.settings.keep, step, self.say)
 
-    def save(self, step: int, loader: dict[str, Any]) -> Path:
-        """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old."""
+    def save(self, step: int, loader: dict[str, Any], last: bool = False) -> Path:
+        """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old. last: the run
+        ends with it."""
         self.method.flush()
         bad = first_bad_tensor(self.model.named_tensors())
         if bad is not None:
@@ -197,23 +202,35 @@ class Saver:
         self._make_room(step, state)
         path = self.root / f"checkpoint-{step}"
         try:
-            save_checkpoint(path, self.model, state, About(step, loader, self.config, self.versions))
+            about = replace(self.about, step=step, loader=loader)
+            save_checkpoint(path, self.model, state, about, lambda: self._flush_journal(step, last))
         except (OSError, SafetensorError) as error:
             raise UserError(f"output_dir: {path} could not be written: {error}") from error
         self._note_saved(path, step)
         self._wait_for_room()
         return path
 
+    def _flush_journal(self, step: int, last: bool) -> None:
+        try:
+            if not self.flush_journal(step):
+                raise OSError(f"the journal has no record of step {step}")
+        except OSError as error:
+            if not last:
+                raise OSError(f"the journal is not on the disk up to step {step}: {error}") from error
+            self.say(
+                f"warning: the journal is not on the disk up to step {step}: {error}; the checkpoint is saved without"
+            )
+
     def save_once(self, step: int, loader: dict[str, Any]) -> Path:
-        """Saves, unless this step is on disk already. Raises when it cannot."""
-        return self.last_good if self.last_good and self.last_step == step else self.save(step, loader)
+        """The save that ends a run, unless this step is on disk already. Raises when it cannot."""
+        return self.last_good if self.last_good and self.last_step == step else self.save(step, loader, last=True)
 
     def _make_room(self, step: int, state: dict[str, Any]) -> None:
         need = saved_bytes(self.model, state)
         limit = self.settings.keep
         self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:
-            select.prune(self.root, limit - 1, step).join()
+            select.prune(self.root, limit - 1, step, self.say).join()
         free = free_bytes(self.root)
         if need > free:
             raise UserError(
@@ -230,4 +247,10 @@ class Saver:
         """The last checkpoint becomes the model of the output directory."""
         self._wait_for_room()
         assert self.last_good is not None
-        hf.publish(self.last_good, self.root, OWN_FILES)
+        try:
+            hf.publish(self.last_good, self.root, OWN_FILES)
+        except OSError as error:
+            raise UserError(
+                f"output_dir: the model could not be put into {self.root}: {error}; it is complete in "
+                f"{self.last_good}; --resume puts it there when that can be written to"
+            ) from error

@@ -1,14 +1,16 @@
-"""Ctrl-C, SIGTERM, a closed terminal: the first asks, the second takes.
+"""Ctrl-C, SIGTERM, a closed terminal: the first signal asks the run to stop, a later one ends it at once.
 
-The first signal only sets a flag: the loop finishes its step, saves a checkpoint and returns 130. It also
-gives the signals back to the system, so a second one ends the process at once, even inside a long copy or
-write. That harms nothing: everything on disk is written beside its place and renamed when complete, and what
-a dead process left half-written is swept away by the next run.
+The first signal only sets a flag: the loop finishes its step, saves a checkpoint and returns 130. After GRACE_S the
+signals are given back to the system, so a second one ends the process at once, even inside a long copy or write. That
+harms nothing: everything on disk is written under a temporary name and renamed when complete, and what a dead process
+left half-written is swept away by the next run. Signals within GRACE_S of the first are the same request: a closed
+terminal, `timeout` and job launchers send one to the process and one to its group.
 
 A terminal that is closed sends SIGHUP, and whoever is at the other end of a pipe may just go (display.py): both ask
 too. Where SIGHUP is ignored it stays so: `nohup keyhole train ...` outlives its terminal.
 """
 
+import ctypes
 import os
 import signal
 import threading
@@ -17,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 EXIT_INTERRUPTED = 130
+GRACE_S = 0.25
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SIGHUP = getattr(signal, "SIGHUP", None)  # not every system has it
 
@@ -27,15 +30,19 @@ class Interrupts:
     def __init__(self) -> None:
         self.requested: str | None = None  # the name of the signal
         self._before: dict[int, Any] = {}
+        self._grace: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             hangs_up = SIGHUP is not None and signal.getsignal(SIGHUP) != signal.SIG_IGN
             heard = (*SIGNALS, SIGHUP) if hangs_up else SIGNALS
-            self._before = {number: signal.signal(number, self._first) for number in heard}
+            self._before = {number: signal.signal(number, self._hear) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._grace is not None:
+            self._grace.cancel()
+            self._grace.join()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -44,10 +51,20 @@ class Interrupts:
         """The same as a first signal, from inside."""
         self.requested = self.requested or why
 
-    def _first(self, number: int, frame: FrameType | None) -> None:
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._grace is not None:
+            return
+        self._grace = threading.Timer(GRACE_S, give_back, [tuple(self._before)])
+        self._grace.daemon = True
+        self._grace.start()
         self.ask(signal.Signals(number).name)
         text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
         with suppress(OSError):  # the terminal may be gone
             os.write(2, text.encode())  # print could have been interrupted itself, and may not be entered twice
+
+
+def give_back(numbers: tuple[int, ...]) -> None:
+    """Lets signals end the process again. From any thread, which Python's own function is not for; the main thread may
+    be inside a long call, and would set nothing before that ends."""
+    for number in numbers:
+        ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))  # SIG_DFL

@@ -7,31 +7,36 @@ below: each part gets the few values that it needs.
 """
 
 import math
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.journal.replay import apply_records
-from keyhole.checkpoint.journal.resume_point import Origin, find_origin
-from keyhole.checkpoint.state import method_state
+from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
+from keyhole.checkpoint.state import About, method_state
 from keyhole.config import TrainConfig, resolve, to_yaml
 from keyhole.data import Data, check_packing, from_config
+from keyhole.disk.weights_hash import content_hash
+from keyhole.errors import UserError
 from keyhole.loading import choose_device, choose_dtype, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared, Workload
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import build, read_config
+from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.plan.placement import place
 from keyhole.training import rundir, start_block, tracker
-from keyhole.training.display import Display
+from keyhole.training.display import Display, open_missing_streams
 from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.lock import Lock, locked
 from keyhole.training.loop import Run
+from keyhole.training.metrics import MetricsFile
+from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config, resume_lines
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
@@ -46,12 +51,15 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     path, from that checkpoint. dry_run checks config, data and model without reading weights, prints the
     start block, and stops.
     """
+    open_missing_streams()
     config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
     tracker.require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
     with locked(directory.lock) as lock:
         if not dry_run:
             lock.take()
+            rundir.restore(directory)
+            rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
         job = find_job(config, directory, resume)
         if dry_run:
             lines = [*dry_lines(config), job.data.report, job.lines(), job.notes, ["dry run: nothing was written"]]
@@ -71,6 +79,7 @@ class Job:
     data: Data
     schedule: Schedule
     display: Display
+    run_id: str | None
 
     def lines(self) -> list[str]:
         steps_per_epoch = self.data.train.steps_per_epoch
@@ -79,15 +88,18 @@ class Job:
 
 def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None) -> Job:
     """Checks what to go on from, and the data. Writes nothing: whoever made a mistake hears of it in seconds."""
-    journaled = METHODS[config.method].journaled
-    origin = find_origin(resume, directory.root, directory.journal, config.model, journaled)
+    origin = find_origin(resume, directory.place(), METHODS[config.method].journaled)
+    if origin.tail and origin.choice.path is None:
+        check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config)
     data = from_config(config)
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
     schedule = Schedule(config.lr_scheduler_type, config.learning_rate, total, config.warmup_ratio)
-    return Job(config, directory, origin, notes, data, schedule, Display(total, config.logging_steps))
+    goes_on = origin.state is not None and not origin.elsewhere
+    run_id = origin.state.run if goes_on else rundir.new_run_id()
+    return Job(config, directory, origin, notes, data, schedule, Display(total, config.logging_steps), run_id)
 
 
 def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
@@ -97,39 +109,52 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
 
 def build_run(job: Job, lock: Lock) -> Run:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
+    torch.manual_seed(job.config.seed)
+    with ExitStack() as opened:  # what is closed again when something below fails
+        model = load_model(job.config, job.origin.choice)
+        opened.callback(model.close)
+        run = _build(job, lock, model, opened)
+        opened.pop_all()
+    return run
+
+
+def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     config, origin, data = job.config, job.origin, job.data
-    torch.manual_seed(config.seed)
-    model = load_model(config, origin.choice)
     if config.packing:
         check_packing(model, config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
     method = make_method(model, config, origin)
-    described = flat_config(config)
+    base = model_hash(config.model) if origin.state is None else origin.base
+    about = About(0, {}, flat_config(config), versions(), job.run_id, base)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save)
-    saver = Saver(job.directory.root, model, method, saves, described, versions())
+    saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.dtype, config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
     groups += [job.lines(), saver.describe(), job.notes]
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
-    rundir.open_run(job.directory, to_yaml(config), environment(), lock)
-    select.rename_damaged(origin.choice.damaged)
+    rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
+    with rundir.writing_to(job.directory.root):
+        select.rename_damaged(origin.choice.damaged)
     saver.went_on_from(origin.choice.path, origin.step)
     if origin.tail:
         seconds = apply_records(method, origin.tail, job.display.line)
         job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
-    journal = _journal(job, method, described)
+    with rundir.writing_to(job.directory.root):
+        reports = _reports(job)
+        opened.callback(reports.close)
+        journal = _journal(job, method, about)
+        opened.callback(journal.close)
     saver.flush_journal = journal.flush_up_to
     return Run(
         directory=job.directory,
         display=job.display,
+        reports=reports,
         data=data,
         schedule=job.schedule,
         first=origin.step,
-        replayed=bool(origin.tail),
+        here=not origin.elsewhere,
         eval_steps=config.eval_steps,
-        report_to=config.report_to,
-        title=start_block.title(config.method, config.model),
         model=model,
         method=method,
         saver=saver,
@@ -154,8 +179,23 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
     shared = Shared(config.learning_rate, config.weight_decay, config.max_grad_norm, config.seed)
     method = row.load().make(model, shared, getattr(config, row.section))
     if origin.choice.state is not None:
-        method.load_state_dict(method_state(origin.choice.path, origin.choice.state))
+        path = origin.choice.path
+        try:
+            method.load_state_dict(method_state(path, origin.choice.state))
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"--resume: the optimizer's state in {path} does not fit this run: {said}") from error
     return method
+
+
+def model_hash(model: str) -> str | None:
+    """The content hash of the model that a run begins with; None where its files have none."""
+    try:
+        return content_hash(find_directory(model))
+    except UserError:
+        return None
 
 
 def workload(config: TrainConfig) -> Workload:
@@ -178,7 +218,15 @@ def dry_lines(config: TrainConfig) -> list[list[str]]:
     return [start_block.model_lines(module, layout, dtype), [*where, *placed.reasons, start_block.kernels()]]
 
 
-def _journal(job: Job, method: Method, described: dict[str, Any]) -> Journaling:
+def _reports(job: Job) -> Reports:
+    """The files and lines that tell of the run."""
+    config, directory, first = job.config, job.directory, job.origin.step
+    track = tracker.tracker(config.report_to, directory.run, first)
+    title = start_block.title(config.method, config.model)
+    return Reports(MetricsFile(directory.metrics, first), track, job.display, directory.curve, title)
+
+
+def _journal(job: Job, method: Method, about: About) -> Journaling:
     """The journal of this run, new or continued; empty for methods that have none."""
     config, origin = job.config, job.origin
     if not METHODS[config.method].journaled:
@@ -190,8 +238,10 @@ def _journal(job: Job, method: Method, described: dict[str, Any]) -> Journaling:
         source=config.model if origin.choice.path is None else str(origin.choice.path),
         wire=config.wire,
         data=job.data,
-        config=described,
-        versions=versions(),
+        config=about.config,
+        versions=about.versions,
+        run=about.run,
+        base=about.base if origin.choice.path is None else None,
         sync_every=config.journal_sync,
         say=job.display.line,
     )

@@ -9,6 +9,8 @@ from typing import Any
 
 from keyhole.errors import UserError
 
+QUEUE = 10**6  # entries; with its default of 10 a slow disk would hold up training
+
 
 class NullTracker:
     """A tracker that keeps nothing: `report_to: null`."""
@@ -26,7 +28,8 @@ class TensorBoard(NullTracker):
     def __init__(self, directory: Path, last_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=last_step + 1)
+        place = str(directory / "tensorboard")
+        self.writer = SummaryWriter(place, purge_step=last_step + 1, max_queue=QUEUE)
 
     def write(self, entry: dict[str, Any]) -> None:
         for name, value in entry.items():

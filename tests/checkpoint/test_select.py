@@ -2,7 +2,6 @@
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -88,13 +87,13 @@ def test_prune_keeps_the_newest(root: Path, keep: int | None, left: list[int]) -
 
 def test_nobody_waits_for_a_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Old checkpoints are out of sight at once, and gone when the thread has ended."""
-    go, real = threading.Event(), select.shutil.rmtree
+    go, real = threading.Event(), select.remove
 
-    def slow(path: Path, **options: Any) -> None:
+    def slow(path: Path) -> None:
         assert go.wait(20)
-        real(path, **options)
+        real(path)
 
-    monkeypatch.setattr(select.shutil, "rmtree", slow)
+    monkeypatch.setattr(select, "remove", slow)
     thread = select.prune(root, 1, up_to=12)
     assert names(root) == ["checkpoint-12"] and select.newest(root).state.step == 12
     assert len([path for path in root.iterdir() if path.name.startswith(".")]) == 2

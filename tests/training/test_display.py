@@ -1,5 +1,10 @@
 """Lines for the user."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from keyhole.training.display import Display
@@ -17,6 +22,46 @@ def test_a_line_a_step(capsys: pytest.CaptureFixture) -> None:
     display.step(entry(1, 2.5))
     display.close()
     assert capsys.readouterr().out == ("step  1/10  loss 2.5000  lr 1.0e-03  200 tok/s  RAM 1.50 GiB  grad_norm 2\n")
+
+
+def test_numbers_may_come_and_go(capsys: pytest.CaptureFixture) -> None:
+    """A number that only some steps have is shown as its mean over those, whichever steps they are."""
+    display = Display(8, 4)
+    for step in range(1, 9):
+        display.step(entry(step, 1.0) | ({"bias": float(step)} if step in (3, 6, 8) else {}))
+    ends = [line.rpartition("GiB  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert ends == ["grad_norm 2", "grad_norm 2  bias 3", "grad_norm 2  bias 7"]
+
+
+def test_a_log_on_a_full_disk_loses_lines_and_nothing_else(capfd: pytest.CaptureFixture) -> None:
+    """Standard output that cannot be written is said once; the run is not asked to stop, as it is by a closed one."""
+    kept, full, asked = os.dup(1), os.open("/dev/full", os.O_WRONLY), []
+    display = Display(3, 1)
+    display.gone = lambda: asked.append(1)
+    out = open(full, "w", closefd=False)
+    real, sys.stdout = sys.stdout, out
+    try:
+        for step in (1, 2, 3):
+            display.step(entry(step, 1.0))
+        display.close()
+    finally:
+        sys.stdout = real
+        os.close(kept)
+    out.close()
+    assert not asked and capfd.readouterr().err.count("lines are lost, training goes on") == 1
+
+
+def test_a_process_without_streams_writes_into_no_file(tmp_path: Path) -> None:
+    """Started with input, output and error closed, it does not take the first files it opens for them."""
+    code = (
+        "from keyhole.training.display import open_missing_streams; import os, sys\n"
+        "open_missing_streams(); file = open(sys.argv[1], 'w'); print('line'); os.write(2, b'message')\n"
+        "file.write(str(file.fileno()))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "precious")]
+    closes = "import os, sys; [os.close(n) for n in (0, 1, 2)]; os.execv(sys.argv[1], sys.argv[1:])"
+    assert subprocess.run([sys.executable, "-c", closes, *command], check=False).returncode == 0
+    assert int((tmp_path / "precious").read_text()) > 2
 
 
 def test_fewer_lines_show_means(capsys: pytest.CaptureFixture) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ def test_another_process_is_named_and_a_dead_one_is_not_in_the_way(tmp_path: Pat
         with pytest.raises(UserError, match=f"process {os.getpid()}"):
             Lock(path).take()
     Lock(path).take()
+
+
+@pytest.mark.parametrize("linked", [os.symlink, os.link])
+def test_a_file_of_the_user_is_no_lock(tmp_path: Path, linked: Callable) -> None:
+    """Whichever way it got that name, it is refused and not written over."""
+    (tmp_path / "victim").write_text("precious\n")
+    (tmp_path / "run").mkdir()
+    linked(tmp_path / "victim", tmp_path / "run" / "lock")
+    with pytest.raises(UserError, match="output_dir: .*lock"):
+        Lock(tmp_path / "run" / "lock").take()
+    assert (tmp_path / "victim").read_text() == "precious\n"
 
 
 def test_without_a_directory_there_is_nothing_to_lock(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """What a run leaves on disk, and what it refuses before it has touched anything."""
 
+import errno
 import json
 import math
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +82,33 @@ def test_bad_directories_are_refused_before_anything(make: Make, tmp_path: Path)
     with pytest.raises(UserError, match="--resume"):
         train(config)
     assert before == {path: path.stat().st_mtime_ns for path in Path(config.output_dir).rglob("*")}
+
+
+def test_an_output_dir_that_is_a_mount_point(make: Make, small_disk: Callable[[int], Path]) -> None:
+    """The model is put into place without a rename from another file system; nothing temporary is left."""
+    config = make(output_dir=str(small_disk(80)), max_steps=3, save_steps=2)
+    assert train(config) == 0 and train(replace(config, max_steps=4), resume="") == 0
+    assert (Path(config.output_dir) / "model.safetensors").samefile(
+        f"{config.output_dir}/checkpoint-4/model.safetensors"
+    )
+    assert not [path.name for path in Path(config.output_dir).iterdir() if path.name.startswith(".")]
+
+
+def test_a_disk_that_cannot_move_files_is_refused_before_the_first_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every save does is tried once at the start."""
+    real, config = os.replace, make()
+
+    def replace_in_place(source: Path, target: Path) -> None:
+        if Path(source).parent != Path(target).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_in_place)
+    with pytest.raises(UserError, match="output_dir: cannot write to .*: Invalid cross-device link"):
+        train(config)
+    assert not (Path(config.output_dir) / "run" / "metrics.jsonl").exists()
 
 
 def test_bad_input_leaves_no_directory(make: Make, tmp_path: Path) -> None:

@@ -1,22 +1,22 @@
 """The output directory."""
 
+import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from keyhole.config import TrainConfig
+from keyhole.disk import files
 from keyhole.errors import UserError
 from keyhole.training import rundir
 from keyhole.training.lock import locked
 
 
-def open_run(found: rundir.RunDir, *about: object) -> None:
+def open_run(found: rundir.RunDir) -> None:
     with locked(found.lock) as lock:
-        rundir.open_run(found, *about, lock)
-
-
-def config(root: Path) -> TrainConfig:
-    return TrainConfig(model="m", method="zo", train_data="d", output_dir=str(root), max_steps=3)
+        lock.take()
+        rundir.open_run(found, "method: zo\n", {"versions": {}}, lock, "a run's id")
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -28,7 +28,7 @@ def test_new_and_empty_directories_are_fine(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
     found = rundir.inspect(str(root), resume=False)
     assert not root.exists()
-    open_run(found, config(root), {"versions": {}})
+    open_run(found)
     assert sorted(contents(root)) == ["run/config.yaml", "run/env.json", "run/keyhole.json", "run/lock"]
     rundir.inspect(str(root), resume=False)  # it saved nothing yet, so it may start over
 
@@ -48,7 +48,7 @@ def test_strange_directories_are_refused(tmp_path: Path, resume: bool) -> None:
 @pytest.mark.parametrize("name", ["checkpoint-4/keyhole_state.json", "model.safetensors"])
 def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
     """Our own directory with something in it needs --resume."""
-    open_run(rundir.inspect(str(tmp_path), resume=False), config(tmp_path), {})
+    open_run(rundir.inspect(str(tmp_path), resume=False))
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match="--resume"):
@@ -66,11 +66,127 @@ def test_a_killed_start_does_not_lock_the_directory(tmp_path: Path) -> None:
 def test_leftovers_are_swept_away(tmp_path: Path) -> None:
     """Half-written and half-deleted checkpoints of dead processes go when a run opens the directory."""
     found = rundir.inspect(str(tmp_path), resume=False)
-    open_run(found, config(tmp_path), {})
+    open_run(found)
     for name in (".checkpoint-3.saving-123", ".checkpoint-1.old-99"):
         (tmp_path / name).mkdir()
-    open_run(found, config(tmp_path), {})
+    open_run(found)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_only_our_own_leftovers_are_swept_away(tmp_path: Path) -> None:
+    """Names that look like ours and are not stay, files and directories of the user."""
+    found = rundir.inspect(str(tmp_path), resume=False)
+    open_run(found)
+    mine = [".notes.saving-2024", ".checkpoint-3.saving-mine", ".thesis.old-1", ".checkpoint-x.old-1", ".model.saving-"]
+    for name in mine:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious").write_text("x")
+    (tmp_path / ".checkpoint-4.saving-77").mkdir()
+    open_run(found)
+    assert {path.name for path in tmp_path.iterdir()} == {"run", *mine}
+
+
+@pytest.mark.parametrize("name", ["lock", "journal", "metrics.jsonl", "keyhole.json", "config.yaml", "."])
+def test_links_out_of_the_directory_are_refused(tmp_path: Path, name: str) -> None:
+    """A link in run/, or run/ itself, is named and not written through."""
+    victim, root = tmp_path / "victim", tmp_path / "out"
+    root.mkdir()
+    if name == ".":
+        victim.mkdir()
+        (root / "run").symlink_to(victim)
+    else:
+        victim.write_text("precious")
+        (root / "run").mkdir()
+        (root / "run" / "keyhole.json").write_text("{}")
+        (root / "run" / name).unlink(missing_ok=True)
+        (root / "run" / name).symlink_to(victim)
+    for resume in (False, True):
+        with pytest.raises(UserError, match="output_dir: .* is a link, a pipe or a device"):
+            rundir.inspect(str(root), resume)
+    assert list(victim.iterdir()) == [] if name == "." else victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("temporary", [".keyhole.json.tmp", ".config.yaml.tmp", ".env.json.tmp"])
+def test_temporaries_are_created_and_never_followed(tmp_path: Path, temporary: str) -> None:
+    """Somebody's link under the name of a temporary is replaced; what it points to stays as it is."""
+    victim, found = tmp_path / "victim", rundir.RunDir(tmp_path / "out")
+    victim.write_text("precious")
+    found.run.mkdir(parents=True)
+    with locked(found.lock) as lock:
+        lock.take()
+        (found.run / temporary).symlink_to(victim)
+        rundir.open_run(found, "method: zo\n", {}, lock, None)
+    assert victim.read_text() == "precious" and (found.run / "config.yaml").read_text() == "method: zo\n"
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path) -> None:
+    """It is refused before anything reads from it."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "keyhole.json").write_text("{}")
+    os.mkfifo(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(UserError, match="metrics.jsonl is a link, a pipe or a device"):
+        rundir.inspect(str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("text", ["[", '"text"', "[" * 10**5, "1" * 10**4])
+def test_a_marker_that_was_edited_is_named(tmp_path: Path, text: str) -> None:
+    """The marker holds the run's id: without it nothing is known of what lies here."""
+    open_run(rundir.RunDir(tmp_path))
+    (tmp_path / "run" / "keyhole.json").write_text(text)
+    with pytest.raises(UserError, match="keyhole.json cannot be read"):
+        rundir.RunDir(tmp_path).place()
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 300, "run/" * 2000])
+def test_impossible_names_are_the_users_to_fix(tmp_path: Path, name: str) -> None:
+    """Found when the directory is inspected, before data and model are read."""
+    with pytest.raises(UserError, match="output_dir: .* is not possible"):
+        rundir.inspect(f"{tmp_path}/{name}", resume=False)
+
+
+def test_a_read_only_place_is_found_at_once(small_disk: Callable[[int], Path]) -> None:
+    """Before data and model are read, and also where the directory is still to be made."""
+    root = small_disk(1)
+    subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+    for path in (root, root / "new" / "out"):
+        with pytest.raises(UserError, match="output_dir: .* cannot be written to"):
+            rundir.inspect(str(path), resume=False)
+
+
+def test_the_names_of_a_run_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory that holds a name of the run is flushed: those that were made for it, and their parents."""
+    flushed, real = set(), os.fsync
+
+    def fsync(file: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{file}"))
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    root = tmp_path.resolve() / "a" / "b"
+    open_run(rundir.inspect(str(root), resume=False))
+    assert {str(path) for path in (tmp_path.resolve(), root.parent, root, root / "run")} <= flushed
+
+
+def test_a_replacement_that_was_cut_off_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two names cannot be exchanged, a process that dies between the renames loses no checkpoint."""
+    new, path = tmp_path / ".checkpoint-2.saving-1", tmp_path / "checkpoint-2"
+    for place, text in ((new, "new"), (path, "old")):
+        place.mkdir()
+        (place / "file").write_text(text)
+    real = os.replace
+
+    def dies(source: Path, target: Path) -> None:
+        if source == new:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files, "exchange", lambda one, other: False)
+        patch.setattr(os, "replace", dies)
+        files.replace_directory(new, path)
+    assert not path.exists()
+    rundir.restore(rundir.RunDir(tmp_path))
+    assert (path / "file").read_text() == "old"
 
 
 def test_an_unwritable_place_is_the_users_to_fix(tmp_path: Path) -> None:
@@ -78,4 +194,4 @@ def test_an_unwritable_place_is_the_users_to_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     root = tmp_path / "file" / "out"
     with pytest.raises(UserError, match="output_dir"):
-        open_run(rundir.RunDir(root), config(root), {})
+        open_run(rundir.RunDir(root))

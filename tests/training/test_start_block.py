@@ -7,6 +7,7 @@ import torch
 import keyhole
 from keyhole.config import TrainConfig
 from keyhole.training import start_block as start
+from keyhole.training.schedule import Schedule
 
 
 def config(**changes: object) -> TrainConfig:
@@ -27,21 +28,24 @@ def test_says_what_is_trained_and_what_is_frozen(tiny_model: Path) -> None:
 
 def test_gives_reasons() -> None:
     """Dtype and device say whether they were asked for or found."""
-    asked = start.machine_lines(config(dtype="bfloat16", device="cpu"), torch.bfloat16, torch.device("cpu"), [])
-    found = start.machine_lines(config(), torch.float32, torch.device("cpu"), ["placement: resident"])
-    assert asked[:2] == ["dtype: bfloat16, as asked", "device: cpu, as asked"]
-    assert found[:3] == [
+    cpu = torch.device("cpu")
+    assert start.device_lines("bfloat16", "cpu", torch.bfloat16, cpu) == [
+        "dtype: bfloat16, as asked",
+        "device: cpu, as asked",
+    ]
+    assert start.device_lines(None, None, torch.float32, cpu) == [
         "dtype: float32, as stored in the model's files",
         "device: cpu, no GPU here",
-        "placement: resident",
     ]
 
 
 def test_says_how_long_and_how_fast() -> None:
     """Steps with where they come from, the accumulation, the warm-up, and what is kept."""
-    lines = start.plan_lines(config(gradient_accumulation_steps=4, save_steps=50), 20, 100, 10)
+    asked = config(gradient_accumulation_steps=4, save_steps=50)
+    lines = start.plan_lines(asked, 20, Schedule("linear", 1e-6, 100, 0.1), 10)
     assert lines[0] == ("steps: 100 (max_steps), 20 done; an epoch is 10 steps of 32 samples (4 micro-batches of 8)")
     assert lines[1] == "learning rate: linear, peak 1e-06, 10 steps of warm-up"
     assert lines[2] == "output: out; a checkpoint every 50 steps and at the end, the newest 2 are kept"
-    epochs = start.plan_lines(config(max_steps=None, num_train_epochs=2.5, packing=True), 0, 25, 10)
+    asked = config(max_steps=None, num_train_epochs=2.5, packing=True)
+    epochs = start.plan_lines(asked, 0, Schedule("linear", 1e-6, 25, 0.1), 10)
     assert epochs[0].startswith("steps: 25 (num_train_epochs=2.5); an epoch is 10 steps of 8 rows of packed samples")

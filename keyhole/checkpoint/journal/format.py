@@ -1,10 +1,10 @@
-"""The journal: a zeroth-order run as a list of numbers, one record a step, appended to run/journal.
+"""The journal: a zeroth-order run as a list of numbers, one record per step, appended to run/journal.
 
 The weights after step t are a function of the base weights and of
 
     (seed, step, lr, g_1/q .. g_q/q, weight_decay)     of the steps 1 .. t,
 
-so 4 (1 + q) + 48 bytes a step make every step durable, and a run can be shared as base + journal. The file:
+so 4 (1 + q) + 48 bytes per step make every step durable, and a run can be shared as base + journal. The file:
 
     header    "KEYHOLEJ", version u32, length u32, JSON, CRC-32 of all of that
     record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, g_1/q .. f32; CRC-32
@@ -12,25 +12,29 @@ so 4 (1 + q) + 48 bytes a step make every step durable, and a run can be shared 
 All little endian. (epoch, row) is the position in the data after the step. lr and g are the very numbers the
 update used: g after clipping, and all zero where a loss was not finite. A record's CRC starts from the
 header's, so a record of another journal is no record of this one; steps are consecutive. Reading stops at the
-first record that is short, changed or out of order: the tail a crash tore off, which is cut before appending.
-How records are appended is writer.py.
+first record that is short, changed, out of order or not finite: the tail a crash tore off, which is cut before
+appending. How records are appended is writer.py.
 """
 
 import json
+import math
 import os
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from keyhole.disk.files import flush
+from keyhole.disk.files import open_regular, replacing
 
 MAGIC, VERSION = b"KEYHOLEJ", 1
 FRONT = struct.Struct("<8sII")
 CRC = struct.Struct("<I")
 DEVICES = ("cpu", "cuda")
+HEADER_BYTES = 16 * 2**20  # at most; ours have a few kilobytes
+MOST_STEPS = 2**32 - 1  # a step is a 32-bit word of the noise's counter
+MOST_DIRECTIONS = 2**16
 
 
 class BadJournal(Exception):
@@ -39,7 +43,8 @@ class BadJournal(Exception):
 
 @dataclass(frozen=True)
 class Header:
-    """What all records share. `base` is the content hash of the weights that they start from, after `first` steps."""
+    """What all records share. `base` is the content hash of the weights that they start from, after `first` steps;
+    `run` is the id of the run (training/rundir.py), which journals before version 0.2 lack."""
 
     base: str
     first: int
@@ -56,6 +61,7 @@ class Header:
     loader: dict[str, Any]
     config: dict[str, Any]
     versions: dict[str, Any]
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Journal:
-    """A journal as read: the good records, and what is wrong with the rest."""
+    """A journal as read: the good records, and what is wrong with the rest. The header's own bytes count, not what it
+    would be packed to now: `begin` is where they end, and `seed_crc` their checksum."""
 
     header: Header
     records: list[Record] = field(repr=False)
+    begin: int
+    seed_crc: int
     fault: str | None = None  # why reading stopped before the end of the file
     torn: bool = False  # no more than the last record is missing: what a crash leaves
 
@@ -109,66 +118,89 @@ def pack_record(record: Record, seed_crc: int) -> bytes:
 
 def read(path: Path) -> Journal:
     """The journal in a file, up to its first bad record."""
-    content = path.read_bytes()
-    header, seed_crc, begin = _read_header(content, path)
-    shape = layout(header.directions)
-    size = shape.size + CRC.size
-    records: list[Record] = []
-    while begin < len(content):
-        piece = content[begin : begin + size]
-        fault = _fault(piece, size, seed_crc)
-        record = None if fault else _record(shape, piece)
-        expected = (records[-1].step if records else header.first) + 1
-        if record is not None and (record.step, record.seed) != (expected, header.seed):
-            fault = f"holds step {record.step} of seed {record.seed}"
-        if fault:
-            what = f"the record of step {expected} {fault}"
-            return Journal(header, records, what, torn=len(content) - begin <= size)
-        records.append(record)
-        begin += size
-    return Journal(header, records)
+    try:
+        file = os.fdopen(open_regular(path.resolve(), os.O_RDONLY), "rb")
+    except OSError as error:
+        raise BadJournal(f"{path} cannot be read: {error.strerror}") from None
+    with file:
+        header, seed_crc, begin = _read_header(file, path)
+        shape, size_bytes = layout(header.directions), os.fstat(file.fileno()).st_size
+        size = shape.size + CRC.size
+        records: list[Record] = []
+        for at in range(begin, size_bytes, size):
+            expected = (records[-1].step if records else header.first) + 1
+            record, fault = _read_record(file.read(size), shape, seed_crc, expected, header.seed)
+            if record is None:
+                what = f"the record of step {expected} {fault}"
+                return Journal(header, records, begin, seed_crc, what, torn=size_bytes - at <= size)
+            records.append(record)
+        return Journal(header, records, begin, seed_crc)
 
 
-def _read_header(content: bytes, path: Path) -> tuple[Header, int, int]:
+def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int, int]:
     """(header, its CRC, where the records begin)."""
-    if len(content) < FRONT.size or not content.startswith(MAGIC):
+    front = file.read(FRONT.size)
+    if len(front) < FRONT.size or not front.startswith(MAGIC):
         raise BadJournal(f"{path} is not a journal of keyhole")
-    _, version, length = FRONT.unpack_from(content)
+    _, version, length = FRONT.unpack(front)
     if version != VERSION:
         raise BadJournal(f"{path} is a journal of version {version}; this keyhole reads {VERSION}")
-    end = FRONT.size + length
-    if len(content) < end + CRC.size or CRC.unpack_from(content, end)[0] != zlib.crc32(content[:end]):
+    text = file.read(length) if length <= HEADER_BYTES else b""
+    crc, stored = zlib.crc32(front + text), file.read(CRC.size)
+    if len(text) < length or len(stored) < CRC.size or CRC.unpack(stored)[0] != crc:
         raise BadJournal(f"the header of {path} is damaged (its checksum does not match)")
-    header = Header(**json.loads(content[FRONT.size : end]))
-    return header, zlib.crc32(content[:end]), end + CRC.size
+    try:
+        header = Header(**json.loads(text))
+        _check(header)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BadJournal(f"the header of {path} cannot be true: {error}") from None
+    return header, crc, FRONT.size + length + CRC.size
 
 
-def _fault(piece: bytes, size: int, seed_crc: int) -> str:
-    if len(piece) < size:
-        return f"is cut off after {len(piece)} of {size} bytes"
+def _check(header: Header) -> None:
+    """ValueError for what no run could have written, though its checksum is right."""
+    ranges = {"first": (0, MOST_STEPS), "seed": (0, 2**64 - 1), "directions": (1, MOST_DIRECTIONS)}
+    for name, (low, high) in ranges.items():
+        value = getattr(header, name)
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{name} is {value!r}, and must be a whole number from {low} to {high}")
+    kinds = {"base": str, "source": str, "distribution": str, "rounding": str, "dtype": str, "eps": (int, float)}
+    kinds |= {"wire": (str, type(None)), "run": (str, type(None)), "frozen": list, "end_token_ids": list}
+    kinds |= {"loader": dict, "config": dict, "versions": dict}
+    for name, kind in kinds.items():
+        if not isinstance(getattr(header, name), kind):
+            raise ValueError(f"{name} is {str(getattr(header, name))[:80]!r}, of the wrong kind")
+    if not all(isinstance(name, str) for name in header.frozen) or not math.isfinite(header.eps):
+        raise ValueError("frozen must be a list of names, and eps finite")
+    if not all(type(token) is int and token >= 0 for token in header.end_token_ids):
+        raise ValueError("end_token_ids must be a list of whole numbers")
+
+
+def _read_record(piece: bytes, shape: struct.Struct, seed_crc: int, step: int, seed: int) -> tuple[Record | None, str]:
+    """(the record of this step, "") or (None, what is wrong with it)."""
+    if len(piece) < shape.size + CRC.size:
+        return None, f"is cut off after {len(piece)} of {shape.size + CRC.size} bytes"
     if CRC.unpack(piece[-CRC.size :])[0] != zlib.crc32(piece[: -CRC.size], seed_crc):
-        return "was changed (its checksum does not match)"
-    return ""
-
-
-def _record(shape: struct.Struct, piece: bytes) -> Record:
-    step, seed, epoch, row, decay, device, *coef = shape.unpack_from(piece)
-    return Record(step, seed, epoch, row, decay, DEVICES[device], tuple(coef))
+        return None, "was changed (its checksum does not match)"
+    found, its_seed, epoch, row, decay, device, *coef = shape.unpack_from(piece)
+    if (found, its_seed) != (step, seed):
+        return None, f"holds step {found} of seed {its_seed}"
+    if device >= len(DEVICES) or not all(map(math.isfinite, (decay, *coef))):
+        return None, f"holds numbers that no step has: device {device}, weight decay {decay}, update {coef}"
+    return Record(found, its_seed, epoch, row, decay, DEVICES[device], tuple(coef)), ""
 
 
 def create(path: Path, header: Header) -> Journal:
     """An empty journal: complete, or not there at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(pack_header(header))
-    flush(temporary)
-    os.replace(temporary, path)
-    flush(path.parent)
-    return Journal(header, [])
+    content = pack_header(header)
+    with replacing(path) as file:
+        file.write(content)
+    return Journal(header, [], len(content), CRC.unpack(content[-CRC.size :])[0])
 
 
 def rename_old(path: Path) -> Path:
     """Gives a journal that cannot be continued a name of its own: journal.1, journal.2, .."""
     names: Iterator[Path] = (path.with_name(f"{path.name}.{i}") for i in range(1, 10**6))
-    target = next(name for name in names if not name.exists())
+    target = next(name for name in names if not os.path.lexists(name))
     os.replace(path, target)
     return target

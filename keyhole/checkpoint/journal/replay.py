@@ -8,7 +8,7 @@ the whole journal, and the time is that of the update passes alone,
 
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data: base weights of the right content, and the journal.
 The result has the run's bits on whatever device replays it: noise and update are the same to the bit everywhere
-(ops/noise/gaussian.py, zo_element.py).
+(ops/noise/gaussian.py, ops/zo/element.py).
 """
 
 import time

@@ -5,10 +5,16 @@
 Without a checkpoint a journal that starts from the model itself does as well: base + records 1 .. M. Damaged
 checkpoints are named and passed over; an older one and a longer journal lead to the same weights. A checkpoint
 asked for by its path is gone on from as it is: records behind it are cut.
+
+One directory holds one history. A run has an id, which its directory, its checkpoints and its journal carry. Where
+these differ, or a checkpoint of elsewhere is to be gone on from in a directory that holds a run of its own, resuming
+is refused. Going on from another run's checkpoint in a new directory is a new run, with an id of its own. What was
+written before version 0.2 has no id, which counts as one.
 """
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.journal import format as journal
@@ -21,13 +27,26 @@ from keyhole.model.structure.source import find_directory
 
 
 @dataclass(frozen=True)
+class Place:
+    """The directory that a run is to go on in: its journal, the id of the run in it, and what it holds of that run
+    ("checkpoint-6"; None: nothing that could be gone on from)."""
+
+    root: Path
+    journal: Path
+    run: str | None = None
+    holds: str | None = None
+
+
+@dataclass(frozen=True)
 class Origin:
-    """A checkpoint (None: the model itself) and the records to apply to it; `journal` is what run/journal holds."""
+    """A checkpoint (None: the model itself) and the records to apply to it; `journal` is what run/journal holds.
+    elsewhere: the checkpoint is of another directory, and what follows is a run of its own."""
 
     choice: select.Choice = field(default_factory=select.Choice)
     journal: Journal | None = None
     tail: list[Record] = field(default_factory=list, repr=False)
     notes: list[str] = field(default_factory=list)
+    elsewhere: bool = False
 
     @property
     def state(self) -> State | None:
@@ -35,7 +54,7 @@ class Origin:
         if self.choice.state is not None or not self.tail:
             return self.choice.state
         h = self.journal.header
-        return State(h.first, h.loader, {}, h.config, h.versions, {})
+        return State(h.first, h.loader, {}, h.config, h.versions, {}, run=h.run)
 
     @property
     def step(self) -> int:
@@ -43,29 +62,42 @@ class Origin:
         return self.tail[-1].step if self.tail else self.state.step if self.state else 0
 
     @property
-    def loader(self) -> dict:
+    def loader(self) -> dict[str, Any]:
         """The position in the data after `step`."""
         at = {"epoch": self.tail[-1].epoch, "offset": self.tail[-1].row} if self.tail else {}
         return self.state.loader | at
 
+    @property
+    def base(self) -> str | None:
+        """The content hash of the model that the run began with, where it is known."""
+        known = None if self.state is None else self.state.base
+        if known is None and self.journal is not None and self.journal.header.first == 0 and not self.elsewhere:
+            return self.journal.header.base
+        return known
 
-def find_origin(resume: str | None, root: Path, journal_path: Path, model: str, journaled: bool) -> Origin:
+
+def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
     """What `--resume` means here. Reads, and changes nothing. journaled: the method keeps a journal."""
     if resume is None:
         return Origin()
-    if not journaled:
-        return Origin(select.choose(resume, root))
-    found, notes = _read(journal_path)
-    if resume not in select.LAST:
-        return Origin(select.choose(resume, root), found, notes=notes)
-    choice = select.newest(root)
-    if choice.path is None and (found is None or found.header.first > 0 or not found.records):
-        return Origin(select.choose(resume, root), found, notes=notes)
+    found, notes = _read(place.journal) if journaled else (None, [])
+    if resume in select.LAST:
+        choice = select.newest(place.root)
+        if choice.path is None and (found is None or found.header.first > 0 or not found.records):
+            choice = select.choose(resume, place.root)
+    else:
+        choice = select.choose(resume, place.root)
+    elsewhere = choice.path is not None and choice.path.resolve().parent != place.root.resolve()
+    if elsewhere:
+        elsewhere = _refuse_to_splice(choice, place)
+    else:
+        _check_ids(choice, found, place)
     begin = choice.state.step if choice.state else 0
     fits = found is not None and found.header.first <= begin <= found.last
-    origin = Origin(choice, found, found.after(begin) if fits else [], notes)
-    if choice.path is None:
-        _check_base(found, model)
+    tail = found.after(begin) if fits and resume in select.LAST else []
+    origin = Origin(choice, found, tail, notes, elsewhere)
+    if origin.state is not None:
+        _check_position(origin.loader)
     return origin
 
 
@@ -75,15 +107,56 @@ def _read(path: Path) -> tuple[Journal | None, list[str]]:
     try:
         found = journal.read(path)
     except journal.BadJournal as fault:
-        return None, [f"resume: {fault}; it is set aside"]
+        return None, [f"resume: {fault}; it gets another name"]
     if found.fault is None:
         return found, []
     what = "ends in a torn record" if found.torn else "is damaged"
     return found, [f"resume: {path} {what} ({found.fault}); steps after {found.last} are done again"]
 
 
-def _check_base(found: Journal, model: str) -> None:
-    """A journal is worth something only with the weights that it starts from."""
+def _refuse_to_splice(choice: select.Choice, place: Place) -> bool:
+    """For a checkpoint of elsewhere: whether it is another run's; refused where this directory holds a run of its
+    own."""
+    if place.holds is None:
+        return True
+    if choice.state.run is None or choice.state.run != place.run:
+        raise UserError(
+            f"--resume: {place.root} holds a run of its own ({place.holds}), and {choice.path} is of another: two "
+            "histories in one directory; go on in a new output_dir, or with --resume alone from what is here"
+        )
+    select.refuse_to_branch(choice.state.step, choice.path, place.root)
+    return False
+
+
+def _check_ids(choice: select.Choice, found: Journal | None, place: Place) -> None:
+    """What lies in one directory must be of one run."""
+    witnesses = {} if place.run is None else {f"{place.root}/run": place.run}
+    if choice.state is not None:
+        witnesses[str(choice.path)] = choice.state.run
+    if found is not None and found.records:
+        witnesses[str(place.journal)] = found.header.run
+    (first, its_id), *others = witnesses.items() or [("", None)]
+    for name, other_id in others:
+        if other_id != its_id:
+            raise UserError(
+                f"--resume: {first} and {name} are of different runs (ids {its_id} and {other_id}), and would be two "
+                "histories in one directory; move away what does not belong here"
+            )
+
+
+def _check_position(loader: dict[str, Any]) -> None:
+    """The position in the data must be one."""
+    epoch, row, rows = (loader.get(key) for key in ("epoch", "offset", "rows"))
+    whole = all(type(number) is int for number in (epoch, row, rows))
+    if not whole or not 0 <= epoch <= journal.MOST_STEPS or not 0 <= row < max(1, rows) or "fingerprint" not in loader:
+        raise UserError(
+            f"--resume: the position in the data cannot be true (epoch {epoch}, row {row} of {rows}); the "
+            "checkpoint or journal was edited: go on from another one"
+        )
+
+
+def check_base(found: Journal, model: str) -> None:
+    """A journal without a checkpoint is worth something only with the weights that it starts from."""
     if content_hash(find_directory(model)) != found.header.base:
         raise UserError(
             f"--resume: the journal of this run starts from the weights of {found.header.source}, and "
@@ -94,12 +167,13 @@ def _check_base(found: Journal, model: str) -> None:
 def continued(origin: Origin, source: str, path: Path, header: journal.Header, sync_every: int) -> Writer:
     """The journal, ready for the step after origin.step: the old one cut there, or a new one from these weights.
 
-    header: of the new one, its base left open; source: where the weights were loaded from.
+    header: of the new one, its base "" where it is not known; source: where the weights were loaded from.
     """
     found, step = origin.journal, origin.step
-    if found is None or not found.header.first <= step <= found.last:
+    fits = found is not None and found.header.run == header.run and found.header.first <= step <= found.last
+    if not fits:
         if path.exists():
             journal.rename_old(path)
-        base = content_hash(find_directory(source))
+        base = header.base or content_hash(find_directory(source))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

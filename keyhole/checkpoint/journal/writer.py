@@ -6,14 +6,20 @@ from then on it survives a power cut. Training waits for neither; `sync` does.
 
 A full disk. A record that was not taken whole is cut off again, kept, and written before the next one: the steps in
 the file stay consecutive, and none is lost when there is room again.
+
+A failed flush. The system may drop what it could not write to the disk, and report success the next time. So records
+are kept until they have been flushed; after a failure they are written again before the next flush. `synced` counts
+flushed records only, and `fault` is the error of the last flush, for whoever tells the user.
 """
 
-import errno
 import os
 import threading
+from collections import deque
 from pathlib import Path
 
-from keyhole.checkpoint.journal.format import CRC, Journal, Record, layout, pack_header, pack_record
+from keyhole.checkpoint.journal.format import CRC, Journal, Record, layout, pack_record
+from keyhole.disk.append import Appender
+from keyhole.disk.files import open_regular
 
 
 class Writer:
@@ -21,81 +27,97 @@ class Writer:
 
     def __init__(self, path: Path, journal: Journal, last: int, sync_every: int = 1) -> None:
         assert journal.header.first <= last <= journal.last, (journal.header.first, last, journal.last)
-        self.header, self.last, self.sync_every = journal.header, last, sync_every
-        front = pack_header(journal.header)
-        self.seed_crc = CRC.unpack(front[-CRC.size :])[0]
+        self.last, self.sync_every, self.seed_crc = last, sync_every, journal.seed_crc
         size = layout(journal.header.directions).size + CRC.size
-        self.file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        end = len(front) + (last - journal.header.first) * size
-        os.ftruncate(self.file, end)
-        os.lseek(self.file, end, os.SEEK_SET)
-        self.backlog: list[bytes] = []  # records that a full disk did not take
-        self.synced, self.error, self.closing = last, None, False
+        end = journal.begin + (last - journal.header.first) * size
+        self.file = open_regular(path, os.O_WRONLY)
+        try:
+            os.ftruncate(self.file, end)
+            os.fsync(self.file)
+        except OSError:
+            os.close(self.file)
+            raise
+        self.appender = Appender(self.file, end, self._taken)
+        self.unsynced: deque[bytes] = deque()  # records in the file that are not flushed yet, from offset synced_end on
+        self.synced, self.synced_end, self.tried = last, end, last
+        self.fault: OSError | None = None
+        self.closing = False
         self.changed = threading.Condition()
+        self.flushing = threading.Lock()
         self.syncer = threading.Thread(target=self._sync_behind, name="keyhole-journal", daemon=True)
         self.syncer.start()
 
     def append(self, record: Record) -> None:
         """Writes a record; it then survives this process. OSError when the disk is full: nothing is left half-written,
         and the record is kept and written before the next one."""
-        assert record.step == self.last + len(self.backlog) + 1, (record.step, self.last, len(self.backlog))
-        self.backlog.append(pack_record(record, self.seed_crc))
-        end, waiting = os.lseek(self.file, 0, os.SEEK_CUR), b"".join(self.backlog)
-        try:
-            if os.write(self.file, waiting) < len(waiting):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            os.ftruncate(self.file, end)
-            os.lseek(self.file, end, os.SEEK_SET)
-            raise
-        self.backlog = []
         with self.changed:
-            self.last = record.step
-            self.changed.notify_all()
+            assert record.step == self.last + len(self.appender.pending) + 1, (record.step, self.last)
+            self.appender.append(pack_record(record, self.seed_crc))
+
+    def _taken(self, piece: bytes) -> None:
+        self.unsynced.append(piece)
+        self.last += 1
+        self.changed.notify_all()
 
     def _sync_behind(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.closing or self.last >= self.synced + self.sync_every)
-                step = self.last
+                self.changed.wait_for(lambda: self.closing or self.last >= self.tried + self.sync_every)
                 if self.closing:
                     return
-            self._sync(step)
+            self._sync()
 
-    def _sync(self, step: int) -> None:
-        try:
-            os.fsync(self.file)
-        except OSError as error:
-            self.error = error
-        with self.changed:
-            self.synced = max(self.synced, step)
-            self.changed.notify_all()
+    def _sync(self) -> OSError | None:
+        """Flushes what was appended before this call; returns the error where that failed."""
+        with self.flushing:
+            with self.changed:
+                step, pieces = self.last, list(self.unsynced)
+            error = None
+            try:
+                if self.fault is not None:
+                    os.pwrite(self.file, b"".join(pieces), self.synced_end)
+                os.fsync(self.file)
+            except OSError as fault:
+                error = fault
+            with self.changed:
+                self.fault, self.tried = error, step
+                if error is None:
+                    self.synced, self.synced_end = step, self.synced_end + sum(map(len, pieces))
+                    for _ in pieces:
+                        self.unsynced.popleft()
+                self.changed.notify_all()
+            return error
 
     def sync(self) -> None:
-        """Blocks until everything appended so far is on the disk. OSError when that failed."""
-        with self.changed:
-            step = self.last
-        self._sync(step)
-        if self.error is not None:
-            error, self.error = self.error, None
+        """Returns when everything appended so far is on the disk. OSError when that failed."""
+        error = self._sync()
+        if error is not None:
             raise error
 
     def wait_for(self, step: int, timeout_s: float) -> bool:
-        """Blocks until the record of a step has been appended; False when it never came."""
+        """Returns when the record of a step has been appended; False when it never came. OSError when it came and
+        cannot be written."""
         with self.changed:
-            return self.changed.wait_for(lambda: self.last >= step or self.closing, timeout_s) and self.last >= step
+            known = lambda: self.last + len(self.appender.pending) >= step  # noqa: E731
+            self.changed.wait_for(lambda: known() or self.closing, timeout_s)
+            if known():
+                self.appender.write_pending()
+            return self.last >= step
 
     def end(self) -> None:
-        """No record will come any more: nobody needs to wait for one."""
+        """No record will come any more: whoever waits for one need not."""
         with self.changed:
             self.closing = True
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Syncs, and ends the thread."""
+        """Writes and flushes what is left, ends the thread, and closes the file. OSError when something was not
+        written."""
         self.end()
         self.syncer.join()
         try:
-            os.fsync(self.file)
+            with self.changed:
+                self.appender.write_pending()
+            self.sync()
         finally:
             os.close(self.file)

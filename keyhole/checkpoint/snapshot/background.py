@@ -19,7 +19,7 @@ import torch
 
 from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
 from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES
-from keyhole.checkpoint.snapshot.snapshot import PAGE_WRITERS, Snapshot
+from keyhole.checkpoint.snapshot.snapshot import PAGE_WRITERS, Cancelled, Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source, event_on, segments_of
 from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
 from keyhole.disk.files import replace_directory, staged
@@ -183,5 +183,5 @@ class Writing:
             self.snapshot.write(temporary)
             write_state(temporary, self.about, self.scalars, self.snapshot.sums)
             if not self.flush_journal(self.about.step):
-                raise OSError(f"the journal has no record of step {self.about.step}")
+                raise Cancelled(f"the journal has no record of step {self.about.step}")
             replace_directory(temporary, self.path)

@@ -43,7 +43,7 @@ flush_data = getattr(os, "fdatasync", os.fsync)  # not every system has the form
 
 
 class Cancelled(Exception):
-    """Training ended before the snapshot had all it needs."""
+    """The snapshot cannot be finished: training ended too early, or its step was not good."""
 
 
 class Snapshot:

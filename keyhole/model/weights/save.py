@@ -1,11 +1,11 @@
 """A model as an ordinary Hugging Face directory, written atomically.
 
 `save_model` is what Model.save_pretrained does: all files are written into a temporary directory, flushed, and moved
-into place. A target that does not exist appears by one rename. In a target that exists (it may be a mount point, and hold
-run/, checkpoints and files of the user) the temporary directory lies inside, and files are moved one by one: the old
-index goes first, then weights of the old model that the new one does not replace, and the new index comes last. So a
-crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an older
-save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
+into place. A target that does not exist appears by one rename. In a target that exists (it may be a mount point, and
+hold run/, checkpoints and files of the user) the temporary directory lies inside, and files are moved one by one: the
+old index goes first, then weights of the old model that the new one does not replace, and the new index comes last. So
+a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an
+older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
 
 Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it
 computes with (it merges the experts of some mixtures when loading), or a method adds something of its own (LoRA),
@@ -30,12 +30,18 @@ from torch import nn
 from keyhole.disk.files import flush, flush_all, remove, replace_directory, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
 from keyhole.disk.weights_hash import INDEX, stored_weights
+from keyhole.errors import NonFinite
 from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
 
 
 def save_model(model: Any, path: Path) -> None:
-    """model is a keyhole Model; its weights are at their homes (methods flush before they save)."""
+    """model is a keyhole Model; its weights are at their homes (methods flush before they save). NonFinite when one of
+    them is NaN or infinity: nothing is written, and what was there stays."""
+    bad = first_bad_tensor(model.named_tensors())
+    if bad is not None:
+        raise NonFinite(f"{bad} holds NaN or infinity, so the model is not saved to {path}")
     with _staged_for(path) as temporary:
         write_files(model, temporary)
         flush_all(temporary)

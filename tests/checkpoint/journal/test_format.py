@@ -110,9 +110,9 @@ def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkey
     path = tmp_path / "journal"
     writer = Writer(path, create(path, HEADER), 0)
     writer.append(record(1))
-    real = os.write
+    real = os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda file, data: real(file, data[:10]))
+        patch.setattr(os, "pwrite", lambda file, data, offset: real(file, data[:10], offset))
         with pytest.raises(OSError) as error:
             writer.append(record(2))
         assert error.value.errno == errno.ENOSPC and read(path).last == 1 and read(path).fault is None

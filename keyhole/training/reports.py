@@ -1,0 +1,55 @@
+"""Reports of a run: run/metrics.jsonl, a tracker, and the line that the user sees. They may fail; the run goes on.
+
+A report that fails is said, once. Entries that a full disk does not take into metrics.jsonl wait in memory and are
+written when there is room again. A tracker that has failed gets nothing more. None of them can end a step, and none is
+asked before the journal has its record (metrics.py).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from keyhole.training.display import Display
+from keyhole.training.metrics import Entry, MetricsFile
+from keyhole.training.plot import plot_loss
+from keyhole.training.tracker import NullTracker
+
+
+class Reports:
+    """Where entries of steps and evaluations go. curve and title: of the picture that is drawn at the end."""
+
+    def __init__(self, metrics: MetricsFile, track: NullTracker, display: Display, curve: Path, title: str) -> None:
+        self.metrics, self.track, self.display, self.curve, self.title = metrics, track, display, curve, title
+        self.failing: set[str] = set()
+
+    def send(self, entry: Entry) -> None:
+        """Takes the entry of a finished step, or of an evaluation."""
+        kept = "entries are kept in memory and tried again at every step"
+        if self._try("run/metrics.jsonl", lambda: self.metrics.write(entry), kept, OSError):
+            if "run/metrics.jsonl" in self.failing:
+                self.failing.remove("run/metrics.jsonl")
+                self.display.line(f"run/metrics.jsonl is complete again, up to step {entry['step']}")
+        if not self._try("report_to", lambda: self.track.write(entry), "the tracker gets nothing more"):
+            self.track = NullTracker()
+        if "loss" in entry:
+            self._try("the line of a step", lambda: self.display.step(entry), "training goes on")
+
+    def _try(self, name: str, act: Callable[[], object], then: str, kind: type[Exception] = Exception) -> bool:
+        try:
+            act()
+            return True
+        except kind as error:
+            if name not in self.failing:
+                self.display.line(f"warning: {name} failed: {type(error).__name__}: {error}; {then}")
+            self.failing.add(name)
+            return False
+
+    def close(self) -> None:
+        """Closes the files and draws the curve; says what could not be."""
+        lost = "some entries are lost"
+        self._try("closing run/metrics.jsonl", self.metrics.close, lost)
+        self._try("closing the tracker", self.track.close, lost)
+        self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
+
+    def _draw(self) -> None:
+        if plot_loss(self.metrics.path, self.curve, self.title):
+            self.display.line(f"curve: {self.curve}")
