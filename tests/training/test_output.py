@@ -8,12 +8,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from keyhole.checkpoint import state
+from keyhole.checkpoint.journal.writer import Writer
 from keyhole.config import load_config
 from keyhole.errors import UserError
 from keyhole.training.start import train
@@ -82,6 +85,34 @@ def test_bad_directories_are_refused_before_anything(make: Make, tmp_path: Path)
     with pytest.raises(UserError, match="--resume"):
         train(config)
     assert before == {path: path.stat().st_mtime_ns for path in Path(config.output_dir).rglob("*")}
+
+
+def test_a_save_that_is_waited_for_flushes_the_journal_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where records are flushed rarely: a checkpoint has its name when its step and all before it are on the
+    disk."""
+    events, sync, rename = [], Writer.sync, state.replace_directory
+    monkeypatch.setattr(Writer, "sync", lambda self: (sync(self), events.append(("flushed", self.synced))))
+    monkeypatch.setattr(state, "replace_directory", lambda new, path: (events.append(path.name), rename(new, path)))
+    train(make(method="zo", max_steps=3, save_steps=2, background_save=False, journal_sync=1000))
+    assert events[:4] == [("flushed", 2), "checkpoint-2", ("flushed", 3), "checkpoint-3"]
+
+
+def test_a_journal_that_cannot_be_flushed_holds_up_checkpoints_and_not_the_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """During training the save is tried again later; the last one is worth more than the journal."""
+
+    def broken(self: Writer) -> OSError:
+        self.fault = OSError(errno.EIO, "the disk is broken")
+        return self.fault
+
+    monkeypatch.setattr(Writer, "_sync", broken)
+    config = make(method="zo", max_steps=4, save_steps=2, background_save=False)
+    assert train(config) == 0
+    out = capsys.readouterr().out
+    assert "warning: the journal cannot be flushed to the disk" in out and "checkpoint-2 NOT saved" in out
+    assert "the journal is not on the disk up to step 4" in out and "is on the disk up to step 0 only" in out
+    assert [path.name for path in Path(config.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
 
 
 def test_an_output_dir_that_is_a_mount_point(make: Make, small_disk: Callable[[int], Path]) -> None:
