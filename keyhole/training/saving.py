@@ -43,9 +43,12 @@ CANNOT_SAVE = (OSError, Cancelled, MemoryError, torch.AcceleratorError, torch.Ou
 
 def free_bytes(path: Path) -> int:
     """Free space on the file system that holds (or will hold) the path."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+    try:
+        while not path.exists():
+            path = path.parent
+        return shutil.disk_usage(path).free
+    except OSError as error:
+        raise UserError(f"output_dir: {path} cannot be reached any more: {error.strerror}") from error
 
 
 def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:

@@ -1,5 +1,7 @@
 """Checkpoints: written whole, verified to the byte."""
 
+import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,62 @@ def test_a_flipped_bit_is_never_loaded(whole: Path, data: st.DataObject) -> None
             assert file.name in str(fault)
     finally:
         file.write_bytes(original)
+
+
+def edited(whole: Path, to: Path, **changes: Any) -> Path:
+    """A copy whose state says something else, with a right checksum."""
+    path = shutil.copytree(whole, to / "checkpoint-12")
+    content = json.loads((path / STATE).read_text())
+    del content["crc32"]
+    (path / STATE).write_text(state._dump(content | changes))
+    return path
+
+
+UNTRUE = {
+    "step": [10**18, -1, 1.0, "12", None, True, 11],
+    "files": [{}, [], {"config.json": {"bytes": 1, "crc32": "0"}}, {"../x": {"bytes": 1, "crc32": "0"}}],
+    "loader": [[], None],
+    "method": ["x"],
+    "config": [1],
+    "run": [1],
+    "base": [[]],
+    "no such field": [1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNTRUE for value in UNTRUE[name]])
+def test_a_state_that_no_run_wrote_is_refused(whole: Path, tmp_path: Path, name: str, value: Any) -> None:
+    """Its checksum is right, what it says is not: nothing is loaded that was not verified."""
+    with pytest.raises(Damaged, match=STATE):
+        verify(edited(whole, tmp_path, **{name: value}))
+
+
+def test_weights_that_the_state_does_not_list_are_refused(whole: Path, tmp_path: Path) -> None:
+    """An index beside a verified file would be loaded instead of it."""
+    path = shutil.copytree(whole, tmp_path / "checkpoint-12")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
+    with pytest.raises(Damaged, match="files does not list model.safetensors.index.json"):
+        verify(path)
+
+
+def test_states_before_runs_had_ids_are_read(whole: Path, tmp_path: Path) -> None:
+    """They lack two fields."""
+    path = shutil.copytree(whole, tmp_path / "checkpoint-12")
+    content = json.loads((path / STATE).read_text())
+    for name in ("crc32", "run", "base"):
+        del content[name]
+    (path / STATE).write_text(state._dump(content))
+    assert verify(path).run is None and verify(path).base is None
+
+
+def test_files_that_are_no_files_are_refused(whole: Path, tmp_path: Path) -> None:
+    """A pipe or an endless device in the place of the state, or nesting without end: no wait, no memory."""
+    path = shutil.copytree(whole, tmp_path / "checkpoint-12")
+    for harm in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.write_text("[" * 10**6)):
+        (path / STATE).unlink()
+        harm(path / STATE)
+        with pytest.raises(Damaged, match=STATE):
+            verify(path)
 
 
 @pytest.fixture(scope="module")

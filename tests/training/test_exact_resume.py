@@ -1,14 +1,21 @@
 """A run that is stopped and resumed is the run that was not, bit for bit."""
 
+import json
 import os
+import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.state import _dump
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig
+from keyhole.training import loop, start
 from keyhole.training.start import train
 from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
 
@@ -52,6 +59,112 @@ def test_resume_from_a_path_into_another_directory(make: Make) -> None:
     assert same(weights(first.output_dir), weights(second.output_dir))
     assert [entry["step"] for entry in metrics(second)] == [5, 6]
     assert before == sorted(str(path) for path in Path(first.output_dir).rglob("*"))
+
+
+@pytest.mark.parametrize("method", ["zo", "adamw"])
+def test_two_histories_are_not_spliced(make: Make, method: str) -> None:
+    """A checkpoint of one run is not gone on from in the directory of another: not by its path, and not as a copy in
+    it."""
+    settings = {"method": method, "save_steps": 2, "max_steps": 4}
+    one, other = make("one", **settings), make("other", **settings, seed=1)
+    train(one)
+    train(other)
+    longer, root = replace(one, max_steps=6), Path(one.output_dir)
+    foreign = Path(other.output_dir) / "checkpoint-4"
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.name != "lock"}
+    with pytest.raises(UserError, match=r"--resume: .*one holds a run of its own \(checkpoint-4\), and .* of another"):
+        train(replace(longer, seed=1), resume=str(foreign))
+    copy = shutil.copytree(foreign, root / "checkpoint-5")
+    state = json.loads((copy / "keyhole_state.json").read_text())
+    del state["crc32"]
+    (copy / "keyhole_state.json").write_text(_dump(state | {"step": 5}))
+    with pytest.raises(UserError, match="are of different runs"):
+        train(replace(longer, seed=1), resume="")
+    shutil.rmtree(copy)
+    assert before == {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.name != "lock"}
+    assert train(longer, resume="") == 0
+
+
+def test_a_copy_of_an_own_checkpoint_can_be_gone_on_from(make: Make, tmp_path: Path) -> None:
+    """A backup of this very run, kept elsewhere, is no other history; but it must not be older than what is here."""
+    config = make(method="zo", save_steps=2, max_steps=4, save_total_limit=None)
+    train(config)
+    longer, root = replace(config, max_steps=6), Path(config.output_dir)
+    for step in (2, 4):
+        shutil.copytree(root / f"checkpoint-{step}", tmp_path / "backup" / f"checkpoint-{step}")
+    with pytest.raises(UserError, match="holds checkpoint-4 too, which is later"):
+        train(longer, resume=str(tmp_path / "backup" / "checkpoint-2"))
+    assert train(longer, resume=str(tmp_path / "backup" / "checkpoint-4")) == 0
+    assert journal.read(root / "run" / "journal").last == 6
+
+
+def test_a_slower_start_does_not_overwrite_a_finished_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs are started into one new directory; one ends before the other has loaded its model."""
+    config, real, other = make(max_steps=3), start.load_model, []
+
+    def slow(*about: Any) -> Any:
+        if not other:
+            other.append(1)
+            assert train(config) == 0
+            other.append(weights(config.output_dir))
+        return real(*about)
+
+    monkeypatch.setattr(start, "load_model", slow)
+    for resume in (None, ""):
+        other.clear()
+        shutil.rmtree(config.output_dir, ignore_errors=True)
+        with pytest.raises(UserError, match=r"holds a run already \(checkpoint-3\)"):
+            train(replace(config, seed=9), resume=resume)
+        assert same(weights(config.output_dir), other[1])
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_an_evaluation_that_a_signal_ended_is_done_on_resume(
+    make: Make, tiny_data: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """In the middle of a run and after its last step: the metrics are those of a run that was not stopped."""
+    settings = {"eval_data": str(tiny_data), "eval_steps": 2}
+    through, stopped = make("through", **settings), make("stopped", **settings)
+    train(through)
+    real, calls = loop.evaluate, []
+
+    def interrupted(model: Any, batches: Any, stop: Callable[[], bool]) -> Any:
+        calls.append(1)
+        if len(calls) == at // 2:
+            signal.raise_signal(signal.SIGINT)
+        return real(model, batches, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", interrupted)
+        assert train(stopped) == 130
+    assert (Path(stopped.output_dir) / f"checkpoint-{at}").is_dir()
+    assert train(stopped, resume="") == 0
+    assert metrics(through) == metrics(stopped) and same(weights(through.output_dir), weights(stopped.output_dir))
+
+
+@pytest.mark.parametrize("method", ["zo", "adamw", "lora"])
+def test_moved_model_and_data_are_known_by_their_content(make: Make, tmp_path: Path, method: str, capsys: Any) -> None:
+    """The directories have other names now: the run goes on, to the bit; other content is refused."""
+    model, data = (
+        shutil.copytree(make().model, tmp_path / "model"),
+        shutil.copy(make().train_data, tmp_path / "d.jsonl"),
+    )
+    whole, config = (
+        make("whole", method=method),
+        make(method=method, model=str(model), train_data=str(data), max_steps=3),
+    )
+    config = replace(config, lr_scheduler_type="constant", warmup_ratio=0.0)
+    train(replace(whole, lr_scheduler_type="constant", warmup_ratio=0.0))
+    train(config)
+    (tmp_path / "new").mkdir()
+    moved = replace(config, model=str(model.rename(tmp_path / "new" / "model")), max_steps=6)
+    moved = replace(moved, train_data=str(Path(data).rename(tmp_path / "new" / "e.jsonl")))
+    assert train(moved, resume="") == 0
+    assert "of the same content" in capsys.readouterr().out
+    assert same(weights(whole.output_dir), weights(config.output_dir))
+    Path(moved.train_data).write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(UserError, match="the training data are not those of the checkpoint"):
+        train(replace(moved, max_steps=7), resume="")
 
 
 def test_a_finished_run_can_be_made_longer(make: Make, capsys: pytest.CaptureFixture) -> None:

@@ -1,17 +1,25 @@
 """A disk that is full, at the start or on the way: training goes on, nothing that was saved is lost."""
 
 import resource
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from keyhole.checkpoint.journal import format as journal
 from keyhole.errors import UserError
+from keyhole.methods.zo.traits import ZOConfig
+from keyhole.model.model import Model
+from keyhole.training import display, saving, tracker
 from keyhole.training import loop as trainer
-from keyhole.training import saving
+from keyhole.training.display import Display
 from keyhole.training.start import train
+from keyhole.training.tracker import NullTracker
 from tests.training.children import Child
-from tests.training.runs import Make, losses, same, weights
+from tests.training.runs import Make, losses, metrics, same, weights
 
 
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,24 +90,95 @@ def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, ba
     assert same(weights(whole.output_dir), weights(config.output_dir))
 
 
-def no_growth_of_the_journal_from_3_to_6() -> None:
+FILLED = (3, 55)  # steps: a page of a file takes some records and lines more when the disk is full
+
+
+def full_from_3_to_55() -> None:
+    """Fills the file system that the run writes to, to the last byte, and frees it again."""
+    saving.RETRY_STEPS = 3
     real = trainer.Run.step
 
     def step(self: trainer.Run, number: int) -> None:
-        if number in (3, 6):
-            size = self.directory.journal.stat().st_size + 10 if number == 3 else -1
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, -1))
+        filler = self.directory.root.parent / "filler"
+        if number == FILLED[0]:
+            with filler.open("wb", buffering=0) as file:
+                with suppress(OSError):
+                    while file.write(bytes(2**20)):
+                        pass
+                with suppress(OSError):
+                    while file.write(bytes(512)):
+                        pass
+        if number == FILLED[1]:
+            filler.unlink()
         real(self, number)
 
     trainer.Run.step = step
-    trainer.MetricsFile.write = lambda self, entry: None
 
 
-def test_a_journal_that_cannot_be_written_does_not_stop_training(make: Make) -> None:
-    """Records wait in memory until the file may grow again; none is missing at the end."""
-    config = make(method="zo", max_steps=8)
-    code, out = Child(config, no_growth_of_the_journal_from_3_to_6).end()
+def test_a_full_file_system_does_not_stop_training(make: Make, small_disk: Callable[[int], Path]) -> None:
+    """Journal, metrics and checkpoints all fail for fifty steps: loud, the run goes on, and nothing is missing at its
+    end."""
+    settings = {"method": "zo", "max_steps": 60, "save_steps": 20, "zo": ZOConfig(directions=8), "logging_steps": 60}
+    config, whole = make(output_dir=str(small_disk(80) / "out"), **settings), make("whole", **settings)
+    code, out = Child(config, full_from_3_to_55).end()
     assert code == 0, out
-    assert "warning: the journal cannot be written" in out and "whole again, up to step 6" in out
-    found = journal.read(Path(config.output_dir) / "run" / "journal")
-    assert found.last == 8 and found.fault is None
+    assert "warning: the journal cannot be written" in out and "the journal is whole again" in out
+    assert "warning: run/metrics.jsonl failed" in out and "run/metrics.jsonl is complete again" in out
+    assert "warning: checkpoint-20 NOT saved" in out and (Path(config.output_dir) / "checkpoint-60").is_dir()
+    train(whole)
+    assert same(weights(whole.output_dir), weights(config.output_dir)) and metrics(whole) == metrics(config)
+    ours, theirs = (journal.read(Path(each.output_dir) / "run" / "journal") for each in (config, whole))
+    assert ours.records == theirs.records and ours.last == 60
+
+
+def test_what_fails_while_closing_leaves_nothing_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a run is closed, whatever the others raise; the directory is free and the model's memory too."""
+    closed, real = [], Model.close
+
+    def broken(self: object) -> None:
+        closed.append(type(self).__name__)
+        raise RuntimeError("it cannot be closed")
+
+    monkeypatch.setattr(saving.Saver, "close", broken)
+    monkeypatch.setattr(Display, "close", broken)
+    monkeypatch.setattr(Model, "close", lambda self: (closed.append("Model"), real(self)))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(RuntimeError, match="it cannot be closed"):
+        train(make(method="zo", max_steps=2))
+    assert closed == ["Display", "Saver", "Model"]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert "keyhole-journal" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_start_that_fails_closes_the_model(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the model was loaded and before the first step."""
+    closed, real = [], Model.close
+    monkeypatch.setattr(Model, "close", lambda self: (closed.append(self), real(self)))
+    monkeypatch.setattr(saving, "free_bytes", lambda path: 0)
+    with pytest.raises(UserError, match="output_dir"):
+        train(make())
+    assert len(closed) == 1
+
+
+class BrokenTracker(NullTracker):
+    def write(self, entry: dict) -> None:
+        raise ValueError("the tracker is broken")
+
+    close = write
+
+
+def test_a_tracker_that_fails_is_said_once(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The run goes on without it, and the metrics are complete."""
+    monkeypatch.setattr(tracker, "tracker", lambda *about: BrokenTracker())
+    config = make(max_steps=3)
+    assert train(config) == 0
+    out = capsys.readouterr().out
+    assert out.count("the tracker is broken") == 1 and "the tracker gets nothing more" in out
+    assert len(losses(config)) == 3
+
+
+def test_a_line_that_cannot_be_printed_ends_no_run(make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Whatever is wrong with how a step is shown, the step counts."""
+    monkeypatch.setattr(display, "step_line", lambda entries, total: entries[0]["no such number"])
+    assert train(make(max_steps=3)) == 0
+    assert capsys.readouterr().out.count("the line of a step failed: KeyError: 'no such number'") == 1

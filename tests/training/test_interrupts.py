@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from keyhole.checkpoint.journal import format as journal
 from keyhole.errors import UserError
+from keyhole.training import loop as trainer
+from keyhole.training import saving, signals
 from keyhole.training.start import train
 from tests.training.children import Child
 from tests.training.runs import Make, losses, same, weights
@@ -79,6 +82,78 @@ def test_a_second_signal_during_the_save_harms_nothing(make: Make) -> None:
     whole = make("whole")
     train(whole)
     assert same(weights(whole.output_dir), weights(root)) and not list(root.glob(".*"))
+
+
+def read_only_from_4() -> None:
+    """As a user without rights over the directory from step 4 on."""
+    hear_all()
+    real = trainer.Run.step
+
+    def step(self: trainer.Run, number: int) -> None:
+        if number == 4:
+            writing = self.saver.background and self.saver.background.writing
+            if writing:  # beside training: it is to end with the rights that it began with
+                writing.thread.join()
+            os.chmod(self.directory.root, 0o555)
+            os.chown(self.directory.root, 0, 0)
+            os.seteuid(65534)
+        real(self, number)
+
+    saving.RETRY_STEPS = 2
+    trainer.Run.step = step
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes rights away from itself")
+@pytest.mark.parametrize("background", [True, False])
+def test_a_directory_that_turns_read_only_stops_no_training(make: Make, background: bool) -> None:
+    """Every save fails and is said; the last one is the user's to fix, and the journal goes on from where it is."""
+    config = make(method="zo", max_steps=8, save_steps=2, background_save=background)
+    code, out = Child(config, read_only_from_4).end()
+    root = Path(config.output_dir)
+    assert code == 1 and "UserError: output_dir" in out and "Permission denied" in out
+    assert "warning: checkpoint-4 NOT saved" in out and "step 8/8" in out
+    assert [path.name for path in root.iterdir() if path.name.startswith("checkpoint")] == ["checkpoint-2"]
+    os.chmod(root, 0o755)
+    assert train(config, resume="") == 0
+    whole = make("whole", method="zo", max_steps=8)
+    train(whole)
+    assert same(weights(whole.output_dir), weights(root)) and len(losses(config)) == 8
+
+
+def test_a_storm_of_signals_saves(make: Make) -> None:
+    """Signals of every kind at once, as launchers and terminals send them, are one request."""
+    config = make(max_steps=100_000, logging_steps=1000)
+    child = Child(config, patient)
+    try:
+        child.wait_for(" 1/100000 ")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) * 10:
+            os.kill(child.process.pid, number)
+        code, out = child.end()
+    finally:
+        child.kill()
+    assert code == 130, out
+    done = len(losses(config))
+    assert (Path(config.output_dir) / f"checkpoint-{done}").is_dir() and done < 100_000
+
+
+def patient() -> None:
+    hear_all()
+    signals.GRACE_S = 3600.0  # however slow this machine is
+
+
+def no_streams() -> None:
+    for number in (0, 1, 2):
+        os.close(number)
+
+
+def test_a_run_without_input_and_output_trains(make: Make) -> None:
+    """Standard streams that are closed from the start: no file of the run takes their place."""
+    config, whole = make(method="zo"), make("whole", method="zo")
+    child = Child(config, no_streams)
+    assert child.end()[0] == 0
+    train(whole)
+    assert same(weights(whole.output_dir), weights(config.output_dir)) and len(losses(config)) == 6
+    assert journal.read(Path(config.output_dir) / "run" / "journal").fault is None
 
 
 def test_two_processes_in_one_directory(make: Make) -> None:

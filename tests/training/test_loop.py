@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
+from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.training.start import train
 from tests.training.runs import Make, losses, metrics, weights
 
@@ -21,6 +22,13 @@ def test_training_learns(make: Make, method: str) -> None:
     assert train(config) == 0
     curve = losses(config)
     assert sum(curve[-5:]) < 0.95 * sum(curve[:5])
+
+
+def test_numbers_of_some_steps_only_can_be_logged(make: Make, capsys: pytest.CaptureFixture) -> None:
+    """LSP measures its bias every few steps, and lines are printed at others."""
+    settings = {"method": "lsp", "lsp": LSPConfig(d=16, r=4, check_freq=3, optimizer_on="cpu")}
+    assert train(make(**settings, logging_steps=4, max_steps=8)) == 0
+    assert "bias" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("method", ["adamw", "zo"])

@@ -1,16 +1,22 @@
 """What a run leaves on disk, and what it refuses before it has touched anything."""
 
+import errno
 import json
 import math
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import keyhole
+from keyhole.checkpoint import state
+from keyhole.checkpoint.journal.writer import Writer
 from keyhole.config import load_config
 from keyhole.errors import UserError
 from keyhole.training.start import train
@@ -79,6 +85,61 @@ def test_bad_directories_are_refused_before_anything(make: Make, tmp_path: Path)
     with pytest.raises(UserError, match="--resume"):
         train(config)
     assert before == {path: path.stat().st_mtime_ns for path in Path(config.output_dir).rglob("*")}
+
+
+def test_a_save_that_is_waited_for_flushes_the_journal_first(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where records are flushed rarely: a checkpoint has its name when its step and all before it are on the
+    disk."""
+    events, sync, rename = [], Writer.sync, state.replace_directory
+    monkeypatch.setattr(Writer, "sync", lambda self: (sync(self), events.append(("flushed", self.synced))))
+    monkeypatch.setattr(state, "replace_directory", lambda new, path: (events.append(path.name), rename(new, path)))
+    train(make(method="zo", max_steps=3, save_steps=2, background_save=False, journal_sync=1000))
+    assert events[:4] == [("flushed", 2), "checkpoint-2", ("flushed", 3), "checkpoint-3"]
+
+
+def test_a_journal_that_cannot_be_flushed_holds_up_checkpoints_and_not_the_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """During training the save is tried again later; the last one is worth more than the journal."""
+
+    def broken(self: Writer) -> OSError:
+        self.fault = OSError(errno.EIO, "the disk is broken")
+        return self.fault
+
+    monkeypatch.setattr(Writer, "_sync", broken)
+    config = make(method="zo", max_steps=4, save_steps=2, background_save=False)
+    assert train(config) == 0
+    out = capsys.readouterr().out
+    assert "warning: the journal cannot be flushed to the disk" in out and "checkpoint-2 NOT saved" in out
+    assert "the journal is not on the disk up to step 4" in out and "is on the disk up to step 0 only" in out
+    assert [path.name for path in Path(config.output_dir).glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_an_output_dir_that_is_a_mount_point(make: Make, small_disk: Callable[[int], Path]) -> None:
+    """The model is put into place without a rename from another file system; nothing temporary is left."""
+    config = make(output_dir=str(small_disk(80)), max_steps=3, save_steps=2)
+    assert train(config) == 0 and train(replace(config, max_steps=4), resume="") == 0
+    assert (Path(config.output_dir) / "model.safetensors").samefile(
+        f"{config.output_dir}/checkpoint-4/model.safetensors"
+    )
+    assert not [path.name for path in Path(config.output_dir).iterdir() if path.name.startswith(".")]
+
+
+def test_a_disk_that_cannot_move_files_is_refused_before_the_first_step(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What every save does is tried once at the start."""
+    real, config = os.replace, make()
+
+    def replace_in_place(source: Path, target: Path) -> None:
+        if Path(source).parent != Path(target).parent:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_in_place)
+    with pytest.raises(UserError, match="output_dir: cannot write to .*: Invalid cross-device link"):
+        train(config)
+    assert not (Path(config.output_dir) / "run" / "metrics.jsonl").exists()
 
 
 def test_bad_input_leaves_no_directory(make: Make, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -27,6 +27,7 @@ from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.method import ZO
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
 from keyhole.model.model import Model
 from keyhole.model.structure.source import find_directory
@@ -136,6 +137,10 @@ def check_base(header: Header, base: str) -> None:
 
 def method_of(header: Header, model: Model) -> ZO:
     """The update rule as the run had it."""
+    for name in ("distribution", "rounding"):
+        known, asked = get_args(get_type_hints(ZOConfig)[name]), getattr(header, name)
+        if asked not in known:
+            raise UserError(f"JOURNAL: its header has {name}={asked}, which is none of {', '.join(known)}")
     frozen = set(header.frozen)
     for tensor in model.layout.tensors:
         tensor.param.requires_grad_(tensor.name not in frozen)

@@ -1,9 +1,11 @@
 """The journal: what is appended comes back, what is torn or changed does not."""
 
 import errno
+import json
 import os
 import struct
-from dataclasses import replace
+import zlib
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,94 @@ def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkey
     writer.append(record(3))
     writer.close()
     assert read(path).records == [record(1), record(2), record(3)]
+
+
+def packed(header: dict, length: int | None = None) -> bytes:
+    """A header as a file has it, with a right checksum, whatever it says."""
+    text = json.dumps(header).encode()
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text) if length is None else length) + text
+    return front + journal.CRC.pack(zlib.crc32(front))
+
+
+def test_journals_before_runs_had_ids_go_on(tmp_path: Path) -> None:
+    """Their header has a field less; its own bytes count, so records are read and appended where they were."""
+    path, old = tmp_path / "journal", {name: value for name, value in asdict(HEADER).items() if name != "run"}
+    front = packed(old)
+    seed_crc = journal.CRC.unpack(front[-4:])[0]
+    path.write_bytes(front + b"".join(journal.pack_record(record(step), seed_crc) for step in (1, 2)))
+    found = read(path)
+    assert found.header.run is None and found.last == 2 and found.fault is None
+    writer = Writer(path, found, 2)
+    writer.append(record(3))
+    writer.close()
+    assert read(path).records == [record(1), record(2), record(3)]
+
+
+UNTRUE = {
+    "first": [-1, 10**18, 1.5, "1", None, True],
+    "seed": [-1, 2**64, "7"],
+    "directions": [0, -5, 10**9, 2.0],
+    "eps": ["x", float("nan"), None],
+    "frozen": ["abc", [1], None],
+    "end_token_ids": [3, ["a"], [-1]],
+    "loader": [[], None],
+    "config": ["x"],
+    "dtype": [None, 3],
+    "run": [7],
+    "no such field": [1],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in UNTRUE for value in UNTRUE[name]])
+def test_a_header_that_no_run_wrote_is_refused(tmp_path: Path, name: str, value: object) -> None:
+    """Its checksum is right, what it says is not."""
+    (tmp_path / "journal").write_bytes(packed(asdict(HEADER) | {name: value}))
+    with pytest.raises(BadJournal, match="cannot be true"):
+        read(tmp_path / "journal")
+
+
+def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path) -> None:
+    """Nor one of gigabytes, in a file that claims to have them."""
+    path = tmp_path / "journal"
+    for length in (10_000, 2**32 - 1):
+        path.write_bytes(packed(asdict(HEADER), length))
+        os.truncate(path, 2**33)
+        with pytest.raises(BadJournal, match="damaged"):
+            read(path)
+    (tmp_path / "deep").write_bytes(b"")
+    text = b"[" * 10**5
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text)) + text
+    (tmp_path / "deep").write_bytes(front + journal.CRC.pack(zlib.crc32(front)))
+    with pytest.raises(BadJournal, match="cannot be true"):
+        read(tmp_path / "deep")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"coef": (float("nan"), 0.0, 0.0)},
+        {"coef": (1e-3, float("inf"), 0.0)},
+        {"weight_decay": float("nan")},
+        {"device": 9},
+    ],
+)
+def test_numbers_that_no_step_has_end_a_journal(tmp_path: Path, numbers: dict) -> None:
+    """A record whose checksum is right, with an update that is not finite or a device that does not exist."""
+    path = tmp_path / "journal"
+    write(path, 1)
+    bad = record(2)
+    values = {"coef": bad.coef, "weight_decay": bad.weight_decay, "device": 0} | numbers
+    body = journal.layout(2).pack(2, 7, 0, 2, values["weight_decay"], values["device"], *values["coef"])
+    body += journal.CRC.pack(zlib.crc32(body, read(path).seed_crc))
+    path.write_bytes(path.read_bytes() + body)
+    assert read(path).last == 1 and "holds numbers that no step has" in read(path).fault
+
+
+def test_a_pipe_is_no_journal(tmp_path: Path) -> None:
+    """It is refused, and nobody waits for somebody to write into it."""
+    os.mkfifo(tmp_path / "journal")
+    with pytest.raises(BadJournal, match="not a regular file"):
+        read(tmp_path / "journal")
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal import replay as replays
 from keyhole.checkpoint.journal.replay import replay
 from keyhole.config import TrainConfig, resolve
-from keyhole.errors import UserError
+from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
 
@@ -99,6 +99,33 @@ def test_what_is_refused(run: Callable, tiny_model: Path, tmp_path: Path) -> Non
     assert not out.exists()
     (tmp_path / "torn").write_bytes((root / "run" / "journal").read_bytes()[:-1])
     assert replay(str(tiny_model), tmp_path / "torn", out, device="cpu").steps == 4
+
+
+@pytest.mark.parametrize("lr", [1e30, 3e38])
+def test_weights_that_are_not_finite_are_not_written(
+    run: Callable, tiny_model: Path, tmp_path: Path, lr: float
+) -> None:
+    """A journal whose numbers are finite and lead to infinity: refused before anything is written."""
+    config = run(max_steps=1)
+    path = Path(config.output_dir) / "run" / "journal"
+    found = journal.read(path)
+    bad = changed(found.records[0], coef=(lr, *(1e9 for _ in found.records[0].coef[1:])))
+    path.write_bytes(path.read_bytes()[: found.begin] + journal.pack_record(bad, found.seed_crc))
+    with pytest.raises(NonFinite, match="holds NaN or infinity, so the model is not saved"):
+        replay(str(tiny_model), Path(config.output_dir), tmp_path / "again", device="cpu", say=lambda line: None)
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("name", ["distribution", "rounding", "dtype", "wire"])
+def test_rules_that_do_not_exist_are_refused(run: Callable, tiny_model: Path, tmp_path: Path, name: str) -> None:
+    """A header with a right checksum asks for something that keyhole does not have."""
+    config = run(max_steps=1)
+    path = Path(config.output_dir) / "run" / "journal"
+    found = journal.read(path)
+    bad = journal.pack_header(changed(found.header, **{name: "nonsense"}))
+    path.write_bytes(bad + journal.pack_record(found.records[0], journal.CRC.unpack(bad[-4:])[0]))
+    with pytest.raises(UserError, match="nonsense"):
+        replay(str(tiny_model), Path(config.output_dir), tmp_path / "again", device="cpu", say=lambda line: None)
 
 
 def test_the_embedded_model_by_its_name(run: Callable, tmp_path: Path) -> None:
