@@ -109,18 +109,19 @@ def time_none(loop: Loop, every: int, periods: int) -> dict[str, Any]:
 
 
 def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
-    """One checkpoint a period; every one of them is verified afterwards or deleted when the next one is whole."""
+    """One checkpoint per period; every one of them is verified afterwards or deleted when the next one is whole."""
     background = Background(loop.model, loop.method)
-    path, done = loop.scratch / "checkpoint", []
+    done = []
     loop.wait()
     begin_s = time.perf_counter()
-    for period in range(periods):
-        background.begin(path.with_name(f"checkpoint-{period}"), About(loop.step_count, {}, {}, {}), loop.settle)
+    for _ in range(periods):
+        step = loop.step_count
+        background.begin(loop.scratch / f"checkpoint-{step}", About(step, {}, {}, {}), loop.settle)
         loop.run(every)
         done.append(background.wait())
         if done[-1].error is not None:
             raise done[-1].error
-        deleting = select.prune(loop.scratch, 1, period)
+        deleting = select.prune(loop.scratch, 1, step)
     loop.wait()
     wall_s = time.perf_counter() - begin_s
     deleting.join()
