@@ -81,6 +81,8 @@ class RunConfig:
     """Which weights shrink: all but norms and biases, as in Hugging Face's Trainer (matrices), or all."""
     max_grad_norm: Positive | None = None
     """Clips the norm of the whole gradient; null = no clipping. For zo use zo.clip."""
+    model_dropout: bool = True
+    """Apply the dropout that the model's config asks for, as Hugging Face's Trainer does (zo never does)."""
 
     max_length: Annotated[int, Limit(2)] | None = 1024
     """Longest sample in tokens; null = no limit."""

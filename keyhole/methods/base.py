@@ -51,6 +51,7 @@ class Shared:
     weight_decay: float = 0.0
     weight_decay_on: str = "matrices"
     max_grad_norm: float | None = None
+    model_dropout: bool = True
     seed: int = 0
 
 

@@ -22,8 +22,9 @@ _MLP = _SIZE | {"intermediate_size": 64}
 _GQA = _MLP | {"num_key_value_heads": 2}
 _HEAD = _GQA | {"head_dim": 8}
 _GPT = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "vocab_size": VOCAB, "n_positions": 64}
+_GPT |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # tests/methods/test_dropout.py has dropout
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_OPT = {"ffn_dim": 64, "max_position_embeddings": 64}
+_OPT = {"ffn_dim": 64, "max_position_embeddings": 64, "dropout": 0.0}
 _DEEPSEEK = {
     "num_key_value_heads": 4,
     "moe_intermediate_size": 32,

@@ -41,6 +41,7 @@ from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state
 from keyhole.methods.adam_offload.state import AdamState, AdamStep
 from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
@@ -74,6 +75,7 @@ class AdamOffload(Method):
         gpu_updates: bool | None = None,
         activations: str = "block",
         compile: bool | str = False,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
         if schedule not in SCHEDULES:
@@ -88,6 +90,7 @@ class AdamOffload(Method):
         model.attach(self)
         check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
+        self.dropout = ModelDropout(model, seed, model_dropout)
         helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
         self.pool = Workers(threads, helper=helped)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
@@ -112,8 +115,8 @@ class AdamOffload(Method):
         self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         self.exchange.wait_s = self.updates.host_s = 0.0
-        with self.reverse.sweep():
-            loss = self.reverse.forward(batches)
+        with self.dropout.step(), self.reverse.sweep():
+            loss = self.reverse.forward(batches, self.dropout.turn)
             self._settle()  # the forward has waited for every unit, so this is all of the last step
             norms_K = torch.zeros(len(self.slots), device=self.model.device)
             numbers = self.exchange.down.numbers(len(self.slots) + 2)
@@ -205,16 +208,18 @@ class AdamOffload(Method):
         when = "between reverse and forward" if self.schedule == "monolithic" else when
         return [
             f"adam-offload: {gib:.2f} GiB of fp32 state in host memory, {self.pool.threads} threads; updates {when}"
-            + (f"; {self.who}" if self.who else "")
+            + (f"; {self.who}" if self.who else ""),
+            *self.dropout.describe(),
         ]
 
     def state_dict(self) -> dict[str, Any]:
         """Views, not copies."""
         self.flush()
-        return self.state.state_dict()
+        return self.state.state_dict() | self.dropout.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The weights become the masters, rounded, whatever the last step left behind."""
+        self.dropout.load_state_dict(state)
         self.exchange.drain()
         self.current = None
         self.state.load_state_dict(state)

@@ -14,8 +14,9 @@ import torch.utils.checkpoint
 
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State
+from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
-from keyhole.model.batch import Batch
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
 
@@ -31,6 +32,7 @@ class TorchMethod(Method):
         max_grad_norm: float | None,
         params: dict[str, torch.nn.Parameter] | None = None,
         activations: str = "none",
+        dropout: ModelDropout | None = None,
     ) -> None:
         self._require_plain(model)
         model.attach(self)
@@ -39,6 +41,7 @@ class TorchMethod(Method):
         self.params = own if params is None else params
         if not self.params:
             raise UserError("every parameter is frozen: there is nothing to train")
+        self.model_dropout = dropout or ModelDropout(model, 0, wanted=False)
         self.optimizer: torch.optim.Optimizer
         self._grad_norm: torch.Tensor | None = None
 
@@ -71,12 +74,10 @@ class TorchMethod(Method):
         batches = self.model.to_device(batch)
         token_count = max(1, sum(b.token_count for b in batches))
         total = torch.zeros((), device=self.model.device)
-        for b in batches:
-            with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
-                hidden_NH = self.model.hidden(b)
-            loss = self.model.head.loss_sum(hidden_NH, b.target_N) / token_count
-            loss.backward()
-            total += loss.detach()
+        with self.model_dropout.step():
+            for k, b in enumerate(batches):
+                with self.model_dropout.turn(k):
+                    total += self._differentiate(b, token_count)
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
         if torch.isfinite(self._grad_norm):
@@ -84,19 +85,35 @@ class TorchMethod(Method):
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
+    def _differentiate(self, batch: DeviceBatch, token_count: int) -> torch.Tensor:
+        """Adds the gradients of one micro-batch; returns its part of the loss."""
+        with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
+            hidden_NH = self.model.hidden(batch)
+        loss = self.model.head.loss_sum(hidden_NH, batch.target_N) / token_count
+        loss.backward()
+        return loss.detach()
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        return self.model_dropout.describe()
+
     def metrics(self) -> dict[str, float]:
         return {} if self._grad_norm is None else {"grad_norm": float(self._grad_norm)}
 
     def state_dict(self) -> State:
-        return {
+        moments = {
             f"{name}/{key}": value
             for name, param in self.params.items()
             for key, value in self.optimizer.state.get(param, {}).items()
             if value is not None
         }
+        return moments | self.model_dropout.state_dict()
 
     def load_state_dict(self, state: State) -> None:
+        self.model_dropout.load_state_dict(state)
         for full_name, value in state.items():
+            if "/" not in full_name:
+                continue
             name, key = full_name.rsplit("/", 1)
             if name not in self.params:
                 raise UserError(f"the optimizer state names {name}, which this model does not train")
@@ -137,9 +154,10 @@ class AdamW(TorchMethod):
         beta1: float = 0.9,
         beta2: float = 0.999,
         eps: float = 1e-8,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, max_grad_norm)
+        super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
         groups = self._groups(weight_decay, weight_decay_on)
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps)
 
@@ -158,7 +176,8 @@ class SGD(TorchMethod):
         weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
         momentum: float = 0.0,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        super().__init__(model, max_grad_norm)
+        super().__init__(model, max_grad_norm, dropout=ModelDropout(model, seed, model_dropout))
         self.optimizer = torch.optim.SGD(self._groups(weight_decay, weight_decay_on), lr=lr, momentum=momentum)

@@ -23,6 +23,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.baselines.first_order import TorchMethod
+from keyhole.methods.dropout import ModelDropout
 from keyhole.model.model import Model
 
 
@@ -94,11 +95,13 @@ class GaLore(TorchMethod):
         weight_decay: float = 0.0,
         weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
         if rank < 1 or update_proj_gap < 1:
             raise UserError(f"galore: rank {rank} and update_proj_gap {update_proj_gap} must be at least 1")
-        super().__init__(model, max_grad_norm, activations=activations)
+        dropout = ModelDropout(model, seed, model_dropout)
+        super().__init__(model, max_grad_norm, activations=activations, dropout=dropout)
         low = {"rank": rank, "update_proj_gap": update_proj_gap, "scale": scale}
         names = {t.name for t in model.layout.tensors if t.block is not None and is_larger(t.shape, rank)}
         self.projected = [name for name in self.params if name in names]
@@ -115,7 +118,8 @@ class GaLore(TorchMethod):
     def describe(self) -> list[str]:
         """For the start block."""
         low, rest = len(self.projected), len(self.params) - len(self.projected)
-        return [f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"]
+        own = f"galore: {low} matrices projected to rank {self.rank}; {rest} other tensors by plain AdamW"
+        return [own, *super().describe()]
 
 
 def is_larger(shape: torch.Size, rank: int) -> bool:

@@ -26,6 +26,7 @@ from keyhole.disk.tensors import tensors_hash
 from keyhole.errors import UserError
 from keyhole.methods.base import State
 from keyhole.methods.baselines.first_order import TorchMethod
+from keyhole.methods.dropout import ModelDropout
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
@@ -55,18 +56,20 @@ class LoRA(TorchMethod):
         weight_decay: float = 0.0,
         weight_decay_on: str = "matrices",
         max_grad_norm: float | None = None,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
         self.merge, self.dropout, self.seed, self.step_count = merge, dropout, seed, 0
         self._base: str | None = None
         self._require_plain(model)
+        of_model = ModelDropout(model, seed, model_dropout)  # before there are adapters, which have their own
         config = peft_config(
             r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=find_targets(model, target_modules)
         )
         self.layers = inject(model, config, seed)
         self.config = config
         adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
-        super().__init__(model, max_grad_norm, adapters, activations)
+        super().__init__(model, max_grad_norm, adapters, activations, of_model)
         self.optimizer = torch.optim.AdamW(self._groups(weight_decay, weight_decay_on), lr=lr)
         self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
 
@@ -112,7 +115,8 @@ class LoRA(TorchMethod):
         """For the start block."""
         count = sum(p.numel() for p in self.params.values())
         rank = f"rank {self.config.r}, alpha {self.config.lora_alpha:g}"
-        return [f"lora: {len(self.layers)} adapters of {rank}: {count:,} trained parameters; the model is frozen"]
+        own = f"lora: {len(self.layers)} adapters of {rank}: {count:,} trained parameters; the model is frozen"
+        return [own, *super().describe()]
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -142,8 +146,8 @@ class LoRA(TorchMethod):
         return self._base
 
     def _is_base(self, saved: str | list[float]) -> bool:
-        """Whether these are the weights that a state was saved with. Before version 0.2 a state had the sums of the first
-        and the last adapted matrix, which depend a little on the number of threads."""
+        """Whether these are the weights that a state was saved with. Before version 0.2 a state had the sums of the
+        first and the last adapted matrix, which depend a little on the number of threads."""
         if isinstance(saved, str):
             return saved == self._base_hash()
         weights = [layer.base_layer.weight.detach().double() for layer in self.layers.values()]

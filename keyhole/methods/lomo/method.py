@@ -25,6 +25,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State, checked_rate
+from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.weight_decay import weight_decay_of
@@ -61,6 +62,7 @@ class LOMO(UpdateSink, Method):
         compile: bool | str = False,
         grad_norm: bool = True,
         groups: list[dict[str, Any]] | None = None,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
         _check(self.name, model, rounding, activations, (max_grad_norm, clip_value, clip_group_norm))
@@ -70,6 +72,7 @@ class LOMO(UpdateSink, Method):
         self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
         model.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
+        self.dropout = ModelDropout(model, seed, model_dropout)
         self.loss_scale = LossScale() if model.dtype == torch.float16 else None
         self.step_count = 0
         self.trained = [t for t in model.layout.tensors if t.param.requires_grad]
@@ -95,8 +98,8 @@ class LOMO(UpdateSink, Method):
         self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
         reverses = 2 if self._norm_first else 1
-        with self.reverse.sweep(reverses, self.surveys):
-            loss = self.reverse.forward(batches)
+        with self.dropout.step(), self.reverse.sweep(reverses, self.surveys):
+            loss = self.reverse.forward(batches, self.dropout.turn)
             if self._may_update(loss):
                 self._update(lambda sink, last: self.reverse.reverse(sink, loss_scale=self._factor, last=last))
         return loss
@@ -211,16 +214,18 @@ class LOMO(UpdateSink, Method):
         return [
             f"rounding: {rounded}; activations: {kept[self.reverse.activations]}; clipping: {clip}{compiled}",
             *([] if self.loss_scale is None else ["loss scale: dynamic; every step looks for overflow first"]),
+            *self.dropout.describe(),
         ]
 
     def state_dict(self) -> State:
         lost = {f"{name}/lost": tensor for name, tensor in self.compensation.items()}
         scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
-        return {"step_count": self.step_count, "seed": self.seed, **scale, **lost}
+        return {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict(), **scale, **lost}
 
     def load_state_dict(self, state: State) -> None:
         if state["seed"] != self.seed:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
+        self.dropout.load_state_dict(state)
         self.step_count = int(state["step_count"])
         self.bad.zero_()
         if self.loss_scale is not None:

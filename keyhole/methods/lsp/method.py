@@ -37,6 +37,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, checked_rate
+from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lsp.learn import Check, Learning
 from keyhole.methods.lsp.setup import check_settings, describe_targets, find_targets, place_moments
 from keyhole.methods.lsp.traits import RULES
@@ -80,6 +81,7 @@ class LSP(Method):
         rounding: str = "stochastic",
         activations: str = "block",
         compile: bool | str = False,
+        model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
         choices = {"preset": preset, "kind": kind, "others": others, "optimizer_on": optimizer_on}
@@ -91,6 +93,7 @@ class LSP(Method):
         self.units = find_targets(model, self.learning, rule.kind or kind, others)
         self.targets = {target.tensor.start: target for members in self.units.values() for target in members}
         self.reverse = Reverse(model, activations=activations, compiled=compile)
+        self.dropout = ModelDropout(model, seed, model_dropout)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         adam = {"beta1": beta1, "beta2": beta2, "eps": eps}
         on_device = place_moments(model, self.units, optimizer_on, max_grad_norm is not None)
@@ -117,9 +120,9 @@ class LSP(Method):
             updates.host.wait_s = 0.0
         with updates.timing.of("forward"):
             updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without acquiring it
-        with self.reverse.sweep(2 if checks else 1):
+        with self.dropout.step(), self.reverse.sweep(2 if checks else 1):
             with updates.timing.of("forward"):
-                loss = self.reverse.forward(batches)
+                loss = self.reverse.forward(batches, self.dropout.turn)
             updates.unchecked.check()
             if checks:
                 self._check_projectors()
@@ -178,12 +181,12 @@ class LSP(Method):
 
     def describe(self) -> list[str]:
         """For the start block."""
-        return describe_targets(list(self.targets.values()), self.learning, self.updates)
+        return describe_targets(list(self.targets.values()), self.learning, self.updates) + self.dropout.describe()
 
     def state_dict(self) -> dict[str, Any]:
         """Flushes. Projectors are their numbers; where these stand is drawn again from the seed."""
         self.flush()
-        state: dict[str, Any] = {"step_count": self.step_count, "seed": self.seed}
+        state: dict[str, Any] = {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict()}
         for target in self.targets.values():
             place = self.updates.place_of(target.unit)
             m, v = self.updates.moments_of(target)
@@ -198,6 +201,7 @@ class LSP(Method):
         """From wherever the moments were to where they are."""
         if state["seed"] != self.seed:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
+        self.dropout.load_state_dict(state)
         self.flush()
         self.step_count = int(state["step_count"])
         for target in self.targets.values():

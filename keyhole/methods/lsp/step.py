@@ -28,6 +28,7 @@ class LSPStep:
     )  # targets with a gradient, by unit
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     norms: list[torch.Tensor] = field(default_factory=list)  # of the units whose gradients are complete
+    target_norms: dict[int, torch.Tensor] = field(default_factory=dict)  # of their targets, by the first element
     host_norms: torch.Tensor | None = None  # on the host: by unit, and at the end that of all
     clip: torch.Tensor | None = None
     skip: torch.Tensor | None = None
@@ -35,6 +36,11 @@ class LSPStep:
     outcomes: list[bool] = field(default_factory=list)  # by the worker: whether a unit was updated
     skips: list[torch.Tensor] = field(default_factory=list)  # of units on the device: 1.0 was not updated
     report: tuple[Any, torch.Tensor] | None = None  # an event, and the sum of these on the host behind it
+
+    def norm(self) -> torch.Tensor | None:
+        """Of all that the optimizer sees: over targets in the order of the model, however it is cut into units."""
+        norms = [self.target_norms[start] for start in sorted(self.target_norms)]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     def send_report(self) -> None:
         """How many units on the device skipped the step, on its way to the host."""

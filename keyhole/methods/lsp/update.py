@@ -147,7 +147,9 @@ class SubspaceUpdates:
         if not targets:
             return False
         weights, grad = [step.weights.pop(target.name) for target in targets], self.buffer(page)
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm([view_in(grad, t) for t in targets])))
+        norms = torch._foreach_norm([view_in(grad, target) for target in targets])
+        step.target_norms |= zip((target.tensor.start for target in targets), norms, strict=True)
+        norm = torch.linalg.vector_norm(torch.stack(norms))
         step.norms.append(norm)
         update = OwedUpdate(targets, step)
         if self.place_of(page) is self.host:
@@ -184,7 +186,7 @@ class SubspaceUpdates:
     def end(self) -> None:
         """The reverse is over: the norm of all that the optimizer sees is known."""
         step = self.current
-        self.norm = torch.linalg.vector_norm(torch.stack(step.norms)) if step.norms else None
+        self.norm = step.norm()
         if not self.clips:
             self.unchecked.add(step)
             if self.host is not None:  # slots are now for what the forward needs first

@@ -27,6 +27,7 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, Shared, checked_rate
+from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch, DeviceBatch
@@ -208,7 +209,9 @@ class ZO(Method):
 
     def describe(self) -> list[str]:
         """For the start block: what was decided."""
-        return self.update.write_back.describe()
+        drops = dropout_rates(self.model.module)
+        off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
+        return self.update.write_back.describe() + off
 
     def flush(self) -> None:
         """Applies the deferred update, so that the weights at home are the weights after the last step."""

@@ -16,7 +16,7 @@ adds one more reverse, which changes nothing: up three times.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,8 @@ from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
+
+Turn = Callable[[int], AbstractContextManager[None]]
 
 
 class Reverse:
@@ -93,8 +95,9 @@ class Reverse:
                 self._forget()
                 self.model.binding.bind_homes()
 
-    def forward(self, batches: list[DeviceBatch]) -> torch.Tensor:
-        """The mean loss over all trained tokens of all micro-batches, unread."""
+    def forward(self, batches: list[DeviceBatch], turn: Turn = lambda index: nullcontext()) -> torch.Tensor:
+        """The mean loss over all trained tokens of all micro-batches, unread. turn: makes a context for each turn of
+        the pass of a micro-batch."""
         model, self.tape = self.model, Tape(self.activations, self.store, self.compiled)
         self.spine = model.acquire_weights(self.layout.spine)
         block_at_once = self.compiled is not None  # compiled code cannot stop inside a block
@@ -112,7 +115,8 @@ class Reverse:
             model.binding.bind(unit, model.acquire_weights(unit, len(held)) if unit else None, self.spine)
             held.extend([unit] if unit else [])
             for i in range(len(batches)):
-                resume(i)
+                with turn(i):
+                    resume(i)
 
         if self.compiled is not None:  # with one micro-batch, what a linear layer offers is its complete gradient
             self.compiled.offer = model.device if self.fused and len(batches) == 1 else None

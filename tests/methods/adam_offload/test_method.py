@@ -243,7 +243,7 @@ def test_host_memory_is_checked_before_anything_is_reserved(monkeypatch: pytest.
     from keyhole.machine.host import HostMemory
 
     monkeypatch.setattr("keyhole.methods.adam_offload.memory.host_memory", lambda: HostMemory(2**30, 1000, None))
-    with pytest.raises(UserError, match="16 bytes a parameter.*missing"):
+    with pytest.raises(UserError, match="16 bytes per parameter.*missing"):
         AdamOffload(load())
 
 

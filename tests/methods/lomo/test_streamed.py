@@ -68,18 +68,6 @@ def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
     assert all(close(tensor, expected[key], 1e-6) for key, tensor in found[0].items())
 
 
-def test_dropout_is_replayed() -> None:
-    """The second run of a block, and the second reverse, see the masks of the first."""
-    found = []
-    for keep in ("none", "block"):
-        model = keyhole.load(config("opt", dropout=0.2), init="random", device="cpu")
-        model.module.train()
-        torch.manual_seed(3)
-        train(LOMO(model, activations=keep, fused=False, max_grad_norm=0.5), 3)
-        found.append(weights(model))
-    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
-
-
 def test_the_product_that_nobody_needs_is_left_out() -> None:
     """After the first reverse the last product of a Llama block is not made again; a Gemma 2 block needs it."""
     llama, gemma = LOMO(load()), LOMO(load("gemma2"))

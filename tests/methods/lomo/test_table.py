@@ -1,6 +1,7 @@
 """Tables of several chunks of rows: clipping, AdaLOMO's factors and its norms are over the tensor, as published."""
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from tests.model.streaming import streamed
 VOCABULARY = 8192 + 2000
 
 
-def load(tied: bool, **options: Any) -> keyhole.Model:
+def load(tied: bool, device: str = "cpu", **options: Any) -> keyhole.Model:
     shape = config("llama", vocab_size=VOCABULARY, tie_word_embeddings=tied)
-    return keyhole.load(shape, init="random", device="cpu", **options)
+    return keyhole.load(shape, init="random", device=device, **options)
 
 
 def batches(t: int) -> list[dict[str, torch.Tensor]]:
@@ -123,3 +124,20 @@ def test_moments_of_chunks_from_an_earlier_version_become_those_of_the_table() -
     assert opt.moments.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
     for moments in opt.moments.values():
         torch.testing.assert_close(moments, {"row": square.mean(1), "col": square.mean(0)})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_streamed_equals_resident_on_a_gpu(dtype: str) -> None:
+    """Chunks that come three times, streams delayed at random, freed slots poisoned."""
+    found = []
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = load(False, dtype=dtype, device="cuda", **engine)
+        opt = AdaLOMO(model, lr=0.01)
+        losses = [float(opt.step(batches(t))) for t in range(3)]
+        found.append((losses, {key: tensor.cpu() for key, tensor in weights(model).items()}))
+        model.close()
+    for losses, other in found[1:]:
+        assert losses == found[0][0] and all(torch.equal(other[key], found[0][1][key]) for key in other)

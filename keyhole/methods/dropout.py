@@ -1,0 +1,122 @@
+"""The model's own dropout while a first-order method trains it: on, as in Hugging Face's Trainer, and reproducible.
+
+Modules are in training mode during a step and in evaluation mode otherwise. Masks come from torch's generators, whose
+state belongs to a micro-batch while its pass has the turn: seeded by (seed, step, micro-batch) when the pass begins,
+put aside when it returns the turn, put back when it goes on. So passes that advance together do not draw each other's
+numbers, however blocks are cut into units: streamed equals resident, and a run stopped and resumed one that was not. A
+block that is run again in reverse starts from the state of its first run (model/backward/tape.py). Nobody else's
+generator moves.
+
+A model without dropout is left in evaluation mode: not a bit changes. Zeroth-order passes never drop: the difference of
+two losses would be that of their masks.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.errors import UserError
+from keyhole.model.model import Model
+
+GeneratorStates = tuple[torch.Tensor, torch.Tensor | None]  # of the CPU and of the device
+STEPS, PASSES = 2**32, 2**16
+KEY = "dropout_step"
+
+
+def dropout_rates(module: nn.Module) -> dict[str, float]:
+    """What drops in training: "OPTDecoderLayer.dropout" -> 0.1."""
+    found = {}
+    for part in module.modules():
+        rates = {"p": part.p} if isinstance(part, nn.Dropout) else vars(part)
+        found |= {f"{type(part).__name__}.{key}": rate for key, rate in rates.items() if _is_rate(key, rate)}
+    return found
+
+
+def _is_rate(key: str, value: Any) -> bool:
+    named = key == "p" or "drop" in key
+    return named and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+class ModelDropout:
+    """Dropout of a model during the steps of one method. wanted=False: evaluation mode always."""
+
+    def __init__(self, model: Model, seed: int, wanted: bool = True) -> None:
+        self.module, self.device, self.seed, self.wanted = model.module, model.device, seed, wanted
+        self.rates = dropout_rates(model.module)
+        skipped = [name for name in self.rates if "layerdrop" in name]
+        if wanted and skipped:
+            raise UserError(
+                f"model: {skipped[0]}={self.rates[skipped[0]]:g} leaves out whole blocks at random, which is not done "
+                "here; set layerdrop to 0 in the model's config.json, or model_dropout=false"
+            )
+        self.active = wanted and bool(self.rates)
+        self.steps = 0
+        self.states: dict[int, GeneratorStates] = {}  # of passes that do not have the turn
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A context for one step: modules are in training mode, if there is anything to drop."""
+        if not self.active:
+            yield
+            return
+        self.steps += 1
+        self.states.clear()
+        before = [part.training for part in self.module.modules()]
+        self.module.train()
+        try:
+            yield
+        finally:
+            for part, training in zip(self.module.modules(), before, strict=True):
+                part.training = training
+
+    @contextmanager
+    def turn(self, index: int) -> Iterator[None]:
+        """A context for the turns of the pass of one micro-batch: random numbers are its own."""
+        if not self.active:
+            yield
+            return
+        outside = self._get()
+        if index in self.states:
+            self._set(self.states[index])
+        else:
+            self._seed((self.seed * STEPS + self.steps) * PASSES + index)
+        try:
+            yield
+        finally:
+            self.states[index] = self._get()
+            self._set(outside)
+
+    def _get(self) -> GeneratorStates:
+        cuda = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), cuda
+
+    def _set(self, states: GeneratorStates) -> None:
+        torch.set_rng_state(states[0])
+        if states[1] is not None:
+            torch.cuda.set_rng_state(states[1], self.device)
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed % 2**63)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed % 2**63)
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        if not self.rates:
+            return []
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in self.rates.items())
+        how = "drawn from (seed, step, micro-batch)" if self.active else "off (model_dropout=false)"
+        return [f"dropout of the model: {rates}; {how}"]
+
+    def state_dict(self) -> dict[str, int]:
+        return {KEY: self.steps} if self.active else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """UserError where one of the two runs drops and the other does not."""
+        if self.active != (KEY in state):
+            ran, fix = ("without", "false") if self.active else ("with", "true")
+            raise UserError(f"model_dropout: the checkpoint's steps were made {ran} dropout; set model_dropout={fix}")
+        self.steps = int(state.get(KEY, 0))

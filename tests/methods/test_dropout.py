@@ -1,0 +1,151 @@
+"""The model's own dropout in first-order training: Hugging Face's, reproducible, and the same wherever the model is."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.dropout import PASSES, dropout_rates
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.methods.lomo.loops import micro_batches, weights
+from tests.model.decoders import config
+from tests.model.streaming import streamed
+
+SHAPES = {
+    "opt": {"dropout": 0.2, "attention_dropout": 0.1},
+    "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+}
+OWN = {"lsp": {"d": 16, "check_freq": 2}, "galore": {"rank": 4}}
+FIRST_ORDER = [name for name, row in METHODS.items() if row.sweep != "forward"]
+
+
+def load(name: str = "opt", **options: Any) -> keyhole.Model:
+    shape = config(name, **SHAPES.get(name, {}), attn_implementation="eager")
+    return keyhole.load(shape, init="random", device="cpu", **options)
+
+
+def make(method: str, model: keyhole.Model, **options: Any) -> Any:
+    return METHODS[method].load()(model, lr=1e-2, **OWN.get(method, {}), **options)
+
+
+def train(opt: Any, first: int, last: int) -> list[float]:
+    losses = [float(opt.step(micro_batches(t, 2))) for t in range(first, last)]
+    opt.flush()
+    return losses
+
+
+def trained(opt: Any) -> dict[str, torch.Tensor]:
+    """What the method has trained: weights, or adapters."""
+    own = {name: p.detach().clone() for name, p in getattr(opt, "params", {}).items()}
+    return weights(opt.model) | own
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_is_what_a_module_in_training_mode_does(name: str) -> None:
+    """The loss of a plain Hugging Face module in training mode, from the same seed."""
+    module = load(name).module.train()
+    losses = []
+    for index, one in enumerate(micro_batches(0, 2)):
+        torch.manual_seed(1 * PASSES + index)
+        losses.append(plain_loss(module, [one]).item() * int((one["labels"] != -100).sum()))
+    count = sum(int((one["labels"] != -100).sum()) for one in micro_batches(0, 2))
+    for method in ("adamw", "lomo"):
+        model = load(name)
+        found = float(make(method, model, seed=0).step(micro_batches(0, 2)))
+        assert found == pytest.approx(sum(losses) / count, rel=1e-5)
+        assert found != pytest.approx(float(make(method, load(name), model_dropout=False).step(micro_batches(0, 2))))
+        assert not any(part.training for part in model.module.modules())
+
+
+@pytest.mark.parametrize("method", [name for name in FIRST_ORDER if METHODS[name].streams and name != "lomo-lora"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_streamed_equals_resident(name: str, method: str) -> None:
+    """In whole blocks and in units smaller than a block, with two micro-batches and the exact norm, to the bit."""
+    found = []
+    for how in (None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 12}):
+        model = load(name) if how is None else streamed(load(name), **how)
+        opt = make(method, model, max_grad_norm=0.7)
+        found.append((train(opt, 0, 3), trained(opt)))
+    for losses, other in found[1:]:
+        assert losses == found[0][0] and all(torch.equal(other[key], found[0][1][key]) for key in other)
+
+
+def test_a_second_run_of_a_block_sees_the_masks_of_the_first() -> None:
+    """Graphs that are kept, and blocks that are run again, for one reverse and for two."""
+    for clip in (None, 0.5):
+        found = []
+        for keep in ("none", "block"):
+            opt = make("lomo", load(), activations=keep, fused=False, max_grad_norm=clip)
+            train(opt, 0, 3)
+            found.append(trained(opt))
+        assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@pytest.mark.parametrize("method", FIRST_ORDER)
+def test_stopped_and_resumed_is_uninterrupted(method: str) -> None:
+    """To the bit, and nobody else's generator moves."""
+    before = torch.get_rng_state()
+    straight = make(method, load())
+    train(straight, 0, 4)
+    first = make(method, load())
+    train(first, 0, 2)
+    state = {key: v.clone() if torch.is_tensor(v) else v for key, v in first.state_dict().items()}
+    model = load()
+    if not METHODS[method].keeps_base:
+        for tensor in model.layout.tensors:
+            model.home(tensor).copy_(weights(first.model)[tensor.name])
+    second = make(method, model)
+    second.load_state_dict(state)
+    train(second, 2, 4)
+    expected, found = trained(straight), trained(second)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("method", ["adamw", "lomo", "lsp", "adam-offload"])
+def test_a_run_from_before_goes_on_without_dropout(method: str) -> None:
+    """Its state does not know dropout: the setting to change is named, and then it is loaded."""
+    old = make(method, load(), model_dropout=False)
+    old.step(micro_batches(0, 1))
+    with pytest.raises(UserError, match="made without dropout; set model_dropout=false"):
+        make(method, load()).load_state_dict(old.state_dict())
+    make(method, load(), model_dropout=False).load_state_dict(old.state_dict())
+
+
+def test_what_is_done_is_said() -> None:
+    """In the start block, with the rates; a model without dropout has no line, and no key in its state."""
+    assert any(
+        "OPTDecoderLayer.dropout 0.2" in line and "(seed, step" in line for line in make("lomo", load()).describe()
+    )
+    assert any("model_dropout=false" in line for line in make("adamw", load(), model_dropout=False).describe())
+    assert any("off, since zo" in line for line in make("zo", load()).describe())
+    plain = make("lomo", load("llama"))
+    assert not dropout_rates(plain.model.module) and "dropout" not in str(plain.describe() + list(plain.state_dict()))
+
+
+def test_layerdrop_is_refused() -> None:
+    """With what to change."""
+    model = keyhole.load(config("opt", layerdrop=0.5), init="random", device="cpu")
+    with pytest.raises(UserError, match="OPTDecoder.layerdrop=0.5.*model_dropout=false"):
+        make("lomo", model)
+    make("lomo", model, model_dropout=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["lomo", "adalomo", "lsp", "adam-offload"])
+def test_streamed_equals_resident_on_a_gpu(method: str) -> None:
+    """The generator of the device belongs to a pass too; streams are delayed at random."""
+    runs = []
+    for seed in range(3):
+        engine = {"placement": "stream", "chaos": random.Random(seed), "slot_count": 2 + seed % 2} if seed else {}
+        model = keyhole.load(config("opt", **SHAPES["opt"]), init="random", device="cuda", dtype="bfloat16", **engine)
+        opt = make(method, model, max_grad_norm=0.7)
+        runs.append((train(opt, 0, 3), {key: tensor.cpu() for key, tensor in weights(model).items()}))
+        model.close()
+    for losses, found in runs[1:]:
+        assert losses == runs[0][0] and all(torch.equal(found[key], runs[0][1][key]) for key in found)
