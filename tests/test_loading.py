@@ -16,9 +16,9 @@ import keyhole
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.loading import choose_device
-from keyhole.plan.dtype import choose_dtype
 from keyhole.model.structure import source
 from keyhole.model.structure.source import find_directory
+from keyhole.plan.dtype import choose_dtype
 from tests.model.decoders import batch, config
 
 
