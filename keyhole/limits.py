@@ -19,12 +19,25 @@ class Limit:
         return self.high is None or value <= self.high
 
     def __str__(self) -> str:
-        low = "" if self.low is None else f"{'> ' if self.above else '>= '}{self.low:g}"
-        high = "" if self.high is None else f"<= {self.high:g}"
+        """As the docs show it: without a bound that nobody will meet."""
+        return self.describe(full=False)
+
+    def describe(self, full: bool = True) -> str:
+        """`>= 1 and <= 4096`."""
+        low = "" if self.low is None else f"{'> ' if self.above else '>= '}{_text(self.low)}"
+        high = "" if self.high is None or (self.high == MOST and not full) else f"<= {_text(self.high)}"
         return " and ".join(part for part in (low, high) if part)
 
 
-Count = Annotated[int, Limit(1)]
+def _text(number: float) -> str:
+    """`4096` and not `4.1e+03`."""
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+MOST = 10**9  # of anything that is counted: beyond it, a number is a slip of the keyboard
+Count = Annotated[int, Limit(1, MOST)]
+BatchSize = Annotated[int, Limit(1, 2**20)]
+Threads = Annotated[int, Limit(1, 1024)]
 Seed = Annotated[int, Limit(0, 2**63 - 1)]
 Positive = Annotated[float, Limit(0, above=True)]
 NotNegative = Annotated[float, Limit(0)]

@@ -2,7 +2,7 @@
 
     1. Build the module without its weights (model/structure/skeleton.py), lay it out flat (model/structure/layout.py).
     2. Decide where every unit lives (plan/placement.py).
-    3. Reserve memory of exactly that size and fill it from the safetensors files, shard after shard (model/weights/read.py).
+    3. Reserve memory of exactly that size and fill it from the weight files, shard after shard (model/weights/read.py).
     4. Page-lock the host part and start the engine.
 
 Peak host memory: the weights that live on the host, plus one shard of the file mapping.
@@ -21,6 +21,7 @@ from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.methods.base import Workload
 from keyhole.model.model import Model
+from keyhole.model.structure.generation_file import read_generation_config
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.structure.source import find_directory
@@ -30,9 +31,9 @@ from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.plan.dtype import choose_dtype
 from keyhole.plan.placement import Placement, place
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIGN_BYTES = 256
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
 
@@ -55,7 +56,8 @@ def load(
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
-    dtype is what kernels compute in, wire what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
+    dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
+    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process.
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
@@ -70,13 +72,17 @@ def load(
     model = assets.locate(model, assets.MODEL) if isinstance(model, str) else model
     config = read_config(model, trust_remote_code)
     directory = None if model is config else find_directory(model)
-    dtype = choose_dtype(dtype, config)
+    workload = workload or Workload()
+    choice = choose_dtype(dtype, config, device, workload.method)
+    dtype = choice.dtype
     with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
         torch.default_generator.manual_seed(seed)
         module = build(config, dtype, trust_remote_code)
-    _read_generation_config(module, directory)
+    if directory is not None and (directory / "generation_config.json").exists():
+        module.generation_config = read_generation_config(directory)
     formats = Wire(dtype, wire)
-    layout, placed = place(module, placement, gpu_memory, formats, device, workload or Workload())
+    layout, placed = place(module, placement, gpu_memory, formats, device, workload)
+    placed.reasons.insert(0, str(choice))
     homes = _reserve(layout, placed, formats, device)
     _move_buffers(module, device)
     engine_options.setdefault("slot_count", placed.slot_count)
@@ -127,16 +133,6 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def choose_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
-    """The dtype asked for, or the one of the checkpoint according to its config, or float32."""
-    found = dtype if dtype is not None else getattr(config, "dtype", None) or torch.float32
-    name = found if isinstance(found, str) else str(found).removeprefix("torch.")
-    if name not in DTYPES:
-        whose = "" if dtype is not None else " (of the checkpoint, by its config.json)"
-        raise UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype=float32")
-    return DTYPES[name]
-
-
 def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:
     """One home per unit: streamed units side by side in host memory, the others side by side on the device."""
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
@@ -175,12 +171,3 @@ def _pin(model: Model, touch: bool) -> None:
         if touch:  # by all cores; pinning would touch page after page on one
             flat.fill_(0)
         model.pinned = arena.pin(flat, model.device)
-
-
-def _read_generation_config(module: nn.Module, directory: Path | None) -> None:
-    """End-of-turn tokens and sampling settings often stand in this file and nowhere else."""
-    if directory is not None and (directory / "generation_config.json").exists():
-        try:
-            module.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"model: {directory / 'generation_config.json'} cannot be read: {error}") from error

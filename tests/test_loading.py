@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import keyhole
 from keyhole import assets
 from keyhole.errors import UserError
-from keyhole.loading import choose_device, choose_dtype
+from keyhole.loading import choose_device
 from keyhole.model.structure import source
 from keyhole.model.structure.source import find_directory
+from keyhole.plan.dtype import choose_dtype
 from tests.model.decoders import batch, config
 
 
@@ -115,6 +116,25 @@ def test_generation_config_survives_a_round_trip(broken: Path, tmp_path: Path) -
     assert {key: again[key] for key in settings} == settings
     (broken / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match="generation_config.json cannot be read"):
+        keyhole.load(broken, device="cpu")
+
+
+ODD = {
+    "a million beams": ({"num_beams": 10**6}, "num_beams is 1000000; a whole number from 1 to 256"),
+    "a word for a temperature": ({"temperature": "hot"}, "temperature is 'hot'; a number is expected"),
+    "an infinite temperature": ({"temperature": 1e999}, "temperature is inf"),
+    "a word for a token": ({"eos_token_id": ["</s>"]}, "eos_token_id is .*a token id, or a list of them"),
+    "a length of 10^30": ({"max_new_tokens": 10**30}, "max_new_tokens is 1000"),
+    "a list": ([], "generation_config.json cannot be read.*holds a list"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_generation_settings_are_named(broken: Path, name: str) -> None:
+    """When the file is read, not at the first answer."""
+    settings, says = ODD[name]
+    (broken / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=says):
         keyhole.load(broken, device="cpu")
 
 

@@ -6,7 +6,8 @@ and the nearest spelling.
 """
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,12 @@ ELSEWHERE = {
     "grad_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm", "random_seed": "seed",
     "adam_beta1": "adamw.beta1", "adam_beta2": "adamw.beta2", "adam_epsilon": "adamw.eps",
     "zo_eps": "zo.eps", "num_directions": "zo.directions",
+}  # fmt: skip
+
+
+SPELLINGS = {
+    "fp32": "float32", "float": "float32", "f32": "float32", "fp16": "float16", "half": "float16", "f16": "float16",
+    "bf16": "bfloat16", "brain": "bfloat16",
 }  # fmt: skip
 
 
@@ -53,6 +60,18 @@ def nearest(word: Any, known: Iterable[str]) -> str:
     """`; did you mean ...?`, or nothing when no known word is close."""
     close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f"; did you mean `{close[0]}`?" if close else ""
+
+
+def suggest_value(found: Any, words: Collection[str]) -> str:
+    """What to write instead of a value that is not one of `words` (or no size): `found` is the text, or a list."""
+    if isinstance(found, list):
+        alone = [item for item in found if item in words]
+        return f"; one word is enough here: write {alone[0]}" if len(found) == len(alone) == 1 else ""
+    if re.fullmatch(r"[0-9.]+\s*[KMGT]i?", str(found), re.IGNORECASE) and not words:
+        number, letter = found.rstrip("iI ")[:-1].strip(), found.rstrip("iI ")[-1].upper()
+        return f"; write {number}{letter}iB (of 1024) or {number}{letter}B (of 1000)"
+    other = SPELLINGS.get(str(found).lower())
+    return f"; did you mean `{other}`?" if other in words else nearest(found, words)
 
 
 def suggest_key(key: str) -> str:

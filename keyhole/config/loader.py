@@ -17,7 +17,7 @@ import yaml
 
 from keyhole.config import rules
 from keyhole.config.dump import to_yaml
-from keyhole.config.faults import Finding, nearest, refuse, suggest_key
+from keyhole.config.faults import Finding, refuse, suggest_key, suggest_value
 from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.config.types import NULL_TAG, Mismatch, choices, is_null, parse, show
@@ -152,9 +152,14 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
         try:
             values[key] = parse(entry.node, table[key].type)
         except Mismatch as error:
-            near = nearest(entry.node.value, choices(table[key].type))
+            near = suggest_value(_plain(entry.node), choices(table[key].type))
             faults.append(Finding(key, f"found {show(entry.node)}, expected {error}{near}", entry.where))
     return values
+
+
+def _plain(node: yaml.Node) -> Any:
+    """The text of a node, or the texts of a list."""
+    return [_plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value
 
 
 def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:

@@ -29,6 +29,10 @@ def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding
 
 
 def _faults(config: TrainConfig) -> Iterator[Finding]:
+    for key in ("model", "train_data", "eval_data", "output_dir"):
+        for path in _as_list(getattr(config, key)):
+            if unset := re.search(r"\$\{?(\w+)", _expanded(path)):
+                yield Finding(key, f"found `{path}`, but there is no variable {unset[1]} in the environment")
     if config.max_steps is None and config.num_train_epochs is None:
         yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
     if config.eval_steps is not None and config.eval_data is None:
@@ -37,10 +41,13 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("packing", "needs max_length: it is the length of a packed row")
     if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
         yield Finding("device", f"found `{config.device}`, expected cpu, cuda or cuda:N, or null to choose")
-    if os.path.realpath(config.output_dir) == os.path.realpath(config.model):
+    if os.path.realpath(_expanded(config.output_dir)) == os.path.realpath(_expanded(config.model)):
         yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
     row = METHODS[config.method]
     yield from (Finding(*fault) for fault in row.faults(getattr(config, row.section), config))
+    if config.dtype == "float16" and not row.underflow_safe:
+        why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
+        yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")
     if config.wire is not None and config.wire not in row.wires:
         other = f"use {', '.join(row.wires)}" if row.wires else "set wire=null and choose dtype"
         yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
@@ -60,8 +67,6 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     if config.journal_sync != 1 and not row.journaled:
         keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")
-    if config.dtype == "float16" and not row.underflow_safe:
-        yield Finding("dtype", "float16 gradients underflow without loss scaling; bfloat16 is safer")
     low, high = row.sane_rates
     rate = config.learning_rate
     if rate is not None and not low <= rate <= high and not assets.is_demo_model(config.model):
@@ -81,7 +86,8 @@ def _fill(config: TrainConfig) -> TrainConfig:
     epochs = config.num_train_epochs if config.max_steps is None else None
     return replace(
         config,
-        model=assets.locate(config.model, assets.MODEL),
+        model=assets.locate(_expanded(config.model), assets.MODEL),
+        output_dir=_expanded(config.output_dir),
         train_data=_locate_all(config.train_data, assets.TRAIN),
         eval_data=_locate_all(config.eval_data, assets.TEST),
         learning_rate=rate,
@@ -90,6 +96,14 @@ def _fill(config: TrainConfig) -> TrainConfig:
 
 
 def _locate_all(data: str | list[str] | None, stands_for: Path) -> str | list[str] | None:
-    if isinstance(data, list):
-        return [assets.locate(item, stands_for) for item in data]
-    return data if data is None else assets.locate(data, stands_for)
+    found = [assets.locate(_expanded(item), stands_for) for item in _as_list(data)]
+    return found if isinstance(data, list) else found[0] if found else None
+
+
+def _as_list(value: str | list[str] | None) -> list[str]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _expanded(path: str) -> str:
+    """The path with ~ and $NAME replaced: inside a config, or after `key=`, no shell has done it."""
+    return os.path.expanduser(os.path.expandvars(path))

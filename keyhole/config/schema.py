@@ -13,7 +13,7 @@ Relative paths in a config are relative to the directory the command is run in, 
 from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Any, Literal
 
-from keyhole.limits import Count, Fraction, Limit, NotNegative, Positive, Seed
+from keyhole.limits import MOST, BatchSize, Count, Fraction, Limit, NotNegative, Positive, Seed
 from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 
@@ -49,7 +49,7 @@ class RunConfig:
     eval_data: str | list[str] | None = None
     """Held-out data, same forms as train_data; null = no evaluation."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of the weights and of the arithmetic on them; null = as stored in the model's files."""
+    """Type of the weights and of the arithmetic; null = that of the model's files, if method and device can use it."""
     wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
     """Format of the weights at rest and on the link, if not dtype (methods that stream); null = dtype."""
     tf32: bool = False
@@ -63,11 +63,11 @@ class RunConfig:
 
     max_steps: Count | None = None
     """Number of updates; where num_train_epochs is set too, max_steps decides."""
-    num_train_epochs: Positive | None = None
+    num_train_epochs: Annotated[float, Limit(0, 1e6, above=True)] | None = None
     """Passes over the training data; set this or max_steps."""
-    batch_size: Count = 8
+    batch_size: BatchSize = 8
     """Samples in a micro-batch (rows of packed samples when packing)."""
-    gradient_accumulation_steps: Count = 1
+    gradient_accumulation_steps: BatchSize = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
     """Peak of the schedule; null = the rate that the method's section names."""
@@ -84,7 +84,7 @@ class RunConfig:
     model_dropout: bool = True
     """Apply the dropout that the model's config asks for, as Hugging Face's Trainer does (zo never does)."""
 
-    max_length: Annotated[int, Limit(2)] | None = 1024
+    max_length: Annotated[int, Limit(2, MOST)] | None = 1024
     """Longest sample in tokens; null = no limit."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to samples longer than max_length; what is cut is reported."""

@@ -45,15 +45,15 @@ def show(node: yaml.Node) -> str:
     return f"`{text}`" if text.isprintable() else ascii(text)
 
 
-def describe(kind: Any) -> str:
-    """The type in words: for error messages, the help and the docs page."""
+def describe(kind: Any, full: bool = False) -> str:
+    """The type in words, for the help and the docs page; full: with every bound, for error messages."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return f"{describe(args[0])} {args[1]}"
+        return f"{describe(args[0])} {args[1].describe(full)}"
     if origin is Literal:
         return " | ".join(args)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(arm) for arm in args)
+        return " or ".join(describe(arm, full) for arm in args)
     if origin is list:
         return f"list of {describe(args[0])}"
     if origin is dict:
@@ -76,7 +76,7 @@ def parse(node: yaml.Node, kind: Any) -> Any:
     try:
         return _value(node, kind)
     except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
-        raise Mismatch(describe(kind)) from None
+        raise Mismatch(describe(kind, full=True)) from None
 
 
 def _value(node: yaml.Node, kind: Any) -> Any:

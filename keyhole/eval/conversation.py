@@ -57,7 +57,7 @@ def chat(
         assets.locate(directory, assets.MODEL),
         placement=placement,
         gpu_memory=gpu_memory,
-        dtype=dtype,
+        dtype=dtype or "auto",
         device=device,
         workload=Workload(method="chat", tokens=2048, passes=1),
     )
@@ -176,6 +176,8 @@ class Conversation:
             tokens = self.model.generate(ids, **options)[0, ids.shape[1] :]
         except NonFinite as stop:
             raise not_finite(self.model, str(stop)) from None
+        except (ValueError, TypeError) as error:  # settings that do not go together
+            raise UserError(f"model: generation_config.json: generation refuses its settings: {error}") from error
         answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
         print("" if writes else answer, file=out, flush=True)
         return answer

@@ -64,7 +64,7 @@ def evaluate(
         assets.locate(directory, assets.MODEL),
         placement=placement,
         gpu_memory=gpu_memory,
-        dtype=dtype,
+        dtype=dtype or "auto",
         device=device,
         workload=Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES),
     )

@@ -1,1 +1,1 @@
-"""What this computer has, and what is said about it: memory and cores, versions and GPU, sizes with units, printed text."""
+"""What this computer has (host.py, probe.py), and how things are written: sizes (sizes.py), printed text (text.py)."""

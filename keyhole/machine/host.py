@@ -83,3 +83,9 @@ def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cg
 def cpu_count() -> int:
     """Cores this process may use, which in a container is fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_has_bf16(proc: Path = Path("/proc")) -> bool:
+    """Whether the CPU multiplies bfloat16 itself (x86: AVX-512 BF16 or AMX; ARM: BF16). Unknown counts as yes."""
+    words = read_text(proc / "cpuinfo").split()
+    return not words or bool({"bf16", "avx512_bf16", "amx_bf16"} & set(words))

@@ -233,7 +233,7 @@ class Model:
         """A method is made on this model. What other methods have deferred is applied first."""
         self.apply_deferred()
         if self.placed is not None:
-            self.placed.warn_if_planned_for_another(method.name)
+            self.placed.check_method(method.name)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # may step again
         if method.deferred is not None:
             self._deferred.append((weakref.ref(method), method.deferred))

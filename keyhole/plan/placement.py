@@ -33,6 +33,7 @@ from keyhole.model.structure.find import TILE_NUMEL
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.model.weights.format import Wire
 from keyhole.plan import refusals
+from keyhole.plan.dtype import check_trainable
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
@@ -48,12 +49,15 @@ class Placement:
     slot_count: int
     device_bytes: DeviceBytes
     work: Workload
+    dtype: torch.dtype  # of compute
     budget_bytes: int | None = None
     limit_bytes: int | None = None  # what a method may fill with state
     reasons: list[str] = field(default_factory=list)
 
-    def warn_if_planned_for_another(self, method: str) -> None:
-        """Warns when a method is made on a model that was planned for another: it may need more memory."""
+    def check_method(self, method: str) -> None:
+        """When a method is made on the model: refuses a dtype in which it cannot train, and warns where the budget was
+        planned for another method, since this one may need more memory."""
+        check_trainable(self.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
 
@@ -103,7 +107,7 @@ def place(
     room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device))
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
-    resident = Placement(set(), 0, costs.of(whole, set()), work, budget, room.limit_bytes)
+    resident = Placement(set(), 0, costs.of(whole, set()), work, formats.dtype, budget, room.limit_bytes)
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
         if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
@@ -118,7 +122,8 @@ def place(
         )
     layout, streamed = fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
-    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, budget, room.limit_bytes)
+    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, formats.dtype, budget)
+    placed.limit_bytes = room.limit_bytes
     _check_state(layout, placed, costs)
     placed.reasons = _reasons(layout, placed, placement, costs, device)
     _enforce(budget, device)

@@ -21,7 +21,7 @@ from keyhole.config.data import data_settings
 from keyhole.data import Data, load_data
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
-from keyhole.loading import choose_device, choose_dtype, load
+from keyhole.loading import choose_device, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared, Workload
@@ -30,6 +30,7 @@ from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.save import add_end_tokens
+from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
 from keyhole.training import rundir, start_block, tracker
 from keyhole.training.display import Display, open_missing_streams
@@ -132,7 +133,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
-    machine = start_block.machine_lines(config.dtype, config.device, model, method)
+    machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
     groups += [job.lines(), saver.describe(), job.notes]
     job.display.lines(start_block.block(config.method, config.model, groups))
@@ -173,7 +174,7 @@ def load_model(config: TrainConfig, choice: select.Choice) -> Model:
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
     original = choice.path is None or METHODS[config.method].keeps_base
     source = config.model if original else str(choice.path)
-    how = {"dtype": config.dtype, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
+    how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     return load(source, seed=config.seed, workload=workload(config), **how, **where)
 
 
@@ -214,12 +215,12 @@ def workload(config: TrainConfig) -> Workload:
 def dry_lines(config: TrainConfig) -> list[list[str]]:
     """The lines of the start block about model and machine, from the model's config.json alone."""
     hf_config, device = read_config(config.model), choose_device(config.device)
-    dtype = choose_dtype(config.dtype, hf_config)
-    module = build(hf_config, dtype)
-    formats = Wire(dtype, config.wire)
+    chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
+    module = build(hf_config, chosen.dtype)
+    formats = Wire(chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config))
-    where = start_block.device_lines(config.dtype, config.device, dtype, device)
-    return [start_block.model_lines(module, layout, dtype), [*where, *placed.reasons, start_block.kernels()]]
+    where = [start_block.device_line(config.device, device), str(chosen)]
+    return [start_block.model_lines(module, layout, chosen.dtype), [*where, *placed.reasons, start_block.kernels()]]
 
 
 def _reports(job: Job) -> Reports:

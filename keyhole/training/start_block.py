@@ -58,23 +58,16 @@ def parameter_rows(layout: Layout) -> list[str]:
     ]
 
 
-def device_lines(
-    asked_dtype: str | None, asked_device: str | None, dtype: torch.dtype, device: torch.device
-) -> list[str]:
-    """Dtype and device, each with its reason."""
-    why_dtype = "as asked" if asked_dtype else "as stored in the model's files"
+def device_line(asked_device: str | None, device: torch.device) -> str:
+    """The device, with its reason."""
     why_device = "as asked" if asked_device else "the first GPU" if device.type == "cuda" else "no GPU here"
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    return [
-        f"dtype: {str(dtype).removeprefix('torch.')}, {why_dtype}",
-        f"device: {device}{name}, {why_device}",
-    ]
+    return f"device: {device}{name}, {why_device}"
 
 
-def machine_lines(asked_dtype: str | None, asked_device: str | None, model: Model, method: Method) -> list[str]:
-    """Dtype, device, placement, what the method decided, and kernels."""
-    where = device_lines(asked_dtype, asked_device, model.dtype, model.device)
-    return [*where, *model.describe(), *method.describe(), kernels()]
+def machine_lines(asked_device: str | None, model: Model, method: Method) -> list[str]:
+    """Device, dtype and placement with their reasons, what the method decided, and kernels."""
+    return [device_line(asked_device, model.device), *model.describe(), *method.describe(), kernels()]
 
 
 def kernels() -> str:

@@ -34,14 +34,14 @@ def faults_of(text: str, *overrides: str) -> str:
 # ---- round trip ----------------------------------------------------------------------------------
 
 letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
-names = st.text(letters, min_size=1, max_size=20).filter(lambda s: s.strip() and s != "demo")
+names = st.text(letters, min_size=1, max_size=20).filter(lambda s: s.strip() and s != "demo" and not set("$~") & set(s))
 unit_interval = st.floats(0, 0.999)
 rates = st.floats(1e-12, 1e3)
 counts = st.integers(1, 10**9)
 zo_configs = st.builds(
     ZOConfig,
     eps=rates,
-    directions=counts,
+    directions=st.integers(1, 4096),
     distribution=st.sampled_from(["gaussian", "rademacher"]),
     rounding=st.sampled_from(["stochastic", "nearest"]),
     clip=st.none() | rates,

@@ -26,6 +26,8 @@ REFUSED = [
     ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),
     ({"method": "adamw", "placement": "stream"}, "placement=resident"),
     ({"method": "sgd", "wire": "bf16"}, "wire=null"),
+    ({"dtype": "float16"}, "adamw has no loss scaling, and float16 gradients underflow without"),
+    ({"method": "lsp", "dtype": "float16"}, "lsp has no loss scaling"),
     ({"batch_size": 0}, ">= 1"),
     ({"gpu_memory": "lots"}, "8GiB"),
     ({"adamw": AdamWConfig(beta2=1.0)}, "adamw.beta2"),
@@ -36,7 +38,6 @@ WARNED = [
     ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),
     ({"offload": OffloadConfig(overlap=False)}, "offload.overlap: has no effect: placement is resident"),
     ({"num_train_epochs": 2}, "num_train_epochs: has no effect"),
-    ({"dtype": "float16"}, "dtype: float16"),
     ({"learning_rate": 1.0}, "learning_rate: 1 is an unusual value"),
     ({"method": "zo", "learning_rate": 1e-3}, "zo is known to work from"),
 ]

@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal
 import pytest
 import yaml
 
+from keyhole.config.loader import parse_config
 from keyhole.config.types import Mismatch, describe, parse
+from keyhole.errors import UserError
 from keyhole.limits import Limit
 from keyhole.machine.sizes import Bytes
 
@@ -60,3 +62,31 @@ def test_what_does_not_fit_is_refused_in_words(text: str, kind: Any) -> None:
     with pytest.raises(Mismatch) as caught:
         parse(yaml.compose(text, Loader=yaml.SafeLoader), kind)
     assert str(caught.value) == describe(kind) != ""
+
+
+HUGE = [
+    "batch_size",
+    "gradient_accumulation_steps",
+    "max_steps",
+    "max_length",
+    "zo.directions",
+    "lsp.threads",
+    "lora.r",
+]
+
+
+@pytest.mark.parametrize("key", HUGE)
+@pytest.mark.parametrize("value", ["1e308", "1e12", "9" * 5000])
+def test_a_number_beyond_all_reason_is_a_fault_and_no_traceback(key: str, value: str) -> None:
+    """Later it would be an overflow, a list of 10^12 passes, or a machine out of memory."""
+    text = "model: demo\nmethod: zo\ntrain_data: demo\noutput_dir: out\nmax_steps: 3\n"
+    with pytest.raises(UserError, match=f"{key}: found `.*`, expected whole number >= . and <= "):
+        parse_config(text, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("word", ["num_train_epochs=1e308", "gpu_memory=" + "9" * 400 + ".5GiB", "save_steps=-1"])
+def test_other_numbers_that_no_machine_can_serve(word: str) -> None:
+    """Each is one fault with the limit."""
+    text = "model: demo\nmethod: zo\ntrain_data: demo\noutput_dir: out\nmax_steps: 3\n"
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]}: found"):
+        parse_config(text, [word])

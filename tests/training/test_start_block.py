@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 import keyhole
 from keyhole.config import TrainConfig
@@ -36,17 +35,15 @@ def test_counts_adapters_among_what_is_trained(tiny_model: Path) -> None:
     assert text == f"parameters: {count:,} trained ({count:,} of adapters), 35,296 frozen"
 
 
-def test_gives_reasons() -> None:
-    """Dtype and device say whether they were asked for or found."""
-    cpu = torch.device("cpu")
-    assert start.device_lines("bfloat16", "cpu", torch.bfloat16, cpu) == [
-        "dtype: bfloat16, as asked",
-        "device: cpu, as asked",
-    ]
-    assert start.device_lines(None, None, torch.float32, cpu) == [
-        "dtype: float32, as stored in the model's files",
-        "device: cpu, no GPU here",
-    ]
+def test_gives_reasons(tiny_model: Path) -> None:
+    """Device and dtype say whether they were asked for or found."""
+    asked = keyhole.load(tiny_model, device="cpu", dtype="float32")
+    found = keyhole.load(tiny_model, device="cpu")
+    lines = start.machine_lines("cpu", asked, keyhole.ZO(asked))
+    assert lines[:2] == ["device: cpu, as asked", "dtype: float32, as asked"]
+    lines = start.machine_lines(None, found, keyhole.ZO(found))
+    assert lines[1] == "dtype: float32, as stored in the model's files"
+    assert lines[0] == "device: cpu, no GPU here" and any(line.startswith("placement: resident") for line in lines)
 
 
 def test_says_how_long_and_how_fast() -> None:

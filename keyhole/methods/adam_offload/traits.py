@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from keyhole.limits import BelowOne, Count, Positive
+from keyhole.limits import BelowOne, Positive, Threads
 from keyhole.methods.base import Traits, host_activations
 
 
@@ -19,7 +19,7 @@ class AdamOffloadConfig:
     """Added to the root of the second moment before dividing."""
     schedule: Literal["layerwise", "monolithic"] = "layerwise"
     """Updates layer by layer beside the GPU's work, or between two steps as ZeRO-Offload (to compare); same results."""
-    threads: Count | None = None
+    threads: Threads | None = None
     """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
     gpu_updates: bool | None = None
     """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from keyhole.limits import BelowOne, Count, Limit, Positive
+from keyhole.limits import BelowOne, Count, Limit, Positive, Threads
 from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
 
 
@@ -58,7 +58,7 @@ class LSPConfig:
     """What is no matrix of a block (embeddings, head, vectors): trained by plain Adam, or not at all."""
     optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
     """Where Adam's moments are and its arithmetic runs; auto = on the GPU what fits gpu_memory, embedding and first layers first, the rest on the CPU."""  # noqa: E501
-    threads: Count | None = None
+    threads: Threads | None = None
     """CPU threads of the updates (cpu); null = three of four cores."""
     beta1: BelowOne = 0.9
     """Decay of the running mean of the gradient."""
@@ -79,8 +79,6 @@ def _faults(own: LSPConfig, run: RunSettings) -> Iterator[Fault]:
         yield "lsp.kind", "runs contradicts lsp.preset=paper, whose projectors are free; set one of them only"
     if own.r > own.d:
         yield "lsp.r", f"{own.r} numbers per row do not fit into lsp.d={own.d} columns; set r <= d"
-    if run.dtype == "float16":
-        yield "dtype", "lsp has no loss scaling, and float16 gradients underflow without; use bfloat16"
 
 
 LSP = Traits(

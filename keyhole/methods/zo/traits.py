@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from keyhole.limits import Count, Positive
+from keyhole.limits import Count, Limit, Positive
 from keyhole.methods.base import Advice, Demo, Fault, RunSettings, Traits
 
 
@@ -14,7 +14,7 @@ class ZOConfig:
 
     eps: Positive = 1e-3
     """Size of the perturbation: losses are measured at w + eps z and w - eps z."""
-    directions: Count = 1
+    directions: Annotated[int, Limit(1, 4096)] = 1
     """Number of random directions z per step; each costs two forward passes, their estimates are averaged."""
     distribution: Literal["gaussian", "rademacher"] = "gaussian"
     """What z is drawn from: N(0, 1), or -1 and +1 with equal chance."""

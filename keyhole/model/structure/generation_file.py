@@ -1,0 +1,51 @@
+"""generation_config.json: end-of-turn tokens and sampling settings, which often stand in this file and nowhere else.
+
+Transformers takes what the file says: a million beams are a million copies of the cache, and a word where a number is
+expected is a traceback at the first answer. So types and sizes are looked at when the file is read.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from keyhole.disk.read_json import read_json
+from keyhole.errors import UserError
+
+FEW = ("num_beams", "num_beam_groups", "num_return_sequences")
+COUNTS = ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k", "no_repeat_ngram_size")
+NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "epsilon_cutoff")
+TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+MOST_BEAMS, MOST = 256, 2**31 - 1
+
+
+def read_generation_config(directory: Path) -> Any:
+    """The settings in a model's directory; UserError names what is wrong with them."""
+    from transformers import GenerationConfig
+
+    path = directory / "generation_config.json"
+    for key, value in read_json(path, "model").items():
+        if value is not None and (expected := _expected(key, value)):
+            raise UserError(f"model: {path}: {key} is {value!r:.60}; {expected} is expected")
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except Exception as error:  # settings that contradict each other, keys of another version
+        raise UserError(f"model: {path} cannot be read: {error}") from error
+
+
+def _expected(key: str, value: Any) -> str:
+    """What should stand there; "" where the value will do."""
+    if key in FEW:
+        return "" if _is_count(value, 1, MOST_BEAMS) else f"a whole number from 1 to {MOST_BEAMS}"
+    if key in COUNTS:
+        return "" if _is_count(value, 0, MOST) else f"a whole number from 0 to {MOST}"
+    if key in NUMBERS:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return "" if number else "a number"
+    if key in TOKENS:
+        ids = value if isinstance(value, list) else [value]
+        return "" if ids and all(_is_count(i, -1, MOST) for i in ids) else "a token id, or a list of them,"
+    return ""
+
+
+def _is_count(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -1,0 +1,91 @@
+"""Which dtype a model is computed in, and why.
+
+An explicit dtype is taken as it is. Left to us (null in a config), it is the one of the model's files, except where
+that would go wrong in silence:
+
+    float16, for a method without loss scaling    small gradients are rounded to 0 and sums overflow: bfloat16
+    bfloat16, on a CPU without bf16 arithmetic    each product is emulated, a hundred times slower: float32
+
+A GPU or CPU that has no bf16 arithmetic gets float32 in both cases. Whatever is decided stands in the start block.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.machine.host import cpu_has_bf16
+from keyhole.methods import METHODS
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class DtypeChoice:
+    """The dtype of compute, and the reason for it."""
+
+    dtype: torch.dtype
+    reason: str
+
+    def __str__(self) -> str:
+        return f"dtype: {NAMES[self.dtype]}, {self.reason}"
+
+
+def choose_dtype(
+    asked: str | torch.dtype | None, config: Any, device: torch.device | None = None, method: str | None = None
+) -> DtypeChoice:
+    """asked: a dtype, None for the one of the model's files, or "auto" for one that the method and device can use."""
+    if asked is not None and asked != AUTO:
+        dtype = _named(asked)
+        slow = _is_slow(dtype, device)
+        return DtypeChoice(dtype, "as asked" + (f"; warning: {SLOW}, and float32 is much faster here" if slow else ""))
+    stored = getattr(config, "dtype", None)
+    if stored is None:
+        return DtypeChoice(torch.float32, "since the model's config names none")
+    if stored not in NAMES:
+        raise UserError(f"dtype: the model's config says {stored}; choose one of {', '.join(DTYPES)}")
+    if asked == AUTO and stored == torch.float16 and is_unsafe(stored, method):
+        wide = torch.bfloat16 if has_bf16(device) else torch.float32
+        return DtypeChoice(wide, f"since the model's files hold float16 and {method} has no loss scaling for it")
+    if asked == AUTO and _is_slow(stored, device):
+        return DtypeChoice(torch.float32, f"since {SLOW}, in which the model's files are")
+    return DtypeChoice(stored, "as stored in the model's files")
+
+
+SLOW = "this CPU has no arithmetic for bfloat16"
+
+
+def is_unsafe(dtype: torch.dtype, method: str | None) -> bool:
+    """Whether gradients of this method underflow in this dtype."""
+    return dtype == torch.float16 and method in METHODS and not METHODS[method].underflow_safe
+
+
+def check_trainable(dtype: torch.dtype, method: str) -> None:
+    """UserError where a method is made on a model in a dtype that it cannot train in."""
+    if is_unsafe(dtype, method):
+        safe = ", ".join(row.name for row in METHODS.values() if row.underflow_safe)
+        raise UserError(
+            f"dtype: {method} has no loss scaling, and gradients in float16 underflow without; load the model with "
+            f'dtype="bfloat16" or "float32", or use {safe}'
+        )
+
+
+def has_bf16(device: torch.device | None) -> bool:
+    """Whether the device multiplies bfloat16 itself."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return cpu_has_bf16()
+
+
+def _is_slow(dtype: torch.dtype, device: torch.device | None) -> bool:
+    return dtype == torch.bfloat16 and device is not None and device.type == "cpu" and not cpu_has_bf16()
+
+
+def _named(dtype: str | torch.dtype) -> torch.dtype:
+    found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in NAMES:
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+    return found

@@ -1,0 +1,103 @@
+"""The dtype that a run computes in when it is left to us, and what is refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.cli import main
+from keyhole.errors import UserError
+from keyhole.machine.host import cpu_has_bf16
+from keyhole.methods import METHODS
+from keyhole.plan import dtype
+from keyhole.plan.dtype import choose_dtype
+from tests.model.decoders import batch, config
+
+CPU = torch.device("cpu")
+UNSAFE = [name for name, row in METHODS.items() if not row.underflow_safe]
+
+
+@pytest.fixture(params=[True, False], ids=["bf16", "no bf16"])
+def has_bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A CPU with or without bf16 arithmetic."""
+    monkeypatch.setattr(dtype, "cpu_has_bf16", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_left_to_us_it_is_one_that_the_method_and_the_cpu_can_use(method: str, has_bf16: bool) -> None:
+    """float16 files stay so where losses are scaled; bf16 is not emulated; the reason names what was found."""
+    half = choose_dtype("auto", SimpleNamespace(dtype=torch.float16), CPU, method)
+    brain = choose_dtype("auto", SimpleNamespace(dtype=torch.bfloat16), CPU, method)
+    wide = torch.bfloat16 if has_bf16 else torch.float32
+    assert half.dtype == (wide if method in UNSAFE else torch.float16)
+    assert (f"{method} has no loss scaling" in str(half)) == (method in UNSAFE)
+    assert brain.dtype == wide and ("no arithmetic for bfloat16" in str(brain)) != has_bf16
+    assert choose_dtype("auto", SimpleNamespace(dtype=torch.float32), CPU, method).dtype == torch.float32
+
+
+def test_what_is_asked_for_is_taken_and_a_slow_one_is_said(has_bf16: bool) -> None:
+    """An explicit dtype is never replaced."""
+    asked = choose_dtype("bfloat16", SimpleNamespace(dtype=torch.float32), CPU)
+    assert asked.dtype == torch.bfloat16 and ("warning: this CPU has no arithmetic" in str(asked)) != has_bf16
+    with pytest.raises(UserError, match="float64; choose one of float32"):
+        choose_dtype("auto", SimpleNamespace(dtype=torch.float64), CPU)
+    with pytest.raises(UserError, match="torch.float64 is not one of float32"):
+        choose_dtype(torch.float64, None, CPU)
+
+
+def test_a_run_on_float16_files_trains_in_another_dtype_and_says_so(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """OPT is published in float16: with dtype left out, adamw trained NaN after a step."""
+    half = keyhole.load(tiny_model, device="cpu", dtype="float16")
+    half.save_pretrained(tmp_path / "half")
+    words = [f"model={tmp_path / 'half'}", f"train_data={tiny_data}", "device=cpu", "max_length=64"]
+    for dry in (["--dry-run"], []):
+        out = f"output_dir={tmp_path / 'out'}"
+        assert (
+            main(
+                [
+                    "train",
+                    "demo-adamw",
+                    *words,
+                    "eval_data=null",
+                    "eval_steps=null",
+                    "dtype=null",
+                    "max_steps=3",
+                    out,
+                    *dry,
+                ]
+            )
+            == 0
+        )
+        said = capsys.readouterr().out
+        assert "since the model's files hold float16 and adamw has no loss scaling" in said
+    assert keyhole.load(tmp_path / "out", device="cpu").dtype in (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("method", UNSAFE)
+def test_a_method_is_not_made_on_a_dtype_that_it_cannot_train_in(method: str) -> None:
+    """In a loop of one's own, too: the message names the argument of load."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float16")
+    with pytest.raises(UserError, match=f"dtype: {method} has no loss scaling.*bfloat16"):
+        METHODS[method].load()(model)
+
+
+def test_a_method_that_scales_its_loss_is_made_on_float16() -> None:
+    """It steps, and nothing is refused."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float16")
+    assert torch.isfinite(keyhole.LOMO(model).step(batch()))
+
+
+CPUS = {"flags\t\t: fpu avx512_bf16 avx2": True, "flags: fpu avx512f avx2": False, "Features\t: fp asimd bf16": True}
+
+
+@pytest.mark.parametrize("text", CPUS)
+def test_bf16_arithmetic_is_found_in_the_flags(text: str, tmp_path: Path) -> None:
+    """x86 and ARM name it differently; where nothing is known, nothing is held against the CPU."""
+    assert cpu_has_bf16(tmp_path)
+    (tmp_path / "cpuinfo").write_text(f"processor: 0\n{text}\n")
+    assert cpu_has_bf16(tmp_path) == CPUS[text]
