@@ -13,9 +13,9 @@ def data(
     overrides: Overrides = None,
     count: Annotated[int, typer.Option("-n", "--count", min=0, help="How many samples to show.")] = 3,
 ) -> None:
-    """Show samples as the model will see them.
+    """Show the first samples as the model will see them.
 
-    Tokens, which of them are trained on, and what is cut.
+    Tokens, which of them are trained on, and what is cut. Only these samples are prepared.
 
     Example: keyhole data my.yaml -n 5 max_length=512
     """

@@ -7,10 +7,10 @@ done after reading, so they share an entry.
 
     directory/<32 hex digits>.keyhole-data
 
-    8 bytes "KEYHOLED", length of the JSON u64, JSON, then the arrays one after another
+    8 bytes "KEYHOLED", length of the JSON u64, JSON (report, sizes), the arrays in a row, BLAKE2b-128 of all that
 
-The JSON has the report, the sizes, and the fingerprint of the data set, which is compared after reading: an entry that
-was damaged is made again. Entries appear by one rename. Hub ids are not cached here: `datasets` has its own cache.
+An entry whose hash does not match is made again. Entries appear by one rename. Hub ids are not cached here: `datasets`
+has a cache of its own.
 """
 
 import hashlib
@@ -93,7 +93,6 @@ def write_entry(path: Path, data: Dataset) -> None:
     arrays |= {"file": where.file, "number": where.number}
     about = {
         "sizes": {name: len(values) for name, values in arrays.items()},
-        "fingerprint": data.fingerprint,
         "report": asdict(data.report),
         "files": where.files,
         "cuts": {str(i): list(cut) for i, cut in data.cuts.items()},
@@ -102,13 +101,16 @@ def write_entry(path: Path, data: Dataset) -> None:
         "chat_template": data.chat_template,
     }
     text = json.dumps(about).encode()
+    digest = hashlib.blake2b(digest_size=16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
         with os.fdopen(descriptor, "wb") as file:
-            file.write(FRONT.pack(MAGIC, len(text)) + text)
-            for name, values in arrays.items():
-                np.asarray(values, dtype=ARRAYS[name]).tofile(file)
+            parts = [np.asarray(values, dtype=ARRAYS[name]) for name, values in arrays.items()]
+            for part in (FRONT.pack(MAGIC, len(text)), text, *(memoryview(part).cast("B") for part in parts)):
+                digest.update(part)
+                file.write(part)
+            file.write(digest.digest())
         os.replace(temporary, path)
     except OSError as error:
         raise UserError(f"data_cache: cannot write to {path.parent}: {error.strerror or error}") from None
@@ -121,12 +123,18 @@ def read_entry(path: Path) -> Dataset | None:
             magic, length = FRONT.unpack(file.read(FRONT.size))
             if magic != MAGIC or length > path.stat().st_size:
                 return None
-            about = json.loads(file.read(length))
+            text = file.read(length)
+            about = json.loads(text)
             found = {name: np.fromfile(file, dtype=kind, count=about["sizes"][name]) for name, kind in ARRAYS.items()}
+            digest = hashlib.blake2b(FRONT.pack(magic, length) + text, digest_size=16)
+            for part in found.values():
+                digest.update(memoryview(part).cast("B"))
+            if file.read() != digest.digest():
+                return None
         where = Places()
         where.files = [tuple(pair) for pair in about["files"]]
         where.file, where.number = array("i", found["file"].tobytes()), array("q", found["number"].tobytes())
-        data = Dataset(
+        return Dataset(
             found["ids"],
             found["trained"],
             lengths=found["lengths"].tolist(),
@@ -138,6 +146,5 @@ def read_entry(path: Path) -> Dataset | None:
             pad_token_id=about["pad_token_id"],
             chat_template=about["chat_template"],
         )
-        return data if data.fingerprint == about["fingerprint"] else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error, RecursionError):
         return None

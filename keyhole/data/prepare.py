@@ -27,7 +27,7 @@ from keyhole.data.report import Report
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 
-BLOCK, BLOCK_CHARACTERS = 512, 2**22
+BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
 
 def prepare(
@@ -108,7 +108,12 @@ def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
     for example in items:
         block.append(example)
         texts = [turn["content"] for turn in example.turns or ()]
-        characters += len(example.prompt) + len(example.answer) + sum(map(len, texts))
+        count = len(example.prompt) + len(example.answer) + sum(map(len, texts))
+        if count > MOST_CHARACTERS:
+            raise UserError(
+                f"{example.record.where}: {count:,} characters; a row has at most {MOST_CHARACTERS:,}: split it"
+            )
+        characters += count
         if len(block) >= most or characters > BLOCK_CHARACTERS:
             yield block
             block, characters = [], 0

@@ -20,6 +20,11 @@ TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
 
 
+def today() -> datetime.date:
+    """The day by this computer's clock."""
+    return datetime.date.today()
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
     """How rows become tokens. stop_token_ids: those that end an answer of the model, besides eos."""
@@ -52,7 +57,7 @@ class PrepareSettings:
     def day(self) -> datetime.date:
         """The date that templates may print; today's where none is set."""
         if self.template_date is None:
-            return datetime.date.today()
+            return today()
         try:
             return datetime.date.fromisoformat(self.template_date)
         except ValueError:

@@ -1,17 +1,24 @@
 """Every kind of file gives the same rows, and a broken one is named with its line."""
 
 import csv
+import gzip
 import json
+import os
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import SUFFIXES, read
+from keyhole.data import prepare
+from keyhole.data.files import SUFFIXES, Record, read
+from keyhole.data.formats import detect
 from keyhole.errors import UserError
+from tests.data.chats import tokenizer
 
 ROWS = [
     {"prompt": 'a, "b"\nc', "completion": "\u00e9"},
@@ -26,6 +33,12 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        import pyarrow
+
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
     elif path.suffix in (".csv", ".tsv"):
         with open(path, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]), delimiter="\t" if path.suffix == ".tsv" else ",")
@@ -100,10 +113,191 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, name: str, content
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
-    """A Latin-1 file is told to become UTF-8."""
-    (tmp_path / "a.jsonl").write_bytes('{"text": "caf\u00e9"}'.encode("latin-1"))
-    with pytest.raises(UserError, match=r"a.jsonl: not UTF-8"):
+    """A Latin-1 file is told to become UTF-8, with the line of its first such letter; UTF-16 is recognised."""
+    rest = '{"text": "a"}\n' * 3000
+    (tmp_path / "a.jsonl").write_bytes((rest + '{"text": "caf\u00e9"}').encode("latin-1"))
+    with pytest.raises(UserError, match=r"a.jsonl, line 3001: not UTF-8"):
         rows(str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.csv").write_bytes("text\nab\ncaf\u00e9\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"a.csv, line 3: not UTF-8"):
+        rows(str(tmp_path / "a.csv"))
+    (tmp_path / "b.jsonl").write_bytes(rest.encode("utf-16"))
+    with pytest.raises(UserError, match=r"b.jsonl \(it looks like UTF-16\): not UTF-8"):
+        rows(str(tmp_path / "b.jsonl"))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv"])
+def test_compressed_text_is_read(tmp_path: Path, suffix: str) -> None:
+    """The same rows out of .gz, also in a directory; a torn one is named."""
+    plain = write(tmp_path / f"data{suffix}", ROWS)
+    packed = tmp_path / "sub" / f"data{suffix}.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert rows(str(packed)) == rows(str(packed.parent)) == ROWS
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(UserError, match=r"data.*gz: cannot be (unpacked|read)"):
+        rows(str(packed))
+
+
+def test_a_csv_with_other_delimiters(tmp_path: Path) -> None:
+    """Semicolons and tabs are seen in the header; a comma there decides for commas."""
+    for name, mark in (("a.csv", ";"), ("b.csv", "\t"), ("c.csv.gz", ";")):
+        text = f'prompt{mark}completion\n"a{mark}b"{mark}"c, d"\n'.encode()
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+        assert rows(str(tmp_path / name)) == [{"prompt": f"a{mark}b", "completion": "c, d"}]
+    (tmp_path / "d.csv").write_text("prompt,completion;x\na,b\n")
+    assert rows(str(tmp_path / "d.csv")) == [{"prompt": "a", "completion;x": "b"}]
+
+
+def test_a_directory_of_save_to_disk(tmp_path: Path) -> None:
+    """Its files in their order, without the datasets package; of several splits the one called train."""
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for i in (1, 0):
+            write(tmp_path / split / f"data-{i}.arrow", [{"text": f"{split} {i}"}])
+        state = {"_data_files": [{"filename": f"data-{i}.arrow"} for i in (0, 1)]}
+        (tmp_path / split / "state.json").write_text(json.dumps(state))
+        (tmp_path / split / "dataset_info.json").write_text("{}")
+    assert rows(str(tmp_path / "test")) == [{"text": "test 0"}, {"text": "test 1"}]
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert rows(str(tmp_path)) == [{"text": "train 0"}, {"text": "train 1"}]
+    (tmp_path / "train").rename(tmp_path / "validation")
+    with pytest.raises(UserError, match="without a split `train`; name one of its directories: test, validation"):
+        rows(str(tmp_path))
+
+
+def test_nulls_that_parquet_added_are_taken_out(tmp_path: Path) -> None:
+    """A key that only another row has is no key of this one; a null column stays one."""
+    table = [{"turn": {"calls": [{"a": 1}], "b": "x"}, "n": 1}, {"turn": {"calls": [{"c": 2}]}, "n": None}]
+    for suffix in (".parquet", ".arrow"):
+        assert rows(str(write(tmp_path / f"a{suffix}", table))) == table
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """Pipes and devices are refused at once, by name or in a directory; so are names that no file can have."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
+    for name in (tmp_path / "pipe.jsonl", tmp_path / "zero.jsonl", "/dev/zero"):
+        with pytest.raises(UserError, match=f"{name}: not a regular file but a pipe or a device"):
+            rows(str(name))
+    with pytest.raises(UserError, match="the directory holds no data file"):
+        rows(str(tmp_path))
+    with pytest.raises(UserError, match="cannot be read: File name too long"):
+        rows("a" * 5000 + ".jsonl")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_files_that_may_not_be_read_are_named(tmp_path: Path) -> None:
+    """A file and a directory without permission are the user's to change, not a traceback."""
+    (tmp_path / "dir").mkdir()
+    write(tmp_path / "dir" / "a.jsonl", ROWS)
+    write(tmp_path / "b.jsonl", ROWS).chmod(0)
+    (tmp_path / "dir").chmod(0)
+    for parent in list(tmp_path.parents)[:3]:
+        parent.chmod(0o755)
+    tmp_path.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        for name in ("b.jsonl", "dir", "dir/a.jsonl"):
+            with pytest.raises(UserError, match=f"{name}: cannot be read: Permission denied"):
+                rows(str(tmp_path / name))
+    finally:
+        os.seteuid(0)
+        (tmp_path / "dir").chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("[" * 100_000 + "]" * 100_000, "nested too deeply"), ("9" * 5000, "too many digits")],
+    ids=["deep", "huge integer"],
+)
+def test_json_that_python_cannot_hold_is_refused(tmp_path: Path, name: str, value: str, message: str) -> None:
+    """Deep nesting and endless integers name the file, and the line where there is one."""
+    text = f'{{"text": {value}}}'
+    (tmp_path / name).write_text(text if name == "a.jsonl" else f"[{text}]")
+    with pytest.raises(UserError, match=rf"{name}{', line 1' if name == 'a.jsonl' else ''}: JSON.*{message}"):
+        rows(str(tmp_path / name))
+
+
+def test_a_row_of_20_megabytes_is_refused(tmp_path: Path) -> None:
+    """In every kind of file, by its line or row, before it is taken apart."""
+    large = "x" * (20 * 2**20)
+    for suffix in (".jsonl", ".csv", ".parquet", ".arrow"):
+        path = write(tmp_path / f"a{suffix}", [{"text": "a"}, {"text": large}])
+        with pytest.raises(UserError, match=r"a\.\w+, (line|row) [23]: .*(longer than|field larger|bytes; a row)"):
+            rows(str(path))
+    path = write(tmp_path / "a.json", [{"text": large}])
+    with pytest.raises(UserError, match="item 1: 20,971,520 characters; a row has at most"):
+        prepare(str(path), tokenizer())
+
+
+def refused(path: Path) -> tuple[str, float]:
+    """The refusal of a file, and the most memory that Python and Arrow held meanwhile, in MiB."""
+    import pyarrow
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError) as error:
+            rows(str(path))
+        return str(error.value), (
+            tracemalloc.get_traced_memory()[1] + pyarrow.default_memory_pool().max_memory()
+        ) / 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_small_parquet_file_cannot_fill_the_memory(tmp_path: Path, nested: bool) -> None:
+    """A thousand times one text of 17 MB, 17 GB in 2 KB: refused at the first row, in a fraction of it."""
+    import pyarrow
+    import pyarrow.parquet
+
+    text = pyarrow.array(["x" * 17_000_000])
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), text)
+    if nested:
+        column = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1000], pyarrow.int32()), column)
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), path, compression="zstd")
+    assert path.stat().st_size < 4000
+    said, mib = refused(path)
+    assert "a.parquet, row 1: " in said and "bytes; a row has at most 16,777,216" in said and mib < 500
+
+
+def test_a_parquet_file_of_endless_rows_is_refused(tmp_path: Path) -> None:
+    """Twenty million equal rows in a few KB are no text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(20_000_000, np.int32)), pyarrow.array(["a"]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
+    with pytest.raises(
+        UserError, match="a.parquet: column text has 20,000,000 values.*: no text can be compressed like that"
+    ):
+        rows(str(tmp_path / "a.parquet"))
+
+
+def test_a_compressed_file_cannot_grow_without_end(tmp_path: Path) -> None:
+    """80 MB of empty lines in 80 KB are stopped; a long line in memory is never longer than a row."""
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wb", compresslevel=9) as file:
+        for _ in range(80):
+            file.write(b" " * 2**20 + b"\n")
+    with pytest.raises(UserError, match="unpacks to far more than text compresses by"):
+        rows(str(path))
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for _ in range(100):
+            file.write(b" " * 2**20)
+    said, mib = refused(path)
+    assert "line 1: longer than 16,777,216 characters" in said and mib < 500
+
+
+def test_names_from_files_are_cleaned_and_cut() -> None:
+    """Terminal escapes in columns are written out, and of a hundred thousand columns a few are shown."""
+    record = Record("a\x1b[2J.csv", "row", 1, {f"\x1b]0;{i}\x07": "" for i in range(100_000)})
+    with pytest.raises(UserError) as error:
+        detect(record)
+    assert "\x1b" not in str(error.value) and "99,988 more" in str(error.value) and len(str(error.value)) < 2000
 
 
 def test_what_is_missing_is_said_at_once(tmp_path: Path) -> None:

@@ -71,6 +71,25 @@ def test_alpaca_input_follows_the_instruction() -> None:
     assert turns("alpaca", instruction="Add", input=" ", output="3")[0] == ("user", "Add")
 
 
+def test_alpacas_history_comes_before_the_question() -> None:
+    """Pairs of question and answer, also as JSON in a CSV cell; anything else is refused."""
+    before = [("user", "a"), ("assistant", "b")]
+    for history in ([["a", "b"]], '[["a", "b"]]'):
+        assert turns("alpaca", instruction="Hi", output="Hello", history=history) == before + CHAT
+    assert turns("alpaca", instruction="Hi", output="Hello", history=None) == CHAT
+    with pytest.raises(UserError, match="column history: expected a list of .question, answer. pairs"):
+        turns("alpaca", instruction="Hi", output="Hello", history=[["a"]])
+
+
+def test_sharegpts_function_calls_are_calls() -> None:
+    """A turn from function_call is an assistant's tool call; what is no JSON is refused."""
+    call = {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}
+    example = normalise(record(conversations=[{"from": "human", "value": "Hi"}, call]), "conversations")
+    assert example.turns[1]["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
+    with pytest.raises(UserError, match=r"conversations\[0\].value: expected a call in JSON"):
+        normalise(record(conversations=[call | {"value": "f()"}]), "conversations")
+
+
 def test_parts_tools_and_nulls() -> None:
     """Text parts are joined, tools kept, null keys dropped, and a turn that calls tools needs no content."""
     parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
@@ -94,6 +113,8 @@ def test_parts_tools_and_nulls() -> None:
         ("messages", {"messages": [{"from": "human", "value": "a"}]}, r"messages\[0\]: expected an object"),
         ("messages", {"messages": [USER | {"content": None}]}, r"messages\[0\].content: .* null"),
         ("messages", {"messages": [USER | {"weight": 0.5}]}, r"messages\[0\].weight: expected 0 or 1"),
+        ("messages", {"messages": [USER | {"train": "no"}]}, r"messages\[0\].train: expected true or false"),
+        ("messages", {"messages": [ASSISTANT | {"tool_calls": "f()"}]}, r"messages\[0\].tool_calls: expected a list"),
         ("messages", {"messages": [USER | {"content": [{"image": "x"}]}]}, r"messages\[0\].content: "),
         ("conversations", {"conversations": [{"from": "bob", "value": "a"}]}, r"conversations\[0\].from: "),
         ("conversations", {"conversations": [{"from": "gpt"}]}, r"conversations\[0\]: .* from"),

@@ -1,6 +1,7 @@
 """The data of a run out of its settings."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,108 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -
     with pytest.raises(UserError, match=f"model: the tokenizer of {tmp_path} cannot be read: .") as error:
         load_data(settings(tmp_path, tiny_data))
     assert "\n" not in str(error.value)
+
+
+def test_a_batch_larger_than_the_data_is_mentioned(tiny_model: Path, tiny_data: Path) -> None:
+    """24 rows and 40 for a step: the report says that a step is all of the data."""
+    report = load_data(settings(tiny_model, tiny_data, batch_size=20)).report
+    assert "batch_size=20 x gradient_accumulation_steps=2 is more than the 24 rows" in report[-1]
+    assert not any("batch_size" in line for line in load_data(settings(tiny_model, tiny_data)).report)
+
+
+def test_a_preview_reads_only_the_samples_it_shows(tiny_model: Path, tmp_path: Path) -> None:
+    """Three samples of a file whose fourth row is broken are shown; the whole file is refused."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "Hello"}) + "\n" + (json.dumps({"text": "x" * 9}) + "\n") * 2 + "{broken\n" * 9)
+    text = preview_data(settings(tiny_model, path), 2)
+    assert text.count("sample ") == 2 + 1 and "only the first rows were read" in text
+    with pytest.raises(UserError, match="line 4: not valid JSON"):
+        load_data(settings(tiny_model, path))
+    with pytest.raises(UserError, match="line 4: not valid JSON"):
+        preview_data(settings(tiny_model, path), 4)
+
+
+def test_sources_are_mixed_by_weight(tiny_model: Path, tmp_path: Path) -> None:
+    """2 takes every sample twice, 0.5 half of them, 0 none; which half is the same in every run."""
+    for name, letter in (("a", "A"), ("b", "B"), ("c", "C")):
+        rows = [{"text": letter * (i + 2)} for i in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [str(tmp_path / f"{name}.jsonl") for name in "abc"]
+    given = {"train_data": sources, "train_weights": [2, 0.5, 0]}
+    tok = load_tokenizer(str(tiny_model))
+    found = [load_data(settings(tiny_model, tmp_path, **given)) for _ in range(2)]
+    letters = [tok.decode(row.input_ids)[0] for row in found[0].train.dataset]
+    assert letters == ["A"] * 8 + ["B"] * 2
+    assert found[0].train.fingerprint == found[1].train.fingerprint
+    assert any("8 of source 1 (weight 2), 2 of source 2 (weight 0.5)" in line for line in found[0].report)
+    packed = load_data(settings(tiny_model, tmp_path, **given, packing=True)).train.dataset
+    assert sorted(i for row in packed.rows for i in row) == sorted(
+        i for row in found[0].train.dataset.rows for i in row
+    )
+    with pytest.raises(UserError, match="train_weights: 2 numbers for 3 sources"):
+        load_data(settings(tiny_model, tmp_path, train_data=sources, train_weights=[1, 1]))
+    with pytest.raises(UserError, match="train_weights: no sample is left"):
+        load_data(settings(tiny_model, tmp_path, train_data=sources, train_weights=[0, 0, 0]))
+
+
+def test_columns_are_renamed(tiny_model: Path, tmp_path: Path) -> None:
+    """The setting maps our names to theirs; a name that is not there is refused with those that are."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "1 + 1 = ", "answer": "2", "text": "no"}) + "\n")
+    columns = {"prompt": "question", "completion": "answer"}
+    data = load_data(settings(tiny_model, path, columns=columns)).train.dataset
+    assert load_tokenizer(str(tiny_model)).decode(data[0].input_ids).startswith("1 + 1 = 2")
+    with pytest.raises(
+        UserError, match="line 1: columns: the data have no column reply; found: question, answer, text"
+    ):
+        load_data(settings(tiny_model, path, columns={"completion": "reply"}))
+
+
+def test_duplicates_are_left_out_of_training_only(tiny_model: Path, tmp_path: Path) -> None:
+    """The first of equal samples stays; evaluation counts what it was given."""
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"text": "Hello"}) + "\n") * 3 + json.dumps({"text": "Bye"}) + "\n")
+    data = load_data(settings(tiny_model, path, eval_data=str(path), dedup=True))
+    assert len(data.train.dataset) == 2 and len(data.eval.dataset) == 4
+    assert any("dedup: 2 samples are the same" in line for line in data.report)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+
+
+def test_a_resumed_run_prints_the_day_it_began(tiny_model: Path, tmp_path: Path) -> None:
+    """The date is in the loader's state; with it the tokens are the same on another day, without it they are not."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    given = {"chat_template": DATED}
+    began = load_data(settings(tiny_model, path, **given, template_date="2024-02-29"))
+    state = began.train.state_dict()
+    assert state["date"] == "2024-02-29" and any("prints the date, 2024-02-29" in line for line in began.report)
+    load_data(settings(tiny_model, path, **given, template_date=state["date"])).train.load_state_dict(state)
+    with pytest.raises(UserError, match="the training data are not those of the checkpoint"):
+        load_data(settings(tiny_model, path, **given)).train.load_state_dict(state)
+    with pytest.raises(UserError, match="template_date='today': expected a date"):
+        settings(tiny_model, path, template_date="today")
+
+
+def test_the_template_of_a_setting_is_a_text_or_a_regular_file(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """A file is read; what is missing, endless, too large or no text is refused by name."""
+    path = tmp_path / "t.jinja"
+    path.write_text(DATED)
+    assert settings(tiny_model, tiny_data, chat_template=str(path)).template_text == DATED
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "large").write_bytes(b"x" * (2**20 + 1))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    cases = {
+        "nothing": "no such file",
+        "pipe": "not a regular file",
+        "large": "larger than 1 MiB",
+        "binary": "not UTF-8",
+    }
+    for name, message in cases.items():
+        with pytest.raises(UserError, match=f"chat_template: .*{name}: {message}"):
+            load_data(settings(tiny_model, tiny_data, chat_template=str(tmp_path / name)))
+    with pytest.raises(UserError, match="/dev/zero: not a regular file"):
+        load_data(settings(tiny_model, tiny_data, chat_template="/dev/zero"))

@@ -1,0 +1,123 @@
+"""Rows of files that are stored by column: Parquet, and Arrow as Hugging Face's `save_to_disk` writes it.
+
+A batch of 64 rows is weighed before it becomes Python objects: its bytes, texts of dictionaries counted as often as
+they occur. A heavy batch is taken apart row by row, and a row above 16 MiB is refused.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from keyhole.data.readers import GROWTH_FROM, MOST_GROWTH, MOST_ROW_BYTES, ROWS_AT_ONCE, Record
+from keyhole.errors import UserError, printable
+
+MOST_VALUES_PER_BYTE = 16
+
+
+def read_parquet(path: Path) -> Iterator[Record]:
+    """The rows of a Parquet file."""
+    try:
+        import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
+    except ImportError:
+        raise UserError(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            texts = _check(path, file.metadata)
+        with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+                for row in _rows(path, batch, number):
+                    number += 1
+                    yield Record(str(path), "row", number, row)
+    except (ArrowException, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a readable Parquet file (after row {number}): {error}") from None
+
+
+def read_arrow(path: Path) -> Iterator[Record]:
+    """The rows of an Arrow file, in the format of streams or of files."""
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{path}: reading Arrow needs pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if is_file else iter(opened)
+            for whole in batches:
+                for start in range(0, whole.num_rows, ROWS_AT_ONCE):
+                    for row in _rows(path, whole.slice(start, ROWS_AT_ONCE), number):
+                        number += 1
+                        yield Record(str(path), "row", number, row)
+    except (pyarrow.ArrowException, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a readable Arrow file (after row {number}): {error}") from None
+
+
+def _check(path: Path, about: Any) -> list[str]:
+    """Refuses a file that says it holds far more than its size; returns the columns of texts."""
+    bytes_in_file, texts = path.stat().st_size, set()
+    values, grown = Counter(), Counter()
+    for group in (about.row_group(i) for i in range(about.num_row_groups)):
+        for column in (group.column(i) for i in range(group.num_columns)):
+            name = column.path_in_schema
+            values[name] += column.num_values
+            grown[name] += column.total_uncompressed_size
+            texts |= {name} if column.physical_type == "BYTE_ARRAY" else set()
+    for name in values:
+        too_large = grown[name] > GROWTH_FROM and grown[name] > MOST_GROWTH * bytes_in_file
+        if too_large or (values[name] > 2**20 and values[name] > MOST_VALUES_PER_BYTE * bytes_in_file):
+            raise UserError(
+                f"{path}: column {printable(name, 80)} has {values[name]:,} values, {grown[name]:,} bytes unpacked, in "
+                f"a file of {bytes_in_file:,}: no text can be compressed like that; write it without repetition"
+            )
+    return sorted(texts)
+
+
+def _rows(path: Path, batch: Any, before: int) -> Iterator[dict[str, Any]]:
+    """The rows of a batch, none of them above the bound."""
+    if sum(map(_weight, batch.columns)) <= MOST_ROW_BYTES:
+        yield from map(_without_nulls, batch.to_pylist())
+        return
+    for i in range(batch.num_rows):
+        row = batch.slice(i, 1)
+        weight = sum(map(_weight, row.columns))
+        if weight > MOST_ROW_BYTES:
+            raise UserError(f"{path}, row {before + i + 1}: {weight:,} bytes; a row has at most {MOST_ROW_BYTES:,}")
+        yield _without_nulls(row.to_pylist()[0])
+
+
+def _weight(column: Any) -> int:
+    """Bytes of an array, each text of a dictionary counted as often as it is used."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    kind = column.type
+    if isinstance(kind, pyarrow.ExtensionType):
+        return _weight(column.storage)
+    if pyarrow.types.is_dictionary(kind):
+        size = compute.binary_length(column.dictionary)
+        return compute.sum(size.take(column.indices)).as_py() or 0
+    if pyarrow.types.is_struct(kind):
+        return sum(_weight(part) for part in column.flatten())
+    if pyarrow.types.is_nested(kind) and hasattr(column, "flatten"):
+        return 8 * len(column) + _weight(column.flatten())
+    return column.nbytes
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: nested(value) for name, value in row.items()}
+
+
+def nested(value: Any) -> Any:
+    """The value without the keys that are null inside of it."""
+    if isinstance(value, dict):
+        return {key: nested(item) for key, item in value.items() if item is not None}
+    return [nested(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,228 @@
+"""The rows of one file, by its suffix, and what a broken or hostile file is told.
+
+    .jsonl .ndjson     an object per line                       .csv .tsv     a header, then a row per record
+    .json              a list of objects, or JSONL after all    .parquet      columns; also .arrow (`save_to_disk`)
+
+The text kinds may be compressed (.jsonl.gz). A .csv whose header has no comma but semicolons or tabs is split at those.
+
+Rows are yielded one at a time, each with the place it came from, because the commonest complaint about data
+tools is a bare KeyError: every later error can say "train.jsonl, line 17". JSONL counts lines, CSV and
+Parquet count rows from 1 without the header. Keys that Parquet fills with null inside a nested value, because another
+row has them, are taken out again: the row never had them.
+
+A small file can hold a great deal: a Parquet page that repeats one long text, a gzip stream of zeros. So a row has at
+most 16 MiB, which is looked at before the row is made; Parquet's texts are read as dictionaries, in which a repeated
+one lies once; and a file that says it holds a thousand times more than its size is refused.
+"""
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TextIO
+
+from keyhole.errors import UserError, listed
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+MOST_ROW_BYTES = 2**24
+MOST_JSON_BYTES = 2**31
+MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # times its size, from so many bytes on
+ROWS_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row and where it was found."""
+
+    file: str
+    unit: str  # "line", "row" or "item"
+    number: int  # counted from 1
+    row: dict[str, Any]
+    source: int = 0  # which of the sources it came from
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, {self.unit} {self.number}"
+
+
+def kind_of(path: Path) -> str:
+    """The suffix that says how a file is read, without .gz; "" for a file that is none of ours."""
+    packed = path.suffix.lower() == ".gz"
+    suffix = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
+    return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else ""
+
+
+def read_file(path: Path) -> Iterator[Record]:
+    """The rows of one local file."""
+    readers = {".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".arrow": _arrow}
+    reader = readers.get(kind_of(path), _jsonl if kind_of(path) else None)
+    if reader is None:
+        known = ", ".join(SUFFIXES)
+        raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)")
+    try:
+        yield from reader(path)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}{_bad_line(path)}: not UTF-8 text ({error.reason}); save the file as UTF-8") from None
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be unpacked: {error}; the file is damaged or not whole") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+class _Unpacked(io.RawIOBase):
+    """A gzip stream that refuses to grow without end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.stream = path, gzip.open(path, "rb")
+        self.left = max(GROWTH_FROM // 4, MOST_GROWTH // 4 * path.stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = self.stream.readinto(buffer)
+        self.left -= count
+        if self.left < 0:
+            raise UserError(
+                f"{self.path}: unpacks to far more than text compresses by; unpack it first, and look at it"
+            )
+        return count
+
+    def close(self) -> None:
+        self.stream.close()
+        super().close()
+
+
+@contextmanager
+def _open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
+    with io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
+        yield file
+
+
+@contextmanager
+def _open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    with _open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
+        yield text
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Lines of a bounded length."""
+    number = 0
+    while line := file.readline(MOST_ROW_BYTES + 1):
+        number += 1
+        if len(line) > MOST_ROW_BYTES:
+            raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")
+        yield line
+
+
+def _bad_line(path: Path) -> str:
+    """`, line 17`, or the encoding that the file seems to have; where the first byte stands that is no UTF-8."""
+    with _open_bytes(path) as file:
+        number, start = 0, b""
+        while line := file.readline(MOST_ROW_BYTES):
+            number, start = number + 1, start or line[:2]
+            try:
+                line.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                return " (it looks like UTF-16)" if start in (b"\xff\xfe", b"\xfe\xff") else f", line {number}"
+    return ""
+
+
+def _object(value: Any, path: Path, unit: str, number: int) -> Record:
+    if not isinstance(value, dict):
+        raise UserError(f"{path}, {unit} {number}: expected an object with named columns, found {type(value).__name__}")
+    return Record(str(path), unit, number, value)
+
+
+def _load(text: str, path: Path, line: int | None) -> Any:
+    """JSON, or the error that says what is wrong with it; line: of the file, where the text is one line of it."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at = line or error.lineno
+        raise UserError(f"{path}, line {at}: not valid JSON: {_fault(error)}") from error
+    except (ValueError, RecursionError) as error:
+        what = "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+        raise UserError(f"{path}{f', line {line}' if line else ''}: JSON that cannot be read: {what}") from None
+
+
+def _jsonl(path: Path) -> Iterator[Record]:
+    with _open_text(path) as file:
+        for number, line in enumerate(_lines(file, path), 1):
+            if line.strip():
+                yield _object(_load(line.rstrip(), path, number), path, "line", number)
+
+
+def _json(path: Path) -> Iterator[Record]:
+    if path.stat().st_size > MOST_JSON_BYTES:
+        raise UserError(
+            f"{path}: {path.stat().st_size:,} bytes in one JSON value; write it as JSONL, an object per line"
+        )
+    with _open_text(path) as file:
+        text = file.read(MOST_JSON_BYTES)
+    if not text.strip():
+        return
+    try:
+        value = _load(text.rstrip(), path, None)
+    except UserError as error:
+        cause = error.__cause__
+        if isinstance(cause, json.JSONDecodeError) and cause.msg == "Extra data" and text.lstrip().startswith("{"):
+            yield from _jsonl(path)  # one object per line after all
+            return
+        raise
+    if not isinstance(value, list):
+        keys = f" with keys {listed(value)}" if isinstance(value, dict) else ""
+        raise UserError(
+            f"{path}: expected a list of rows, found {type(value).__name__}{keys}; "
+            "write a list of objects, or one object per line (JSONL)"
+        )
+    for number, item in enumerate(value, 1):
+        yield _object(item, path, "item", number)
+
+
+def _fault(error: json.JSONDecodeError) -> str:
+    """What is wrong, in which column of the line, and the line around it; `...` stands where it goes on."""
+    line, at = error.doc.split("\n")[error.lineno - 1], error.colno - 1
+    start, end = max(0, at - 40), at + 20
+    shown = f"{'...' if start else ''}{line[start:end]}{'...' if end < len(line) else ''}"
+    ends = ", where the line ends" if at >= len(line) else ""
+    return f"{error.msg} at column {error.colno}{ends}: {shown!r}"
+
+
+def _csv(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
+    with _open_text(path, newline="") as file:
+        lines = _lines(file, path)
+        first = next(lines, "")
+        others = [mark for mark in ";\t" if mark in first] if "," not in first else []
+        delimiter = "\t" if kind_of(path) == ".tsv" else others[0] if others else ","
+        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+        try:
+            header = next(rows, [])
+            for number, cells in enumerate((r for r in rows if r), 1):
+                if len(cells) != len(header):
+                    raise UserError(
+                        f"{path}, row {number} (line {rows.line_num}): {len(cells)} cells under "
+                        f"{len(header)} columns ({listed(header)}); quote cells that hold the delimiter"
+                    )
+                yield Record(str(path), "row", number, dict(zip(header, cells, strict=True)))
+        except csv.Error as error:
+            raise UserError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[Record]:
+    from keyhole.data.columns import read_parquet
+
+    return read_parquet(path)
+
+
+def _arrow(path: Path) -> Iterator[Record]:
+    from keyhole.data.columns import read_arrow
+
+    return read_arrow(path)
