@@ -84,7 +84,7 @@ def codes_reference(x: torch.Tensor, bits: torch.Tensor | None) -> torch.Tensor:
 
 
 def fp8_encode_reference_(
-    w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int, rounding: str
+    w: torch.Tensor, packed: torch.Tensor, offset: int, seed: int, step: int, stochastic: bool
 ) -> None:
     """Chunk by chunk."""
     n, which = w.numel(), {"seed": seed, "step": step, "device": w.device}
@@ -92,7 +92,6 @@ def fp8_encode_reference_(
         w_G64 = w[part].view(-1, GROUP)
         k_G = scale_exponents_reference(w_G64)
         x = (w_G64 * ((254 - k_G) << 23).view(torch.float32).unsqueeze(1)).view(-1)
-        stochastic = rounding == "stochastic"
         bits = chunk_bits_reference(offset + part.start, x.numel(), **which) if stochastic else None
         packed[part] = codes_reference(x, bits)
         packed[n + part.start // GROUP : n + part.stop // GROUP] = k_G
@@ -196,23 +195,6 @@ def _decode_kernel(packed_ptr, out_ptr, n, GROUPS: tl.constexpr):
     tl.store(out_ptr + at, round_nearest(w, out_ptr.dtype.element_ty), exists[:, None])
 
 
-def fp8_encode_triton_(
-    w: torch.Tensor, packed: torch.Tensor, *, offset: int, seed: int, step: int, rounding: str
-) -> None:
-    """The same by kernel."""
-    programs, (tile_0, lead, n) = span(offset, w.numel(), TILE)
-    flags = {"STOCHASTIC": rounding == "stochastic", "num_warps": WARPS, "enable_fp_fusion": False}
-    with on_device(w):
-        _encode_kernel[(programs,)](w, packed, tile_0, lead // GROUP, n, *key(seed, step), **flags)
-
-
-def fp8_decode_triton(packed: torch.Tensor, out: torch.Tensor) -> None:
-    """The same by kernel."""
-    programs, options = -(-out.numel() // (GROUP * DECODE_GROUPS)), {"num_warps": WARPS, "enable_fp_fusion": False}
-    with on_device(out):
-        _decode_kernel[(programs,)](packed, out, out.numel(), GROUPS=DECODE_GROUPS, **options)
-
-
 def _check(packed: torch.Tensor, flat: torch.Tensor) -> None:
     """Asserts that these are a packed and an unpacked form of as many weights."""
     assert flat.dim() == 1 and flat.is_contiguous() and packed.is_contiguous(), (flat.shape, packed.shape)
@@ -224,8 +206,11 @@ def fp8_decode(packed: torch.Tensor, out: torch.Tensor) -> None:
     """out <- the weights. out: flat [n], float32 (exact) | bfloat16 | float16 (one rounding, to nearest)."""
     _check(packed, out)
     assert out.dtype in DTYPES, out.dtype
-    run = fp8_decode_triton if use_kernel(out.device) and out.numel() else fp8_decode_reference
-    run(packed, out)
+    if not use_kernel(out.device) or out.numel() == 0:
+        return fp8_decode_reference(packed, out)
+    programs, options = -(-out.numel() // (GROUP * DECODE_GROUPS)), {"num_warps": WARPS, "enable_fp_fusion": False}
+    with on_device(out):
+        _decode_kernel[(programs,)](packed, out, out.numel(), GROUPS=DECODE_GROUPS, **options)
 
 
 def fp8_encode_(
@@ -236,5 +221,10 @@ def fp8_encode_(
     assert w.dtype == torch.float32 and offset % GROUP == 0, (w.dtype, offset)
     assert rounding in ROUNDINGS, rounding
     check_index(offset, w.numel(), seed, (step,))
-    run = fp8_encode_triton_ if use_kernel(w.device) and w.numel() else fp8_encode_reference_
-    run(w, packed, offset=offset, seed=seed, step=step, rounding=rounding)
+    stochastic = rounding == "stochastic"
+    if not use_kernel(w.device) or w.numel() == 0:
+        return fp8_encode_reference_(w, packed, offset, seed, step, stochastic)
+    programs, (tile_0, lead, n) = span(offset, w.numel(), TILE)
+    flags = {"STOCHASTIC": stochastic, "num_warps": WARPS, "enable_fp_fusion": False}
+    with on_device(w):
+        _encode_kernel[(programs,)](w, packed, tile_0, lead // GROUP, n, *key(seed, step), **flags)

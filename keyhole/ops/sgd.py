@@ -26,20 +26,10 @@ from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits, vector_bits
 from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference
+from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 
 _WIDTH, _TILE = tl.constexpr(WIDTH), tl.constexpr(TILE)
 _INTERPRETED, _FLOAT32_MAX = tl.constexpr(INTERPRETED), tl.constexpr(FLOAT32_MAX)
-
-
-@dataclass(frozen=True)
-class Flags:
-    """What the kernel is compiled for."""
-
-    UPDATE: bool  # False: the sum of squares only
-    DECAY: bool
-    CLIP: bool
-    STOCHASTIC: bool
 
 
 @dataclass(frozen=True)
@@ -69,41 +59,30 @@ def scale_or_one(scale_ptr):
     return scale
 
 
-def sum_squares_reference_(
-    grad: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | None, bad: torch.Tensor | None, offset: int
-) -> None:
+def sum_squares_reference_(grad: torch.Tensor, rule: Rule, offset: int) -> None:
     """Chunk by chunk."""
     for part in chunks(offset, grad.numel()):
-        g = scaled_reference(grad[part], scale)
-        out += g.square().sum()
-        if bad is not None:
-            bad |= ~torch.isfinite(g).all()
+        g = scaled_reference(grad[part], rule.scale)
+        if rule.sum_squares is not None:
+            rule.sum_squares.add_(g.square().sum())
+        if rule.bad is not None:
+            rule.bad.bitwise_or_(~torch.isfinite(g).all())
 
 
 def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor | None, rule: Rule, how: Store) -> None:
     """Chunk by chunk."""
-    if rule.sum_squares is not None:
-        sum_squares_reference_(grad, rule.sum_squares, rule.scale, None, how.offset)
-    which = {"seed": how.seed, "step": how.step, "device": w.device}
+    sum_squares_reference_(grad, rule, how.offset)
+    which, stochastic = {"seed": how.seed, "step": how.step, "device": w.device}, how.is_stochastic(w.dtype)
     for part in chunks(how.offset, w.numel()):
         g, old, c_old = scaled_reference(grad[part], rule.scale), w[part], None if c is None else c[part]
         finite = torch.isfinite(g)
-        if rule.bad is not None:
-            rule.bad.bitwise_or_(~finite.all())
         if rule.clip_value is not None:
             g = g.clamp(-rule.clip_value, rule.clip_value)
         if rule.weight_decay:
             g = g.add(old.to(torch.float32), alpha=rule.weight_decay)
         x = (old if c is None else c_old).to(torch.float32).add(g, alpha=-rule.lr)
-        stochastic = how.is_stochastic(w.dtype)
         bits = chunk_bits_reference(how.offset + part.start, g.numel(), **which) if stochastic else None
-        new, c_new = store_weight_reference(old, x, c_old, bits)
-        new = torch.where(finite, new, old)
-        if how.changed is not None:
-            how.changed.add_((new != old).sum())
-        if c is not None:
-            c[part] = torch.where(finite, c_new, c_old)
-        w[part] = new
+        store_weight_reference_(old, c_old, x, finite, bits, how)
 
 
 @jit()
@@ -117,7 +96,7 @@ def fma(a, b, c):
 
 
 @jit()
-def _vector(pointers, bounds, bits, rates, V: tl.constexpr, HOW: tl.constexpr):
+def _vector(pointers, bounds, bits, rates, V: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Vector V of a tile. Returns, per lane, g^2, whether g is bad, whether the weight changed."""
     w_ptr, c_ptr, grad_ptr = pointers
     scale, lr, wd, clip = rates
@@ -127,42 +106,39 @@ def _vector(pointers, bounds, bits, rates, V: tl.constexpr, HOW: tl.constexpr):
     g = tl.load(grad_ptr + i, mask, 0.0).to(tl.float32) * scale
     square, finite = g * g, tl.abs(g) <= _FLOAT32_MAX
     changed = i * 0
-    if HOW.UPDATE:
+    if w_ptr is not None:
         w = tl.load(w_ptr + i, mask, 0.0)
         x = w.to(tl.float32)
-        if HOW.CLIP:
+        if clip is not None:
             g = tl.minimum(tl.maximum(g, -clip), clip)
-        if HOW.DECAY:
+        if wd is not None:
             g = fma(x, wd, g)
         at_c = c_ptr
         if c_ptr is not None:
             at_c = c_ptr + i
             x = tl.load(at_c, mask, 0.0).to(tl.float32)
-        changed = store_weight(w_ptr + i, at_c, mask, finite, w, fma(g, -lr, x), bits, HOW.STOCHASTIC)
+        changed = store_weight(w_ptr + i, at_c, mask, finite, w, fma(g, -lr, x), bits, STOCHASTIC)
     return square, (mask & ~finite).to(tl.int32), changed
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1", "lr", "wd", "clip"])
 def _sgd_kernel(
     w_ptr, c_ptr, grad_ptr, scale_ptr, partial_ptr, bad_ptr, changed_ptr,
-    tile_0, lead, n, step, k0, k1, lr, wd, clip, HOW: tl.constexpr, MULTIPLE: tl.constexpr,
+    tile_0, lead, n, step, k0, k1, lr, wd, clip, STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
-    """One program: 8192 elements of the index space."""
-    step, k0, k1 = unsigned(step, k0, k1)
+    """One program: 8192 elements of the index space. What is None is left out; without w_ptr, all but the sums."""
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     grad_ptr += start
-    if HOW.UPDATE:
+    if w_ptr is not None:
         w_ptr += start
     if c_ptr is not None:
         c_ptr += start
     rates = (scale_or_one(scale_ptr), lr, wd, clip)
-    words = (k0, k0, k0, k0)
-    if HOW.STOCHASTIC:
-        words = tile_bits(tile, (step, k0, k1))
+    words = tile_bits(tile, unsigned(step, k0, k1), STOCHASTIC)
     squares, bads, moves = lanes() * 0.0, lanes() * 0, lanes() * 0
     for v in tl.static_range(8):
         bits = vector_bits(words, v)
-        square, bad, moved = _vector((w_ptr, c_ptr, grad_ptr), (lo, hi), bits, rates, v, HOW)
+        square, bad, moved = _vector((w_ptr, c_ptr, grad_ptr), (lo, hi), bits, rates, v, STOCHASTIC)
         squares, bads, moves = squares + square, bads + bad, moves + moved
     if partial_ptr is not None:
         tl.store(partial_ptr + tl.program_id(0).to(tl.int64), tl.sum(squares))
@@ -175,15 +151,14 @@ def _sgd_kernel(
 def _launch(w: torch.Tensor | None, grad: torch.Tensor, c: torch.Tensor | None, rule: Rule, how: Store) -> None:
     """Runs the kernel over the tensor: an update if there is a w, else the sum of squares only."""
     programs, place = span(how.offset, grad.numel(), TILE)
-    stochastic = w is not None and how.is_stochastic(w.dtype)
-    flags = Flags(w is not None, rule.weight_decay != 0, rule.clip_value is not None, stochastic)
     aligned = how.offset % VECTOR == 0 and grad.numel() % VECTOR == 0
     partial = None if rule.sum_squares is None else torch.empty(programs, device=grad.device)
     tensors = (w, c, grad, rule.scale, partial, rule.bad, how.changed)
-    rates = (rule.lr, rule.weight_decay, rule.clip_value or 0.0)
+    rates = (rule.lr, rule.weight_decay or None, rule.clip_value)
     options = {"MULTIPLE": VECTOR if aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    stochastic = w is not None and how.is_stochastic(w.dtype)
     with on_device(grad):
-        _sgd_kernel[(programs,)](*tensors, *place, *key(how.seed, how.step), *rates, HOW=flags, **options)
+        _sgd_kernel[(programs,)](*tensors, *place, *key(how.seed, how.step), *rates, STOCHASTIC=stochastic, **options)
     if partial is not None:
         rule.sum_squares.add_(partial.sum())
 
@@ -235,7 +210,8 @@ def sum_squares_(
     """
     check_tensors(grad)
     check_scalars(grad.device, scale, out, bad)
+    rule = Rule(0.0, 0.0, None, scale, out, bad)
     if use_kernel(grad.device) and grad.numel():
-        _launch(None, grad.view(-1), None, Rule(0.0, 0.0, None, scale, out, bad), Store(offset=offset))
+        _launch(None, grad.view(-1), None, rule, Store(offset=offset))
     else:
-        sum_squares_reference_(grad.view(-1), out, scale, bad, offset)
+        sum_squares_reference_(grad.view(-1), rule, offset)

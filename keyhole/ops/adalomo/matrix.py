@@ -131,7 +131,6 @@ def _update_kernel(
     STACKED: tl.constexpr, STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     """Pass 3, one program per tile of the index space: 8192 elements in a row, so that 8 share a Philox call."""
-    step, k0, k1 = unsigned(step, k0, k1)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     first = tl.maximum(start, 0)
     row_0, column_0 = (first // C).to(tl.int32), (first % C + start - first).to(tl.int32)  # of lane 0, if it exists
@@ -140,9 +139,7 @@ def _update_kernel(
         column_0, stop = tl.multiple_of(column_0, MULTIPLE), tl.multiple_of(stop, MULTIPLE)
     a, divisor = step_size(tl.load(total_ptr + 1), tl.load(u_ptr), n.to(tl.float32), lr, eps2, clip_threshold)
     scale = scale_or_one(scale_ptr)
-    words = (k0, k0, k0, k0)
-    if STOCHASTIC:
-        words = tile_bits(tile, (step, k0, k1))
+    words = tile_bits(tile, unsigned(step, k0, k1), STOCHASTIC)
     changed = lanes() * 0
     for v in tl.static_range(8):
         i = v * _WIDTH + lanes()

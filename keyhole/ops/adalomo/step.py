@@ -14,7 +14,7 @@ import torch
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.rounding.bits import bits_reference
 from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import Store, store_weight_reference
+from keyhole.ops.rounding.store import Store, store_weight_reference_
 
 _FLOAT32_MAX = tl.constexpr(FLOAT32_MAX)
 
@@ -43,16 +43,11 @@ def step_reference_(w: torch.Tensor, u: torch.Tensor, total: torch.Tensor, rule:
     a, wd = rule.lr * w_fp32.square().mean().sqrt().clamp(min=rule.eps2), rule.weight_decay
     x = w_fp32 * (1 - a * wd) - a * u if c is None else (c - a * u) - (a * wd) * w_fp32
     bits = bits_reference(w, how.offset, how.seed, how.step) if how.is_stochastic(w.dtype) else None
-    new, c_new = store_weight_reference(w, x, c, bits)
-    new = torch.where(fine, new, w)
-    if c is not None:
-        c.copy_(torch.where(fine, c_new, c))
-    for counter, value in ((rule.sum_squares, total), (how.changed, (new != w).sum())):
-        if counter is not None:
-            counter += value
+    store_weight_reference_(w, c, x, fine, bits, how)
+    if rule.sum_squares is not None:
+        rule.sum_squares.add_(total)
     if rule.bad is not None:
         rule.bad.bitwise_or_(~fine)
-    w.copy_(new)
 
 
 def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: float, total: torch.Tensor) -> torch.Tensor:

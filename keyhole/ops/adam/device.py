@@ -18,7 +18,6 @@ costs nothing.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
@@ -32,25 +31,15 @@ BLOCK = 1024
 _APART, _DECAYED = tl.constexpr(0), tl.constexpr(1)
 
 
-@dataclass(frozen=True)
-class Flags:
-    """What the kernel is compiled for."""
-
-    SMALL: bool  # 1 - b1 < 1/2
-    DECAY: bool
-    CLIP: bool
-    SQUARES: int  # index into SQUARES
-
-
 def constants(
     step: int, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, clip: float
-) -> dict[str, float]:
-    """The rule's constants: computed in double, rounded once, as torch does."""
+) -> dict[str, float | None]:
+    """The rule's constants: computed in double, rounded once, as torch does. None: not needed."""
     mean = float32(1 - beta1)
-    found = {"keep": 1 - lr * weight_decay, "mean": mean if mean < 0.5 else mean - 1, "beta2": beta2}
-    found |= {"square": 1 - beta2, "root": math.sqrt(1 - beta2**step), "eps": eps}
-    found |= {"move": -lr / (1 - beta1**step), "divisor": 1 / clip}
-    return {name: float32(value) for name, value in found.items()}
+    found = {"keep": 1 - lr * weight_decay if weight_decay else None, "mean": mean if mean < 0.5 else mean - 1}
+    found |= {"beta2": beta2, "square": 1 - beta2, "root": math.sqrt(1 - beta2**step), "eps": eps}
+    found |= {"move": -lr / (1 - beta1**step), "divisor": None if clip == 1.0 else 1 / clip}
+    return {name: None if value is None else float32(value) for name, value in found.items()}
 
 
 def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -58,15 +47,15 @@ def _fma(a: torch.Tensor | float, b: torch.Tensor, c: torch.Tensor) -> torch.Ten
     return (b.double() * a + c.double()).float()
 
 
-def adamw_reference_(tensors: tuple[torch.Tensor, ...], n: dict[str, float], flags: Flags) -> None:
-    """The formulas above, in order. tensors: master, exp_avg, exp_avg_sq, grad, weight."""
+def adamw_reference_(tensors: tuple[torch.Tensor, ...], n: dict[str, float | None], small: bool, squares: str) -> None:
+    """The formulas above, in order. tensors: master, exp_avg, exp_avg_sq, grad, weight; small: 1 - b1 < 1/2."""
     w, m, v, g, weight = tensors
-    g = g.float() if n["divisor"] == 1 else g.float() / n["divisor"]
-    w_new = w if n["keep"] == 1 else w * n["keep"]
-    m_new, scaled = _fma(n["mean"], g - m, m if flags.SMALL else g), g * n["square"]
-    if SQUARES[flags.SQUARES] == "apart":
+    g = g.float() if n["divisor"] is None else g.float() / n["divisor"]
+    w_new = w if n["keep"] is None else w * n["keep"]
+    m_new, scaled = _fma(n["mean"], g - m, m if small else g), g * n["square"]
+    if squares == "apart":
         v_new = v * n["beta2"] + scaled * g
-    elif SQUARES[flags.SQUARES] == "decayed":
+    elif squares == "decayed":
         v_new = _fma(n["beta2"], v, scaled * g)
     else:
         v_new = _fma(scaled.double(), g, v * n["beta2"])
@@ -78,22 +67,23 @@ def adamw_reference_(tensors: tuple[torch.Tensor, ...], n: dict[str, float], fla
 @jit(do_not_specialize=["n", "keep", "mean", "beta2", "square", "root", "eps", "move", "divisor"])
 def _adamw_kernel(
     w_ptr, m_ptr, v_ptr, g_ptr, out_ptr,
-    n, keep, mean, beta2, square, root, eps, move, divisor, HOW: tl.constexpr, SIZE: tl.constexpr,
+    n, keep, mean, beta2, square, root, eps, move, divisor,
+    SMALL: tl.constexpr, SQUARES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program: SIZE elements."""
+    """One program: SIZE elements. What is None is left out."""
     i = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     here = i < n
     g = tl.load(g_ptr + i, here, 0.0).to(tl.float32)
     w, m, v = tl.load(w_ptr + i, here, 0.0), tl.load(m_ptr + i, here, 0.0), tl.load(v_ptr + i, here, 0.0)
-    if HOW.CLIP:
+    if divisor is not None:
         g = tl.div_rn(g, tl.zeros_like(g) + divisor)
-    if HOW.DECAY:
+    if keep is not None:
         w = w * keep
-    m = tl.fma(tl.zeros_like(g) + mean, g - m, m if HOW.SMALL else g)
+    m = tl.fma(tl.zeros_like(g) + mean, g - m, m if SMALL else g)
     scaled = square * g
-    if HOW.SQUARES == _APART:
+    if SQUARES == _APART:
         v = beta2 * v + scaled * g
-    elif HOW.SQUARES == _DECAYED:
+    elif SQUARES == _DECAYED:
         v = tl.fma(tl.zeros_like(g) + beta2, v, scaled * g)
     else:
         v = tl.fma(scaled, g, beta2 * v)
@@ -125,13 +115,12 @@ def adamw_(
     tensors = (master, exp_avg, exp_avg_sq, grad, weight)
     check_flat(*tensors)
     n = constants(step, lr, beta1, beta2, eps, weight_decay, clip)
-    flags = Flags(float32(1 - beta1) < 0.5, weight_decay != 0, clip != 1.0, SQUARES.index(squares))
+    small, grid = float32(1 - beta1) < 0.5, (-(-master.numel() // BLOCK),)
     if not use_kernel(master.device):
-        adamw_reference_(tensors, n, flags)
-        return
-    options, grid = {"SIZE": BLOCK, "num_warps": 4, "enable_fp_fusion": False}, (-(-master.numel() // BLOCK),)
+        return adamw_reference_(tensors, n, small, squares)
+    flags = {"SMALL": small, "SQUARES": SQUARES.index(squares), "SIZE": BLOCK}
     with on_device(master):
-        _adamw_kernel[grid](*tensors, master.numel(), *n.values(), HOW=flags, **options)
+        _adamw_kernel[grid](*tensors, master.numel(), *n.values(), **flags, num_warps=4, enable_fp_fusion=False)
 
 
 def squares_of_host(device: torch.device, **rule: float) -> str | None:

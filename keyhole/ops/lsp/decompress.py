@@ -32,7 +32,7 @@ from keyhole.ops.lsp.projector import Projector
 from keyhole.ops.noise.index import key, unsigned
 from keyhole.ops.rounding.bits2d import LANE_ROWS, LANES, STRIP_ROWS, bits2d_reference, lane_bits, strip_words
 from keyhole.ops.rounding.round import FLOAT32_MAX
-from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference
+from keyhole.ops.rounding.store import Store, store_weight, store_weight_reference_
 
 ROWS, COLUMNS = 32, 128  # of a tile of E; a tile of W has LANE_ROWS rows
 BLOCK_COLUMNS = 64  # of a tile of W in one stage: two projectors and the random words have to fit the registers
@@ -63,14 +63,7 @@ def apply_reference_(
         x_mn = c_mn + (moved_mn * alpha + w_fp32_mn * (keep - 1))
     which = {"offset": how.offset, "seed": how.seed, "step": how.step, "device": w_mn.device}
     bits = bits2d_reference(*w_mn.shape, **which) if how.is_stochastic(w_mn.dtype) else None
-    new_mn, c_new_mn = store_weight_reference(w_mn, x_mn, c_mn, bits)
-    fine_mn = torch.isfinite(moved_mn)
-    new_mn = torch.where(fine_mn, new_mn, w_mn)
-    if how.changed is not None:
-        how.changed.add_((new_mn != w_mn).sum())
-    if c_mn is not None:
-        c_mn.copy_(torch.where(fine_mn, c_new_mn, c_mn))
-    w_mn.copy_(new_mn)
+    store_weight_reference_(w_mn, c_mn, x_mn, torch.isfinite(moved_mn), bits, how)
 
 
 @jit()
@@ -100,8 +93,9 @@ def _expand_kernel(
 
 
 @jit()
-def _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, rates, bits, STOCHASTIC: tl.constexpr):
+def _move(pointers, row, column, m, n, total, rates, words, lane, STOCHASTIC: tl.constexpr):
     """A tile of W moves by alpha total; returns how many stored values changed, if that is counted."""
+    w_ptr, c_ptr, changed_ptr = pointers
     alpha, keep = rates
     fine = tl.abs(total) <= _FLOAT32_MAX
     mask, at = (row < m)[:, None] & (column < n)[None, :], row.to(tl.int64)[:, None] * n + column[None, :]
@@ -111,6 +105,9 @@ def _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, rates, bits, STOC
     if c_ptr is not None:
         at_c = c_ptr + at
         x = tl.load(at_c, mask, 0.0).to(tl.float32) + (total * alpha + w.to(tl.float32) * (keep - 1))
+    bits = words[0]
+    if STOCHASTIC:
+        bits = lane_bits(words, lane)
     moved = store_weight(w_ptr + at, at_c, mask, mask & fine, w, x, bits, STOCHASTIC)
     count = 0
     if changed_ptr is not None:
@@ -125,11 +122,9 @@ def _apply_kernel(
     RUN: tl.constexpr, BLOCKS: tl.constexpr, STOCHASTIC: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Stage 2, one program: a strip of some columns of W."""
-    step, k0, k1 = unsigned(step, k0, k1)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    words, count = (k0, k0, k0, k0), strip * 0
-    if STOCHASTIC:
-        words = strip_words(strip, column, n, offset, (step, k0, k1))
+    words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC)
+    pointers, count = (w_ptr, c_ptr, changed_ptr), strip * 0
     for lane in range(_LANES):
         row = (strip * _LANES + lane) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
         mask = (row < m)[:, None] & (column < n)[None, :]
@@ -138,10 +133,7 @@ def _apply_kernel(
             source = _column(runs_ptr, row, i, row < m, r, group, RUN, BLOCKS).to(tl.int64)
             value = tl.load(values_ptr + row * r + i, row < m, 0.0)
             total += value[:, None] * tl.load(wide_ptr + source[:, None] * n + column[None, :], mask, 0.0)
-        bits = k0
-        if STOCHASTIC:
-            bits = lane_bits(words, lane)
-        count += _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, (alpha, keep), bits, STOCHASTIC)
+        count += _move(pointers, row, column, m, n, total, (alpha, keep), words, lane, STOCHASTIC)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, count.to(tl.int64))
 
@@ -154,16 +146,14 @@ def _decompress_blocks_kernel(
     STOCHASTIC: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both stages for blocks, one program: a strip of some columns of W."""
-    step, k0, k1 = unsigned(step, k0, k1)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC)
+    pointers, count = (w_ptr, c_ptr, changed_ptr), strip * 0
     c_p, c_q = tl.arange(0, DEPTH_P), tl.arange(0, DEPTH_Q)
     block_q = tl.program_id(1) * COLUMNS // group_q
     same_q = (c_q // r_q)[:, None] + block_q == (column // group_q)[None, :]
     q = tl.load(q_ptr + column[None, :] * r_q + (c_q % r_q)[:, None], same_q & (column < n)[None, :], 0.0)
     at_q = block_q * r_q + c_q
-    words, count = (k0, k0, k0, k0), strip * 0
-    if STOCHASTIC:
-        words = strip_words(strip, column, n, offset, (step, k0, k1))
     for lane in range(_LANES):
         start = (strip * _LANES + lane) * _LANE_ROWS
         row, block_p = start + tl.arange(0, _LANE_ROWS), start // group_p
@@ -173,21 +163,9 @@ def _decompress_blocks_kernel(
         inside = (at_p < A)[:, None] & (at_q < D)[None, :]
         delta = tl.load(delta_ptr + at_p.to(tl.int64)[:, None] * D + at_q[None, :], inside, 0.0).to(tl.float32)
         total = tl.dot(tl.dot(p, delta, input_precision=PRECISION), q, input_precision=PRECISION)
-        bits = k0
-        if STOCHASTIC:
-            bits = lane_bits(words, lane)
-        count += _move(w_ptr, c_ptr, changed_ptr, row, column, m, n, total, (alpha, keep), bits, STOCHASTIC)
+        count += _move(pointers, row, column, m, n, total, (alpha, keep), words, lane, STOCHASTIC)
     if changed_ptr is not None:
         tl.atomic_add(changed_ptr, count.to(tl.int64))
-
-
-def expand_triton(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor) -> None:
-    """Stage 1 by kernel."""
-    A, n = out_An.shape
-    tile = {"RUN": q.run, "BLOCKS": q.group > 0, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
-    tensors, grid = (delta_Ad, q.values_Rr, q.runs, out_An), (-(-n // COLUMNS), -(-A // ROWS))
-    with on_device(delta_Ad):
-        _expand_kernel[grid](*tensors, A, n, q.d, q.r, q.group, **tile, enable_fp_fusion=False)
 
 
 def apply_triton_(
@@ -230,10 +208,17 @@ def is_one_stage(p: Projector, q: Projector) -> bool:
 
 
 def expand(delta_Ad: torch.Tensor, q: Projector) -> torch.Tensor:
-    """delta Q^T as float32 [A, n]."""
+    """Stage 1: delta Q^T as float32 [A, n]."""
     assert delta_Ad.shape[1] == q.d and delta_Ad.is_contiguous(), (delta_Ad.shape, q.d)
-    out_An = torch.empty(delta_Ad.shape[0], q.rows, device=delta_Ad.device)
-    (expand_triton if use_kernel(delta_Ad.device) else expand_reference)(delta_Ad, q, out_An)
+    A, n = delta_Ad.shape[0], q.rows
+    out_An = torch.empty(A, n, device=delta_Ad.device)
+    if not use_kernel(delta_Ad.device):
+        expand_reference(delta_Ad, q, out_An)
+        return out_An
+    tile = {"RUN": q.run, "BLOCKS": q.group > 0, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
+    tensors, grid = (delta_Ad, q.values_Rr, q.runs, out_An), (-(-n // COLUMNS), -(-A // ROWS))
+    with on_device(delta_Ad):
+        _expand_kernel[grid](*tensors, A, n, q.d, q.r, q.group, **tile, enable_fp_fusion=False)
     return out_An
 
 

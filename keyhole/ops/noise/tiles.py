@@ -74,24 +74,6 @@ def noise_at_reference(e: torch.Tensor, *, seed: int, step: int, direction: int,
     return torch.where(lane % 2 == 0, even, odd)
 
 
-def noise_reference(
-    n: int, *, offset: int, seed: int, step: int, direction: int, distribution: str, device: torch.device
-) -> torch.Tensor:
-    """z of elements offset..offset+n as float32 [n]."""
-    z = torch.empty(n, device=device)
-    for part in chunks(offset, n):
-        z[part] = chunk_noise_reference(
-            offset + part.start,
-            part.stop - part.start,
-            seed=seed,
-            step=step,
-            direction=direction,
-            distribution=distribution,
-            device=device,
-        )
-    return z
-
-
 @jit()
 def signs(word):
     """+1.0 or -1.0 from the top bit of a uint32 block."""
@@ -140,18 +122,6 @@ def _noise_kernel(z_ptr, tile_0, lead, n, direction, step, k0, k1, GAUSSIAN: tl.
     tl.store(z_ptr + position, z3, (position >= 0) & (position < n))
 
 
-def noise_triton(
-    n: int, *, offset: int, seed: int, step: int, direction: int, distribution: str, device: torch.device
-) -> torch.Tensor:
-    """The same by kernel."""
-    z = torch.empty(n, device=device)
-    programs, place = span(offset, n, TILE)
-    flags = {"GAUSSIAN": distribution == "gaussian", "num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    with on_device(z):
-        _noise_kernel[(programs,)](z, *place, direction, *key(seed, step), **flags)
-    return z
-
-
 def draw_noise(
     n: int,
     *,
@@ -163,7 +133,15 @@ def draw_noise(
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """z of elements offset..offset+n as float32 [n], for tests and textbook loops."""
-    device = torch.device(device)
     check_index(offset, n, seed, (step,), direction + 1, distribution)
-    which = {"offset": offset, "seed": seed, "step": step, "direction": direction, "distribution": distribution}
-    return (noise_triton if use_kernel(device) and n else noise_reference)(n, **which, device=device)
+    z = torch.empty(n, device=device)
+    if use_kernel(z.device) and n:
+        programs, place = span(offset, n, TILE)
+        flags = {"GAUSSIAN": distribution == "gaussian", "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+        with on_device(z):
+            _noise_kernel[(programs,)](z, *place, direction, *key(seed, step), **flags)
+        return z
+    which = {"seed": seed, "step": step, "direction": direction, "distribution": distribution, "device": z.device}
+    for part in chunks(offset, n):
+        z[part] = chunk_noise_reference(offset + part.start, part.stop - part.start, **which)
+    return z

@@ -43,14 +43,17 @@ def bits_at_reference(e: torch.Tensor, *, seed: int, step: int) -> torch.Tensor:
 
 
 @jit()
-def tile_bits(tile, key):
-    """Four words for a tile of 8 vectors: the low half of word i belongs to vector 2i, the high to 2i + 1."""
-    return words_of_tile(tile, lanes(), _STREAM, key)
+def tile_bits(tile, key, STOCHASTIC: tl.constexpr):
+    """Four words for a tile of 8 vectors (`vector_bits` takes them apart); any four, if not STOCHASTIC."""
+    words = (key[1], key[1], key[1], key[1])
+    if STOCHASTIC:
+        words = words_of_tile(tile, lanes(), _STREAM, key)
+    return words
 
 
 @jit()
 def vector_bits(words, V: tl.constexpr):
-    """The bits of vector V of a tile, from its four words."""
+    """The bits of vector V of a tile: the low half of word V // 2 if V is even, else the high half."""
     if V % 2 == 0:
         bits = words[V // 2] & 0xFFFF
     else:

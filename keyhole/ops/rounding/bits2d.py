@@ -41,10 +41,13 @@ def bits2d_reference(m: int, n: int, *, offset: int, seed: int, step: int, devic
 
 
 @jit()
-def strip_words(strip, column, n, offset, key):
-    """Four words for [LANE_ROWS, columns] of a strip. strip: a scalar; column: int32 [columns]."""
-    row = strip.to(tl.int64) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
-    return words_of_group(offset.to(tl.int64) + row[:, None] * n + column[None, :], _STREAM, key)
+def strip_words(strip, column, n, offset, key, STOCHASTIC: tl.constexpr):
+    """Four words for [LANE_ROWS, columns] of a strip; any four, if not STOCHASTIC. column: int32 [columns]."""
+    words = (key[1], key[1], key[1], key[1])
+    if STOCHASTIC:
+        row = strip.to(tl.int64) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
+        words = words_of_group(offset.to(tl.int64) + row[:, None] * n + column[None, :], _STREAM, key)
+    return words
 
 
 @jit()

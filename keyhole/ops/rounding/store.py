@@ -50,15 +50,21 @@ class Store:
         return self.rounding == "stochastic" and dtype != torch.float32
 
 
-def store_weight_reference(
-    w: torch.Tensor, x: torch.Tensor, c: torch.Tensor | None, bits: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The new weight and compensation. x (float32): the new weight, or Kahan's step y. bits: None for nearest."""
+def store_weight_reference_(
+    w: torch.Tensor, c: torch.Tensor | None, x: torch.Tensor, fine: torch.Tensor, bits: torch.Tensor | None, how: Store
+) -> None:
+    """Stores new weights (and compensations) where `fine`. x (float32): the new weight, or Kahan's step y. bits: None
+    for nearest. w, c: the tensors of `how`, or parts of them."""
     if c is None:
-        return (x.to(w.dtype) if bits is None else stochastic_round_reference(x, bits, w.dtype)), None
-    w_fp32 = w.to(torch.float32)
-    t = (w_fp32 + x).to(w.dtype)
-    return t, (x - (t.to(torch.float32) - w_fp32)).to(w.dtype)
+        new = x.to(w.dtype) if bits is None else stochastic_round_reference(x, bits, w.dtype)
+    else:
+        w_fp32 = w.to(torch.float32)
+        new = (w_fp32 + x).to(w.dtype)
+        c.copy_(torch.where(fine, (x - (new.to(torch.float32) - w_fp32)).to(w.dtype), c))
+    new = torch.where(fine, new, w)
+    if how.changed is not None:
+        how.changed.add_((new != w).sum())
+    w.copy_(new)
 
 
 @jit()

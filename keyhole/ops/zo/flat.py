@@ -104,11 +104,7 @@ def _noise_tile(
 @jit()
 def _span(pointers, changed_ptr, tile, bounds, noise, rates, HOW: tl.constexpr, MASKED: tl.constexpr):
     """8192 elements of the index space, of which those within bounds are the tensor's (all, if not MASKED)."""
-    update_key = noise[0]
-    k0 = update_key[1]
-    r0, r1, r2, r3 = k0, k0, k0, k0
-    if HOW.STOCHASTIC:
-        r0, r1, r2, r3 = tile_bits(tile, update_key)
+    r0, r1, r2, r3 = tile_bits(tile, noise[0], HOW.STOCHASTIC)
     changed = no_changes(lanes(), pointers[0].dtype.element_ty, HOW.PAIRS)
     changed = _noise_tile(pointers, tile * 2, bounds, (r0, r1), noise, rates, changed, 0, HOW, MASKED)
     changed = _noise_tile(pointers, tile * 2 + 1, bounds, (r2, r3), noise, rates, changed, _TILE // 2, HOW, MASKED)
@@ -143,22 +139,6 @@ def _parts(lead: int, n: int) -> list[tuple[slice, int]]:
     return [(part, multiple) for part, multiple in parts if part.stop > part.start]
 
 
-def zo_flat_triton_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep) -> None:
-    """The same by kernel."""
-    pairs, numbers = counts_pairs(w.dtype, w.device), how.numbers()
-    flags = how.flags(perturb=plus is not None, stochastic=how.is_stochastic(w.dtype), pairs=pairs)
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    if torch.version.hip is None:
-        options["maxnreg"] = REGISTERS
-    with on_device(w):
-        for part, multiple in _parts(how.offset % TILE, w.numel()):
-            tensors = [None if tensor is None else tensor[part] for tensor in (w, plus, minus)]
-            programs, place = span(how.offset + part.start, part.stop - part.start, TILE)
-            _zo_kernel[(programs,)](
-                *tensors, how.coef, how.changed, *place, *numbers, HOW=flags, MULTIPLE=multiple, **options
-            )
-
-
 def zo_flat_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep) -> None:
     """Updates w in place, then writes w + eps z to plus and w - eps z to minus if they are not None.
 
@@ -166,4 +146,15 @@ def zo_flat_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | N
     """
     how.check(w.numel(), w.device)
     check_flat(w, *(() if plus is None else (plus, minus)))
-    (zo_flat_triton_ if use_kernel(w.device) else zo_flat_reference_)(w, plus, minus, how)
+    if not use_kernel(w.device):
+        return zo_flat_reference_(w, plus, minus, how)
+    pairs, numbers = counts_pairs(w.dtype, w.device), how.numbers()
+    flags = how.flags(perturb=plus is not None, stochastic=how.is_stochastic(w.dtype), pairs=pairs)
+    options = {"HOW": flags, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    if torch.version.hip is None:
+        options["maxnreg"] = REGISTERS
+    with on_device(w):
+        for part, multiple in _parts(how.offset % TILE, w.numel()):
+            tensors = [None if tensor is None else tensor[part] for tensor in (w, plus, minus)]
+            programs, place = span(how.offset + part.start, part.stop - part.start, TILE)
+            _zo_kernel[(programs,)](*tensors, how.coef, how.changed, *place, *numbers, MULTIPLE=multiple, **options)

@@ -118,33 +118,15 @@ def _packed_kernel(
         plus_ptr += start
         minus_ptr += start
     pointers = (packed_ptr + start, packed_ptr + n + start // _GROUP, plus_ptr, minus_ptr)
-    update_key = noise[0]
-    lr, k0 = eps, update_key[1]
-    r0, r1, r2, r3 = k0, k0, k0, k0
+    lr = eps
     if HOW.Q > 0:
         lr = tl.load(coef_ptr)
-        if HOW.STOCHASTIC:
-            r0, r1, r2, r3 = tile_bits(tile, update_key)
+    r0, r1, r2, r3 = tile_bits(tile, noise[0], HOW.STOCHASTIC)
     changed, rates = lanes() * 0, (lr, eps, wd)
     changed = _packed_tile(pointers, coef_ptr, tile * 2, (lo, hi), (r0, r1), noise, rates, changed, 0, HOW)
     changed = _packed_tile(pointers, coef_ptr, tile * 2 + 1, (lo, hi), (r2, r3), noise, rates, changed, 4, HOW)
     if HOW.COUNT:
         tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
-
-
-def zo_packed_triton_(
-    packed: torch.Tensor, n: int, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep
-) -> None:
-    """The same by kernel."""
-    flags = how.flags(perturb=plus is not None, stochastic=how.rounding == "stochastic")
-    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
-    if torch.version.hip is None:
-        options["maxnreg"] = REGISTERS
-    programs, place = span(how.offset, n, TILE)
-    with on_device(packed):
-        _packed_kernel[(programs,)](
-            packed, plus, minus, how.coef, how.changed, *place, *how.numbers(), HOW=flags, **options
-        )
 
 
 def zo_packed_(
@@ -154,5 +136,13 @@ def zo_packed_(
     assert packed.dtype == torch.uint8 and packed.shape == (packed_bytes(n),), (packed.dtype, packed.shape)
     assert how.offset % GROUP == 0, how.offset
     how.check(n, packed.device)
-    run = zo_packed_triton_ if use_kernel(packed.device) and n else zo_packed_reference_
-    run(packed, n, plus, minus, how)
+    if not use_kernel(packed.device) or n == 0:
+        return zo_packed_reference_(packed, n, plus, minus, how)
+    flags = how.flags(perturb=plus is not None, stochastic=how.coef is not None and how.rounding == "stochastic")
+    options = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    if torch.version.hip is None:
+        options["maxnreg"] = REGISTERS
+    programs, place = span(how.offset, n, TILE)
+    with on_device(packed):
+        tensors = (packed, plus, minus, how.coef, how.changed)
+        _packed_kernel[(programs,)](*tensors, *place, *how.numbers(), HOW=flags, **options)

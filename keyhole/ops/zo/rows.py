@@ -74,19 +74,6 @@ def _rows_kernel(
         tl.store(new_ptr + at, w, mask)
 
 
-def zo_rows_triton(
-    rows_TH: torch.Tensor, row_ids_T: torch.Tensor, plus_TH: Out, minus_TH: Out, new_TH: Out, how: ZOStep
-) -> None:
-    """The same by kernel."""
-    T, H = rows_TH.shape
-    flags = how.flags(perturb=plus_TH is not None, stochastic=how.is_stochastic(rows_TH.dtype))
-    tensors, options = (rows_TH, row_ids_T, plus_TH, minus_TH, new_TH, how.coef), {"num_warps": 4, "BLOCK": BLOCK}
-    with on_device(rows_TH):
-        _rows_kernel[(T, -(-H // BLOCK))](
-            *tensors, H, how.offset, *how.numbers(), HOW=flags, **options, enable_fp_fusion=False
-        )
-
-
 def zo_rows(
     rows_TH: torch.Tensor, row_ids_T: torch.Tensor, how: ZOStep, *, perturb: bool, dtype: torch.dtype | None = None
 ) -> Rows:
@@ -104,6 +91,12 @@ def zo_rows(
         plus_TH, minus_TH = (torch.empty_like(rows_TH, dtype=dtype or rows_TH.dtype) for _ in range(2))
     else:
         new_TH = torch.empty_like(rows_TH)
-    run = zo_rows_triton if use_kernel(rows_TH.device) and rows_TH.numel() else zo_rows_reference
-    run(rows_TH, row_ids_T.contiguous(), plus_TH, minus_TH, new_TH, how)
+    tensors = (rows_TH, row_ids_T.contiguous(), plus_TH, minus_TH, new_TH)
+    if use_kernel(rows_TH.device) and rows_TH.numel():
+        flags = how.flags(perturb=perturb, stochastic=how.is_stochastic(rows_TH.dtype))
+        options = {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+        with on_device(rows_TH):
+            _rows_kernel[(T, -(-H // BLOCK))](*tensors, how.coef, H, how.offset, *how.numbers(), HOW=flags, **options)
+    else:
+        zo_rows_reference(*tensors, how)
     return (plus_TH, minus_TH) if perturb else new_TH
