@@ -65,7 +65,7 @@ def trained_below_adapters(adapter: Path, method: str) -> UserError:
     """A method is made on a model with fixed adapters."""
     return UserError(
         f"model: {adapter} holds adapters on top of these weights, and {method} would train below them. Go on with the "
-        "run that made them (--resume), merge them (peft: PeftModel.from_pretrained(model, adapter).merge_and_unload()), "
+        "run that made them (--resume), merge them (PeftModel.from_pretrained(model, adapter).merge_and_unload()), "
         "or leave them out: keyhole.load(..., adapter=False)"
     )
 
