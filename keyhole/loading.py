@@ -20,6 +20,7 @@ from torch import nn
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.methods.base import Workload
+from keyhole.methods.baselines.saved_adapter import SavedAdapter
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
 from keyhole.model.structure.layout import Layout, Unit
@@ -52,6 +53,7 @@ def load(
     graphs: bool = True,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
+    adapter: bool = True,
     **engine_options: Any,
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
@@ -61,6 +63,7 @@ def load(
     tf32 lets float32 products run in TF32, for the whole process.
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
+    adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
     if init not in ("pretrained", "random"):
@@ -100,6 +103,10 @@ def load(
         fill_from(loaded, directory, dtype)
         _pin(loaded, touch=False)
     loaded.binding.bind_homes()
+    if adapter and directory is not None and (directory / "adapter").is_dir():
+        saved = SavedAdapter(loaded, directory / "adapter")
+        placed.adapter = saved.path
+        placed.reasons.append(str(saved))
     return loaded
 
 

@@ -17,6 +17,7 @@ ahead, but only as far as there are slots. Whole blocks in turn would need slots
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -52,11 +53,14 @@ class Placement:
     dtype: torch.dtype  # of compute
     budget_bytes: int | None = None
     limit_bytes: int | None = None  # what a method may fill with state
+    adapter: Path | None = None  # fixed adapters that were loaded with the model
     reasons: list[str] = field(default_factory=list)
 
     def check_method(self, method: str) -> None:
-        """When a method is made on the model: refuses a dtype in which it cannot train, and warns where the budget was
-        planned for another method, since this one may need more memory."""
+        """When a method is made on the model: refuses adapters that it does not own and a dtype in which it cannot
+        train, and warns where the budget was planned for another method, since this one may need more memory."""
+        if self.adapter is not None:
+            raise refusals.trained_below_adapters(self.adapter, method)
         check_trainable(self.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)

@@ -8,6 +8,7 @@ not planned, so only the weights are named. Advice names settings that exist for
 
 import warnings
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from keyhole.errors import UserError
@@ -57,6 +58,15 @@ def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams
         f"gpu_memory: {about(budget)} is below the {enough(needed.total)} that placement=resident needs for this model "
         f"and {work.method} at {work.tokens} tokens per pass ({parts(needed)}). Raise gpu_memory"
         + (", or use placement=auto, which streams what does not fit." if streams else ".")
+    )
+
+
+def trained_below_adapters(adapter: Path, method: str) -> UserError:
+    """A method is made on a model with fixed adapters."""
+    return UserError(
+        f"model: {adapter} holds adapters on top of these weights, and {method} would train below them. Go on with the "
+        "run that made them (--resume), merge them (PeftModel.from_pretrained(model, adapter).merge_and_unload()), "
+        "or leave them out: keyhole.load(..., adapter=False)"
     )
 
 

@@ -175,6 +175,7 @@ def load_model(config: TrainConfig, choice: select.Choice) -> Model:
     original = choice.path is None or METHODS[config.method].keeps_base
     source = config.model if original else str(choice.path)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
+    how["adapter"] = original  # of a checkpoint, adapters are in the method's state
     return load(source, seed=config.seed, workload=workload(config), **how, **where)
 
 
