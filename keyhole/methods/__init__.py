@@ -4,6 +4,7 @@ A new method is its folder, its row below, and its test. Nothing here imports to
 """
 
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD
+from keyhole.methods.apollo_mini.traits import APOLLO_MINI
 from keyhole.methods.base import Traits
 from keyhole.methods.baselines.traits import ADAMW, GALORE, LORA, SGD
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA
@@ -11,7 +12,7 @@ from keyhole.methods.lsp.traits import LSP
 from keyhole.methods.zo.traits import ZO
 
 METHODS: dict[str, Traits] = {
-    row.name: row for row in (ZO, LOMO, ADALOMO, LOMO_LORA, LSP, ADAM_OFFLOAD, ADAMW, SGD, LORA, GALORE)
+    row.name: row for row in (ZO, LOMO, ADALOMO, LOMO_LORA, APOLLO_MINI, LSP, ADAM_OFFLOAD, ADAMW, SGD, LORA, GALORE)
 }
 CLASSES = {row.cls.rpartition(":")[2]: row for row in METHODS.values()}  # for `keyhole.ZO` and its like
 

@@ -1,0 +1,1 @@
+"""APOLLO-Mini: LOMO with the step size of Adam for every matrix, from a rank-1 sketch of its gradient."""

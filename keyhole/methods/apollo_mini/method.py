@@ -1,0 +1,113 @@
+"""APOLLO-Mini inside the reverse sweep: the step size of Adam for every matrix, from a rank-1 sketch of its gradient.
+
+For a matrix with gradient G [m, n] whose shorter side is m (the other case mirrors it), and P [m] from N(0, 1):
+
+    R = P G                                              [n], a sketch of the gradient
+    M, V <- running means of R and of R^2                8 n bytes instead of Adam's 8 m n
+    s = |M' / (sqrt(V') + eps)| / |R|                    M', V': corrected for their start at 0
+    W <- round(W - lr (scale s G + weight_decay W))
+
+The direction is the gradient's; its length is adaptive, one number per matrix, and a rank-1 sketch is enough for that
+(Zhu et al., APOLLO: SGD-like Memory, AdamW-level Performance, 2024). P is a function of (seed, tensor, period): it is
+drawn again every `refresh` steps and never stored. The step of a matrix may be longer than its last one by the factor
+GROWTH at most, as in the paper. Vectors get Adam's rule, with moments of their own size.
+
+The rule needs the gradient of one matrix at a time, which is what LOMO's reverse gives; everything else is LOMO's. A
+chunk of a table (embedding, head) is a matrix of its own, wherever the table lives.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.methods.base import State
+from keyhole.methods.lomo.method import LOMO
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor
+
+GROWTH = 1.01
+TINY = 1e-30  # below any norm that counts
+
+
+class APOLLOMini(LOMO):
+    """LOMO whose steps have Adam's length, matrix by matrix. Its rate is Adam's, not SGD's."""
+
+    name = "apollo-mini"
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 2e-5,
+        *,
+        scale: float = 128**0.5,
+        refresh: int = 200,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, lr, **options)
+        self.matrix_scale, self.refresh, self.betas, self.eps = scale, refresh, (beta1, beta2), eps
+        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+
+    def _adds_directly(self, w: torch.Tensor) -> bool:
+        return False
+
+    def _rule(
+        self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
+    ) -> None:
+        how = self._rounding_of(tensor, w)
+        if (total := how.pop("sum_squares")) is not None:  # of the gradient itself
+            ops.sum_squares_(grad, total, scale, self.bad, offset=tensor.start)
+        if self.clip_value is not None:
+            grad = grad.clamp(-self.clip_value * self._factor, self.clip_value * self._factor)
+        if w.ndim < 2:
+            step, scale = self._adam(tensor.name, grad.float() if scale is None else grad.float() * scale), None
+        else:
+            step, scale = grad, self._matrix_scale(tensor, grad.view(-1, grad.shape[-1]), scale)
+        ops.sgd_update_(w, step, lr=lr, weight_decay=weight_decay, scale=scale, **how)
+
+    def _matrix_scale(self, tensor: FlatTensor, grad_MN: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """What the gradient of a matrix is multiplied by."""
+        sketch, length = self._sketch(tensor, grad_MN), torch.linalg.vector_norm(grad_MN, dtype=torch.float32)
+        if scale is not None:
+            sketch, length = sketch * scale, length * scale
+        step = torch.linalg.vector_norm(self._adam(tensor.name, sketch))
+        factor = step / torch.linalg.vector_norm(sketch).clamp(min=TINY)
+        moments = self.moments[tensor.name]
+        last = moments.setdefault("length", torch.zeros_like(length))
+        growth = torch.where(last > 0, GROWTH * last / (factor * length).clamp(min=TINY), 1.0)
+        factor = factor * growth.clamp(max=1.0)
+        last.copy_(factor * length)
+        return factor * self.matrix_scale if scale is None else factor * self.matrix_scale * scale
+
+    def _sketch(self, tensor: FlatTensor, grad_MN: torch.Tensor) -> torch.Tensor:
+        """P G or G P, in fp32, along the shorter side."""
+        short, period = min(grad_MN.shape), (self.step_count - 1) // self.refresh
+        p = ops.draw_noise(short, offset=tensor.start, seed=self.seed, step=period, device=grad_MN.device)
+        wide = grad_MN if grad_MN.shape[0] == short else grad_MN.t()
+        if wide.is_cuda and wide.dtype != torch.float32:
+            return torch.mm(p[None].to(wide.dtype), wide, out_dtype=torch.float32)[0]
+        return torch.mv(wide.float().t(), p.to(wide.dtype).float())
+
+    def _adam(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """Adam's step for a vector, its moments updated."""
+        moments, (beta1, beta2) = self.moments.setdefault(name, {}), self.betas
+        if "exp_avg" not in moments:
+            moments |= {"exp_avg": torch.zeros_like(grad), "exp_avg_sq": torch.zeros_like(grad)}
+        exp_avg = moments["exp_avg"].lerp_(grad, 1 - beta1)
+        exp_avg_sq = moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        root = exp_avg_sq.sqrt().div_((1 - beta2**self.step_count) ** 0.5).add_(self.eps)
+        return (exp_avg / root).div_(1 - beta1**self.step_count)
+
+    def state_dict(self) -> State:
+        moments = {f"{name}/{key}": value for name, state in self.moments.items() for key, value in state.items()}
+        return super().state_dict() | moments
+
+    def load_state_dict(self, state: State) -> None:
+        super().load_state_dict(state)
+        for full_name, value in state.items():
+            name, _, key = full_name.rpartition("/")
+            if name and key != "lost":
+                self.moments.setdefault(name, {})[key] = value.to(self.model.device)
