@@ -1,8 +1,8 @@
-"""What the ops that change weights ask of their arguments, said once.
+"""What the ops that change weights ask of their arguments.
 
 Weights and gradients are contiguous, of one shape and device, in float32, bfloat16 or float16. Numbers that a kernel
 reads or adds to (scale, sums, flags) are one-element tensors on the same device, so that nothing waits for the host.
-Whoever breaks this has a bug: asserts, no errors for users. The bounds of the index space are in ops/noise/tiles.py (`check`).
+A caller that breaks this has a bug, so these are asserts, not errors for users. noise/index.py checks indices.
 """
 
 import torch
@@ -17,24 +17,19 @@ def float32(value: float) -> float:
 
 
 def check_tensors(*tensors: torch.Tensor) -> None:
+    """Asserts that all have a supported dtype, are contiguous, and share shape and device."""
     for tensor in tensors:
         assert tensor.dtype in DTYPES and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
         assert tensor.shape == tensors[0].shape and tensor.device == tensors[0].device, (tensor.shape, tensor.device)
 
 
 def check_flat(*tensors: torch.Tensor) -> None:
+    """The same, of one dimension."""
     check_tensors(*tensors)
     assert tensors[0].dim() == 1, tensors[0].shape
 
 
-def check_scalars(
-    device: torch.device,
-    scale: torch.Tensor | None,
-    sum_squares: torch.Tensor | None,
-    bad: torch.Tensor | None,
-    changed: torch.Tensor | None = None,
-) -> None:
-    dtypes = (torch.float32, torch.float32, torch.int32, torch.int64)
-    for tensor, dtype in zip((scale, sum_squares, bad, changed), dtypes, strict=True):
-        if tensor is not None:
-            assert tensor.dtype == dtype and tensor.numel() == 1 and tensor.device == device, tensor
+def check_scalars(device: torch.device, dtype: torch.dtype, *scalars: torch.Tensor | None) -> None:
+    """Asserts that all that are not None are one number of this dtype on this device."""
+    for scalar in scalars:
+        assert scalar is None or (scalar.dtype == dtype and scalar.numel() == 1 and scalar.device == device), scalar

@@ -1,12 +1,12 @@
 """Which implementation an op runs, and why.
 
-Every op here exists twice with one signature: a plain PyTorch reference (the CPU path, and the oracle of the
-tests) and a Triton kernel. The kernel runs when the tensors are on a CUDA device and Triton can be imported;
-otherwise the reference does. Both give the same bits (see ops/noise/tiles.py), so the choice is about speed alone.
+Every op exists twice: a plain PyTorch reference (for the CPU, and what tests compare with) and a Triton kernel. The
+kernel runs when the tensors are on a CUDA device and Triton can be imported; otherwise the reference does. Both give
+the same bits, so the choice is about speed alone.
 
-Triton is optional: without it `jit` leaves a function as it is and nothing ever calls it. `force()` overrides
-the choice, so that one test can run both on the same inputs; under TRITON_INTERPRET=1 the kernels also take
-CPU tensors, one program after the other, in numpy.
+Triton is optional: without it `jit` leaves a function as it is and nothing ever calls it. `force()` overrides the
+choice, so that one test can run both on the same inputs; under TRITON_INTERPRET=1 the kernels also take CPU tensors,
+one program after the other, in numpy.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ except ImportError as error:
     INTERPRETED = False
 
     class tl:
-        """Stands in for triton.language where module-level code needs its names."""
+        """Replaces triton.language where modules use its names at import."""
 
         @staticmethod
         def constexpr(value):
@@ -60,7 +60,7 @@ def use_kernel(device: torch.device) -> bool:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Triton launches on the current device: make it the tensor's."""
+    """Makes the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 

@@ -32,8 +32,15 @@ class RunningNLL:
 
     def add(self, logits_NR: torch.Tensor, first_row: int) -> None:
         """Adds the logits of rows first_row, first_row + 1, ... of the vocabulary."""
-        if logits_NR.numel():
-            (_add_kernel if use_kernel(logits_NR.device) else _add_reference)(self, logits_NR, first_row)
+        if logits_NR.numel() == 0:
+            return
+        if not use_kernel(logits_NR.device):
+            return _add_reference(self, logits_NR, first_row)
+        assert logits_NR.stride(1) == 1, logits_NR.stride()
+        N, R, stride = *logits_NR.shape, logits_NR.stride(0)
+        tensors = (logits_NR, self.targets_N, self.max_N, self.sum_N, self.target_logit_N)
+        with on_device(logits_NR):
+            _nll_kernel[(N,)](*tensors, first_row, R, stride, BLOCK=BLOCK, num_warps=8)
 
     def grad_(self, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
         """Overwrites these logits with the gradient of scale * sum(nll) by them; call when all chunks were added.
@@ -42,9 +49,17 @@ class RunningNLL:
         torch's gradient of cross_entropy(reduction="sum") * scale bit for bit; several chunks, or the kernel, differ
         from it by the rounding of the sum of exponentials.
         """
-        if logits_NR.numel():
-            run = _grad_kernel if use_kernel(logits_NR.device) else _grad_reference
-            run(self, logits_NR, first_row, scale)
+        if logits_NR.numel() == 0:
+            return logits_NR
+        if not use_kernel(logits_NR.device):
+            _grad_reference(self, logits_NR, first_row, scale)
+            return logits_NR
+        assert logits_NR.stride(1) == 1, logits_NR.stride()
+        N, R, stride = *logits_NR.shape, logits_NR.stride(0)
+        scales = (scale, 0.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
+        tensors = (logits_NR, self.targets_N, self.max_N, self.sum_N)
+        with on_device(logits_NR):
+            _nll_grad_kernel[(N, -(-R // BLOCK))](*tensors, *scales, first_row, R, stride, BLOCK=BLOCK, num_warps=8)
         return logits_NR
 
     def split(self, tokens: int) -> "list[RunningNLL]":
@@ -111,14 +126,6 @@ def _nll_kernel(
         tl.store(picked_ptr + n, tl.load(logits_ptr + local).to(tl.float32))
 
 
-def _add_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:
-    assert logits_NR.stride(1) == 1, logits_NR.stride()
-    with on_device(logits_NR):
-        tensors = (logits_NR, state.targets_N, state.max_N, state.sum_N, state.target_logit_N)
-        shape = (first_row, logits_NR.shape[1], logits_NR.stride(0))
-        _nll_kernel[(logits_NR.shape[0],)](*tensors, *shape, BLOCK=BLOCK, num_warps=8)
-
-
 @jit(do_not_specialize=["first_row", "scale"])
 def _nll_grad_kernel(
     logits_ptr, target_ptr, max_ptr, sum_ptr, scale_ptr, scale, first_row, row_count, stride, BLOCK: tl.constexpr
@@ -135,13 +142,3 @@ def _nll_grad_kernel(
     grad = tl.exp(x - shift) * scale
     grad = tl.where(row == local, grad - scale, grad)
     tl.store(at, round_nearest(grad, logits_ptr.dtype.element_ty), row < row_count)
-
-
-def _grad_kernel(state: RunningNLL, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor) -> None:
-    assert logits_NR.stride(1) == 1, logits_NR.stride()
-    scales = (scale, 0.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
-    N, R = logits_NR.shape
-    with on_device(logits_NR):
-        tensors = (logits_NR, state.targets_N, state.max_N, state.sum_N)
-        shape = (first_row, R, logits_NR.stride(0))
-        _nll_grad_kernel[(N, -(-R // BLOCK))](*tensors, *scales, *shape, BLOCK=BLOCK, num_warps=8)

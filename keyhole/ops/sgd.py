@@ -71,7 +71,8 @@ def sum_squares_reference_(grad: torch.Tensor, rule: Rule, offset: int) -> None:
 
 def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor | None, rule: Rule, how: Store) -> None:
     """Chunk by chunk."""
-    sum_squares_reference_(grad, rule, how.offset)
+    if rule.sum_squares is not None or rule.bad is not None:
+        sum_squares_reference_(grad, rule, how.offset)
     which, stochastic = {"seed": how.seed, "step": how.step, "device": w.device}, how.is_stochastic(w.dtype)
     for part in chunks(how.offset, w.numel()):
         g, old, c_old = scaled_reference(grad[part], rule.scale), w[part], None if c is None else c[part]
@@ -189,7 +190,8 @@ def sgd_update_(
     """
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w, grad)
-    check_scalars(w.device, scale, sum_squares, bad, changed)
+    check_scalars(w.device, torch.float32, scale, sum_squares)
+    check_scalars(w.device, torch.int32, bad)
     clip = None if clip_value is None else float32(clip_value)
     rule = Rule(float32(lr), float32(weight_decay), clip, scale, sum_squares, bad)
     run = _launch if use_kernel(w.device) and w.numel() else sgd_update_reference_
@@ -209,7 +211,8 @@ def sum_squares_(
     bad (int32 scalar): set to 1 if an element of grad * scale is inf or nan.
     """
     check_tensors(grad)
-    check_scalars(grad.device, scale, out, bad)
+    check_scalars(grad.device, torch.float32, scale, out)
+    check_scalars(grad.device, torch.int32, bad)
     rule = Rule(0.0, 0.0, None, scale, out, bad)
     if use_kernel(grad.device) and grad.numel():
         _launch(None, grad.view(-1), None, rule, Store(offset=offset))

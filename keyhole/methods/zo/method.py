@@ -155,7 +155,7 @@ class ZO(Method):
             decays = id(table.param) not in self.update.spared
             update = self.update.fused(self.pending, decays) if self.pending else {}
             step = ops.ZOStep(table.start, **self.noise, **self._perturbation(i), **update)
-            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, step, perturb=True, dtype=self.model.dtype)
+            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, step, self.model.dtype)
             return plus_MH
 
         return rows

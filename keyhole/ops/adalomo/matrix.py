@@ -7,13 +7,13 @@ For a matrix [R, C] (or E of them, [E, R, C], each with its own factors), with d
     u    = g rsqrt(row / mean(row)) rsqrt(col)                      u   /= max(1, rms(u) / clip_threshold)
     a    = lr max(eps2, rms(w))                                     w    = round(w (1 - a wd) - a u)
 
-A vector keeps its whole second moment v and u = g rsqrt(v): vector.py. The second half, from u on, is the same
+A vector keeps its second moment v in full, and u = g rsqrt(v): vector.py. The second half, from u on, is the same
 for both: step.py. rms is over the whole tensor, all E matrices together.
 This is the published rule (Lv et al., AdaLomo, 2023, and its code): Adafactor without momentum, with eps1 = 1e-30,
-eps2 = 1e-3, clip_threshold = 1, decoupled weight decay. It differs from the code in two points: scale and the value
-clip of the gradient are one factor on the device here, and a tensor with an inf or nan in its gradient (or with a
-sum of squares beyond float32) is left alone, weights and state, and `bad` is set: one such element would spread
-over the factors of its row and its column, and through the rms over everything.
+eps2 = 1e-3, clip_threshold = 1, decoupled weight decay. It differs from the code in two points: loss scale and gradient
+clipping are one factor on the device (`scale`), and a tensor with an inf or nan in its gradient (or with a sum of
+squares beyond float32) is left alone, weights and state, and `bad` is set: one such element would spread over the
+factors of its row and its column, and through the rms over everything.
 
 Rounding is that of rounding/store.py. State: 4 (R + C) bytes per matrix.
 
@@ -222,7 +222,8 @@ def adalomo_update_(
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w, grad)
     assert all(s.dtype == torch.float32 and s.is_contiguous() and s.device == w.device for s in state.values())
-    check_scalars(w.device, scale, sum_squares, bad, changed)
+    check_scalars(w.device, torch.float32, scale, sum_squares)
+    check_scalars(w.device, torch.int32, bad)
     if w.numel() == 0:
         return
     rates = (lr, weight_decay, 1 - t**decay_rate, eps1, eps2, clip_threshold)

@@ -1,1 +1,2 @@
-"""AdamW on state in host memory: by the CPU with torch's kernel (host.py), by the GPU with the same bits (device.py)."""
+"""AdamW on fp32 masters and moments: on host memory by torch's kernel (host.py), on the device with the same bits
+(device.py)."""

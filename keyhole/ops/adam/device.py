@@ -1,6 +1,6 @@
-"""AdamW on the device, with the bits of torch's kernel for the CPU: either may make an update.
+"""AdamW on the device, with the bits of torch's kernel for the CPU: an update may run on either.
 
-The rule is that of host.py. Bits are a matter of where it rounds, so here are all the places. With f() rounding to
+The rule is that of host.py. Its bits depend on where it rounds, so here are all the places. With f() rounding to
 float32, g the gradient (divided by f(1 / clip) if it is clipped), t the step, and fma rounding once:
 
     w <- w f(1 - lr decay)                                                      if decay is not 0
@@ -9,9 +9,9 @@ float32, g the gradient (divided by f(1 / clip) if it is clipped), t the step, a
     v <- b2 v + (f(1 - b2) g) g                                                 SQUARES below
     w <- w + (f(-lr / (1 - b1^t)) m) / (sqrt(v) / f(sqrt(1 - b2^t)) + f(eps))
 
-Every operation rounds as IEEE 754 says, on any processor, the smallest numbers included. One thing is left to whoever
-built torch: whether a compiler made one fma of v's product and sum, and of which product. So there are three ways, and
-`squares_of_host` tries which one this machine's torch has (None: none of them; then the two must not be mixed).
+Every operation rounds as IEEE 754 says, on any processor, the smallest numbers included. One thing depends on the build
+of torch: whether the compiler made one fma of v's product and sum, and of which product. So there are three ways, and
+`squares_of_host` finds which one this machine's torch has (None: none of them; then the two must not be mixed).
 
 Bytes per element: 12 read and written (w, m, v), the gradient read, the weight written. Next to that, the arithmetic
 costs nothing.
@@ -26,7 +26,7 @@ from keyhole.ops.arguments import check_flat, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
-SQUARES = ("apart", "decayed", "square")  # v's sum: two roundings, or an fma with b2 v, or with g g
+SQUARES = ("apart", "decayed", "square")  # how v is added up: two roundings, or an fma with b2 v, or with g g
 BLOCK = 1024
 _APART, _DECAYED = tl.constexpr(0), tl.constexpr(1)
 

@@ -5,11 +5,11 @@ For a flat range of parameters with fp32 master w, moments m and v, gradient g (
     w <- (1 - lr decay) w         m <- b1 m + (1 - b1) c g         v <- b2 v + (1 - b2) (c g)^2
     w <- w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)      weight <- w, rounded to nearest
 
-Only the 16-bit weight is rounded; the master keeps the truth, so no small step is lost. Bytes per parameter: 12 stay
+Only the 16-bit weight is rounded; the master stays exact, so no small step is lost. Bytes per parameter: 12 stay
 (w, m, v), and 2 for the gradient on its way in and the weight on its way out, which may be the same memory: the
 weight takes the gradient's place once that is used.
 
-torch has a fused AdamW for the CPU: vectorised, threaded, without the GIL, in the wheel (nobody needs a compiler). It
+torch has a fused AdamW for the CPU: vectorised, threaded, without the GIL, and it needs no compiler. But it
 wants all its tensors in one dtype, and casting whole tensors before and after costs two more trips through DRAM. So
 the range is cut into chunks that fit the caches: cast in, update, cast out, chunk by chunk. Every thread gets the same
 part of a chunk in all three, so it finds what it wrote in its core's own cache. DRAM sees 14 bytes read and 14 written

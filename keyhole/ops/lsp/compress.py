@@ -1,6 +1,6 @@
 """Compressing: X P for a sparse projector P, without its zeros.
 
-    out[t, j] = sum over the rows i that have a number in column j of  x[t, i] P[i, j]            in float32
+    out[t, j] = sum over the rows i that have an entry in column j of  x[t, i] P[i, j]            in float32
 
 Applied to both sides of a weight gradient before they meet, it makes S = (dY P)^T (X Q) a product of d columns by d
 columns; the gradient never exists, and X Q is all that has to be kept of X.
@@ -8,12 +8,12 @@ columns; the gradient never exists, and X Q is all that has to be kept of X.
     free, runs   a gather: every column (run of columns) has the list of its sources. x is read r times, mostly from
                  cache: the programs of one tile of tokens run side by side.
     blocks       a batch of products [tokens, g] [g, r]: x is read once. Neighbouring blocks are one product with a
-                 block-diagonal matrix, made in registers: blocks of a few rows would read memory in crumbs. For 16-bit
-                 x on tensor cores, where the projector's numbers count 11 bits (TF32); x itself is exact there.
+                 block-diagonal matrix, made in registers: blocks of a few rows alone would make small reads. For 16-bit
+                 x on tensor cores, which round the projector's entries to 11 bits (TF32) and take x exactly.
 
 Bytes for T tokens of 16 bits: 2 T R read (r times, from cache), 2 T d written. The kernels add up in a fixed order.
 Reference and kernel differ by rounding.
-Legend: T tokens, R rows, d columns, r numbers per row.
+Legend: T tokens, R rows, d columns, r entries per row.
 """
 
 from math import gcd
@@ -33,7 +33,7 @@ _NOWHERE = tl.constexpr(NOWHERE)
 
 
 def compress_reference(x_TR: torch.Tensor, p: Projector, out_Td: torch.Tensor) -> None:
-    """Block by block in one product, or number by number of all rows."""
+    """All blocks in one product, or one entry of every row at a time."""
     x_TR = x_TR.to(torch.float32)
     if p.group:
         blocks, lost = p.d // p.r, p.d // p.r * p.group - p.rows

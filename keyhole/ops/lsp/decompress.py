@@ -3,13 +3,13 @@
 For blocks on both sides, in one stage: a tile of W needs the numbers of delta where its row blocks and its column
 blocks cross, and nothing else. A program makes the two block-diagonal matrices in registers and takes two products,
 
-    [rows, c_P] [c_P, c_Q] [c_Q, columns]        c: columns of the projector in which the tile's rows have numbers
+    [rows, c_P] [c_P, c_Q] [c_Q, columns]        c: columns of the projector in which the tile's rows have entries
 
 on tensor cores, in three passes of TF32, which is float32 to about its last bit. delta is read from cache.
 
 For drawn positions (free, runs), and for two different kinds, in two stages:
 
-    1. E = delta Q^T       [d_P, n]   float32: the step, wide already, but in the rows of the subspace
+    1. E = delta Q^T       [d_P, n]   float32: the step, decompressed on one side
     2. row i of W:         w_i <- round(keep w_i + alpha sum_k P[i, k] E[column(i, k), :])
 
 One stage would gather r^2 numbers for every weight; two gather r for each of d n, then r for each of m n, and in
@@ -20,12 +20,12 @@ Bytes per bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 -
 All arithmetic is float32; the rounding is that of rounding/store.py: nearest, stochastic (with the bits of
 rounding/bits2d.py: a program works on a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) +
 (keep - 1) w). Reference and kernel differ by the rounding of the sums.
-Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r numbers per row.
+Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r entries per row.
 """
 
 import torch
 
-from keyhole.ops.arguments import check_scalars, float32
+from keyhole.ops.arguments import float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.lsp.compress import power_of_two
 from keyhole.ops.lsp.projector import Projector
@@ -68,7 +68,7 @@ def apply_reference_(
 
 @jit()
 def _column(runs_ptr, row, k, mask, r, group, RUN: tl.constexpr, BLOCKS: tl.constexpr):
-    """The column of the k-th number of these rows."""
+    """The column of the k-th entry of these rows."""
     if BLOCKS:
         column = row // group * r + k
     else:
@@ -182,7 +182,7 @@ def apply_triton_(
 
 
 def depth(p: Projector, width: int) -> int:
-    """Columns of a projector of blocks in which an aligned tile of `width` rows can have numbers, for tl.dot."""
+    """Columns of a projector of blocks in which an aligned tile of `width` rows can have entries, for tl.dot."""
     aligned = width % p.group == 0 or p.group % width == 0
     blocks = max(1, width // p.group) if aligned else (width - 2) // p.group + 2
     return power_of_two(blocks * p.r)
@@ -246,7 +246,6 @@ def decompress_add_(
     assert w_mn.shape == (p.rows, q.rows) and delta_dd.shape == (p.d, q.d), (w_mn.shape, delta_dd.shape, p.d, q.d)
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w_mn)
-    check_scalars(w_mn.device, None, None, None, changed)
     alpha, keep = float32(alpha), float32(keep)
     if use_kernel(w_mn.device) and is_one_stage(p, q):
         blocks_triton_(w_mn, delta_dd.contiguous(), p, q, alpha, keep, how)

@@ -1,22 +1,22 @@
-"""(d, r)-sparse projectors (LSP-Offload): R x d matrices with r numbers in every row, in three arrangements.
+"""(d, r)-sparse projectors (LSP-Offload): R x d matrices with r entries per row, in three arrangements.
 
 A weight W [m, n] with gradient G = dY^T X is trained through P [m, d] and Q [n, d]: the optimizer sees only
-S = P^T G Q = (dY P)^T (X Q), and W moves by P delta Q^T. A projector is its numbers `values_Rr` and a rule that says
-in which column each of them stands:
+S = P^T G Q = (dY P)^T (X Q), and W moves by P delta Q^T. A projector is its entries `values_Rr` and a rule that says
+in which column each of them is:
 
-    free      r different columns a row, drawn at random: the paper's. 8 r bytes a row. Memory is read one number at
-              a time.
-    runs      64 rows in a row share a draw of r runs of 64 columns; row i stands at place i % 64 of each. Still
-              (d, r)-sparse with every number free, 4 r bytes a row, and memory moves 64 numbers at a time
+    free      r different columns per row, drawn at random, as in the paper. 8 r bytes per row. Memory is read one
+              number at a time.
+    runs      64 consecutive rows share a draw of r runs of 64 columns; row i has column i % 64 of each run. Still
+              (d, r)-sparse with every entry free, 4 r bytes per row, and memory moves 64 numbers at a time
               (run = 64; "free" is the same with run = 1).
-    blocks    rows in groups of g; group b has columns b r .. b r + r - 1 to itself, and there an orthonormal basis.
+    blocks    rows in groups of g; group b alone has columns b r .. b r + r - 1, and there an orthonormal basis.
               No positions to store; P^T P = I; compressing is a batch of small matrix products; the best basis is
               known in closed form (PCA of each block of the gradient).
 
-How many rows meet in a column: R r / d. For runs, the draws go through shuffled lists of all runs, so that every
-column has as many sources as any other, but for one. d is cut to what the matrix allows (d <= R; a multiple of the
-run length, which is halved until r runs exist; a whole number of blocks), so ask the projector for its d.
-Legend: R rows, d columns, r numbers a row, L most sources of a column, rounded up.
+A column has entries in R r / d rows (its sources). For runs, the draws go through shuffled lists of all runs, so that
+the numbers of sources differ by at most one. d is cut to what the matrix allows (d <= R; a multiple of the run length,
+which is halved until r runs exist; a whole number of blocks), so ask the projector for its d.
+Legend: R rows, d columns, r entries per row, L most sources of a column, rounded up.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 
 RUN = 64
-UNROLL = 4  # sources that a kernel reads at a time: lists of them are padded to a multiple
+UNROLL = 4  # sources that a kernel reads at a time; lists of sources are padded to a multiple
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Projector:
     group: int = 0  # rows of a block; 0: columns come from `runs`
     run: int = 1  # columns (and rows) in a run
     runs: torch.Tensor | None = None  # int32 [ceil(R / run), r]: which run of columns
-    sources: torch.Tensor | None = None  # int32 [d / run, L]: the places in `runs` where a run is named; -1: none
+    sources: torch.Tensor | None = None  # int32 [d / run, L]: the places in `runs` where a run occurs; -1: none
 
     @property
     def rows(self) -> int:
@@ -51,7 +51,7 @@ class Projector:
         return "blocks" if self.group else "free" if self.run == 1 else "runs"
 
     def columns_Rr(self) -> torch.Tensor:
-        """The column of each number, int64."""
+        """The column of each entry, int64."""
         row_R1 = torch.arange(self.rows, device=self.values_Rr.device)[:, None]
         if self.group:
             return row_R1 // self.group * self.r + torch.arange(self.r, device=self.values_Rr.device)
@@ -63,17 +63,18 @@ class Projector:
         return zeros_Rd.scatter(1, self.columns_Rr(), self.values_Rr)
 
     def with_values(self, values_Rr: torch.Tensor) -> "Projector":
-        """The same positions with other numbers."""
+        """The same positions with other entries."""
         assert values_Rr.shape == self.values_Rr.shape, (values_Rr.shape, self.values_Rr.shape)
         return replace(self, values_Rr=values_Rr)
 
     def to(self, device: torch.device | str) -> "Projector":
+        """The same on another device."""
         moved = {name: t.to(device) for name, t in vars(self).items() if isinstance(t, torch.Tensor)}
         return replace(self, **moved)
 
 
 def find_sources(runs: torch.Tensor, count: int) -> torch.Tensor:
-    """For each of `count` runs, where in the flattened table it is named, in order; padded with -1."""
+    """For each of `count` runs, where in the flattened table it occurs, in order; padded with -1."""
     order = torch.argsort(runs.flatten(), stable=True)
     named = runs.flatten()[order].long()
     counts = torch.bincount(named, minlength=count)
@@ -84,24 +85,20 @@ def find_sources(runs: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _projector(runs: torch.Tensor, run: int, rows: int, d: int, generator: torch.Generator) -> Projector:
-    """Numbers from N(0, 1 / r), so that P P^T is the identity on average, at the positions of `runs`."""
+    """Entries from N(0, 1 / r), so that P P^T is the identity on average, at the positions of `runs`."""
     r = runs.shape[1]
     values_Rr = torch.randn(rows, r, generator=generator) / r**0.5
     return Projector(values_Rr, d, run=run, runs=runs.int(), sources=find_sources(runs, d // run))
 
 
 def free(rows: int, d: int, r: int, generator: torch.Generator) -> Projector:
-    """r different columns a row, each choice as likely as any other."""
-    d = min(d, rows)
-    r = min(r, d)
+    """r different columns per row, each choice as likely as any other."""
     draws = [torch.rand(min(1024, rows - i), d, generator=generator).topk(r).indices for i in range(0, rows, 1024)]
     return _projector(torch.cat(draws), 1, rows, d, generator)
 
 
 def runs(rows: int, d: int, r: int, generator: torch.Generator, run: int = RUN) -> Projector:
-    """r different runs for every `run` rows, all runs named equally often (but for one)."""
-    d = min(d, rows)
-    r = min(r, d)
+    """r different runs for every `run` rows; how often runs are drawn differs by at most one."""
     while run > 1 and d // run < r:
         run //= 2
     count, lines = d // run, -(-rows // run)
@@ -109,7 +106,7 @@ def runs(rows: int, d: int, r: int, generator: torch.Generator, run: int = RUN) 
     for _ in range(lines):
         if deck.numel() < r:
             fresh = torch.randperm(count, generator=generator)
-            held = torch.isin(fresh, deck)  # runs still in the deck go to the end: no line names one twice
+            held = torch.isin(fresh, deck)  # runs still in the deck go to the end: no line has one twice
             deck = torch.cat([deck, fresh[~held], fresh[held]])
         table.append(deck[:r])
         deck = deck[r:]
@@ -118,8 +115,6 @@ def runs(rows: int, d: int, r: int, generator: torch.Generator, run: int = RUN) 
 
 def blocks(rows: int, d: int, r: int, generator: torch.Generator) -> Projector:
     """Random orthonormal columns in each block of about R r / d rows. A short last block may have zero columns."""
-    d = min(d, rows)
-    r = min(r, d)
     group = max(r, -(-rows // (d // r)))
     count = -(-rows // group)
     basis_Bgr = torch.linalg.qr(torch.randn(count, group, r, generator=generator)).Q
@@ -138,10 +133,11 @@ def random_projector(
 ) -> Projector:
     """A fresh projector: the same on every device."""
     assert rows > 0 and d > 0 and r > 0, (rows, d, r)
-    return KINDS[kind](rows, d, r, torch.Generator().manual_seed(seed)).to(device)
+    d = min(d, rows)
+    return KINDS[kind](rows, d, min(r, d), torch.Generator().manual_seed(seed)).to(device)
 
 
 def identity_projector(rows: int, device: torch.device | str = "cpu") -> Projector:
-    """d = R, nothing lost: with it, training in the subspace is training."""
+    """d = R and nothing lost: training in the subspace is then plain training."""
     positions = torch.arange(rows, dtype=torch.int32)[:, None]
     return Projector(torch.ones(rows, 1), rows, runs=positions, sources=find_sources(positions, rows)).to(device)

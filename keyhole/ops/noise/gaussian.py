@@ -4,7 +4,7 @@ Box-Muller: with u1 = ((a >> 9) + 1/2) 2^-23, s = +1 or -1 by the top bit of b, 
 
     r = sqrt(-2 ln u1)      z_even = s r cos(pi v)      z_odd = s r sin(pi v)
 
-Math libraries disagree in the last bit about ln, sin and cos, and even one library does between its vector
+Math libraries disagree in the last bit of ln, sin and cos, and even one library does between its vector
 code and its tails. So we evaluate our own polynomials, in operations that IEEE 754 defines to the bit: +, -,
 *, sqrt, and no fused multiply-add anywhere. A run made on one GPU can then be replayed, bit for bit, on a CPU
 or on another GPU. Arithmetic bounds the passes over the weights, so the polynomials are short, and random
@@ -40,7 +40,7 @@ BELOW_ONE = 1 - 2.0**-24
 MANTISSA = 0x7FFFFF
 ONE_BITS, QUARTER_BITS = 0x3F800000, 0x3E800000
 
-# As 0-dim tensors: PyTorch's call costs a third of what it does with a Python float.
+# As 0-dim tensors: a call of PyTorch then costs a third of what it does with a Python float.
 _LOG = torch.tensor(LOG).unbind()
 _SINE, _COSINE = torch.tensor(SINE).unbind(), torch.tensor(COSINE).unbind()
 _H0, _H1, _H2, _H3, _H4, _H5 = (tl.constexpr(value) for value in LOG)
@@ -103,9 +103,9 @@ def radius(word):
 
 @jit()
 def _mantissa():
-    """0x7FFFFF, as a product by 1 that no compiler can foresee (our grids have no third axis).
+    """0x7FFFFF, times a 1 that the compiler cannot know (our grids have no third axis).
 
-    It then stays in a register, and to mask a word and set its exponent takes one instruction instead of two.
+    So it stays in a register, and masking a word and setting its exponent takes one instruction instead of two.
     """
     return tl.num_programs(2).to(tl.uint32) * _MANTISSA
 
@@ -114,7 +114,7 @@ def _mantissa():
 def _square_root(x):
     """The correctly rounded root of a number from 10 to 2^32.
 
-    NVIDIA's sqrt.rn is the operations below behind a branch for extreme arguments, which we have none of.
+    NVIDIA's sqrt.rn does the operations below, after a branch for extreme arguments, which do not occur here.
     """
     if _SQRT_BY_FMA:
         y = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)

@@ -7,10 +7,10 @@ index space, whatever the tensor's own start:
     tensor      .    [---------+--------------+---]                   of which elements lo .. hi exist
                 lead           n elements
 
-so no launch shape, device or slicing changes what an element gets. Kernels take the place as (tile_0, lead, n) and the
-counter words that a whole launch shares as (step, k0, k1): the step, and the halves of the seed. All are plain numbers
-of the signature: Triton compiles a kernel anew for a value of 1 or a multiple of 16, unless `do_not_specialize` names
-the number, which it does not reach inside a tuple. Within a kernel they travel as tuples.
+so no launch shape, device or slicing changes what an element gets. Kernels take the place as tile_0, lead, n, and the
+words that all counters of a launch share as step, k0, k1: the step and the halves of the seed. In a kernel's signature
+they are plain numbers, in its functions tuples. (Triton compiles a kernel again for an argument that is 1 or a multiple
+of 16 unless `do_not_specialize` names it, and that has no effect on the elements of a tuple.)
 
 Indices go up to 2^44 (17 trillion elements), steps to 2^32, directions to 2^16 (higher streams are for rounding).
 """

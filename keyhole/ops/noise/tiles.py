@@ -1,7 +1,7 @@
 """Noise without state: z is a pure function of (seed, step, direction, element).
 
-Philox words come four to a group. Which group, and which of its words ("lane"), belong to the element of index e is laid
-out in tiles of 4096 elements:
+Philox makes four words per counter ("group"). Tiles of 4096 elements say which group, and which of its words ("lane"),
+the element of index e has:
 
     group g = (e // 4096) 1024 + e % 1024     lane l = (e // 1024) % 4
     word l of philox(seed; g, direction, step)
@@ -10,9 +10,9 @@ out in tiles of 4096 elements:
     group:         0 .. 1023        0 .. 1023       0 .. 1023       0 .. 1023     (+ 1024 per tile)
     lane:             0               1               2               3
 
-So a program that owns a tile makes four vectors of 1024 contiguous values out of one vector of counters: no
-shuffle, no wasted word, coalesced memory. And the value depends on e alone: not on the launch shape, the
-tensor's alignment, the slice asked for, the device or the number of threads.
+So a program that owns a tile makes four vectors of 1024 contiguous values from one vector of counters: no shuffle, no
+wasted word, coalesced memory. And the value depends on e alone: not on the launch shape, the tensor's alignment, the
+slice asked for, the device or the number of threads.
 
     gaussian     lanes (0, 1) and (2, 3) are Box-Muller pairs of words (0, 1) and (2, 3): gaussian.py
     rademacher   +1 where the top bit of word l is 0, -1 where it is 1
@@ -111,15 +111,11 @@ def _noise_kernel(z_ptr, tile_0, lead, n, direction, step, k0, k1, GAUSSIAN: tl.
     """One program per tile."""
     pid = tl.program_id(0).to(tl.int64)
     direction, key = direction.to(tl.uint32), unsigned(step, k0, k1)
-    z0, z1, z2, z3 = tile_noise(tile_0 + pid, direction, key, GAUSSIAN)
+    z = tile_noise(tile_0 + pid, direction, key, GAUSSIAN)
     position = pid * _TILE - lead + lanes()
-    tl.store(z_ptr + position, z0, (position >= 0) & (position < n))
-    position += _WIDTH
-    tl.store(z_ptr + position, z1, (position >= 0) & (position < n))
-    position += _WIDTH
-    tl.store(z_ptr + position, z2, (position >= 0) & (position < n))
-    position += _WIDTH
-    tl.store(z_ptr + position, z3, (position >= 0) & (position < n))
+    for v in tl.static_range(4):
+        tl.store(z_ptr + position, z[v], (position >= 0) & (position < n))
+        position += _WIDTH
 
 
 def draw_noise(

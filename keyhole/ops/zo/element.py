@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import float32
+from keyhole.ops.arguments import check_scalars, float32
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.noise.index import check_index, int32, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
@@ -36,20 +36,18 @@ class Flags:
 
 @dataclass(frozen=True)
 class ZOStep:
-    """What happens to weights: an update if there is a `coef`, then a perturbation if plus and minus are wanted."""
+    """The settings of an op on weights: an update if there is a `coef`, then a perturbation if the op is asked."""
 
     offset: int  # global index of the first weight
     seed: int
     distribution: str = "gaussian"
     coef: torch.Tensor | None = None
-    update_step: int = 0
+    update_step: int = 0  # the step whose noise the update has
     weight_decay: float = 0.0
     rounding: str = "stochastic"
-    changed: torch.Tensor | None = (
-        None  # int64 scalar on the device: the number of changed stored values is added to it
-    )
+    changed: torch.Tensor | None = None  # int64 scalar on the device: + the number of changed stored values
     eps: float = 0.0
-    step: int = 0
+    step: int = 0  # the step whose noise the perturbation has, and the direction
     direction: int = 0
 
     @property
@@ -62,12 +60,10 @@ class ZOStep:
         steps = (self.update_step, self.step)
         check_index(self.offset, n, self.seed, steps, max(self.directions, self.direction + 1), self.distribution)
         assert self.rounding in ROUNDINGS, self.rounding
-        coef, changed = self.coef, self.changed
-        if coef is not None:
-            assert coef.dtype == torch.float32 and coef.dim() == 1 and coef.is_contiguous(), (coef.dtype, coef.shape)
-            assert coef.numel() >= 2, "coef is [lr, c_0, ...]"
-        assert changed is None or (changed.dtype == torch.int64 and changed.numel() == 1), changed
-        assert all(tensor is None or tensor.device == device for tensor in (coef, changed)), device
+        check_scalars(device, torch.int64, self.changed)
+        if (coef := self.coef) is not None:
+            assert coef.dtype == torch.float32 and coef.device == device, (coef.dtype, coef.device)
+            assert coef.dim() == 1 and coef.is_contiguous() and coef.numel() >= 2, "coef is [lr, c_0, ...]"
 
     def is_stochastic(self, dtype: torch.dtype) -> bool:
         """Whether an update of weights of this dtype needs random bits: float32 is stored as computed."""
@@ -86,7 +82,7 @@ class ZOStep:
 
 @jit()
 def noise_words(update_step, step, direction, k0, k1):
-    """The key of the update, and direction and key of the perturbation."""
+    """In a kernel: the update's key, the perturbation's direction and key."""
     return unsigned(update_step, k0, k1), direction.to(tl.uint32), unsigned(step, k0, k1)
 
 

@@ -7,9 +7,9 @@ with the perturbation of step t:
     textbook MeZO (perturb, perturb back, restore, update)    4 x (2 read + 2 written) = 16, 4 draws of z
     fused                                                     2 read + 6 written = 8, 2 draws of z
 
-A program owns 8192 elements of the index space: two tiles of noise, one of rounding bits. The programs at both ends are
-masked, so any offset and size work; the others take a branch without masks. Where the offset is a multiple of 8 elements
-(and the tensors are 16-byte aligned), memory moves 4 elements at a time.
+A program owns 8192 elements of the index space: two tiles of noise, one of rounding bits. The programs at both ends
+are masked, so any offset and size work; the others take a branch without masks. Where the offset is a multiple of 8
+elements (and the tensors are 16-byte aligned), memory moves 4 elements at a time.
 """
 
 from functools import partial

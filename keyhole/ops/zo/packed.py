@@ -31,7 +31,7 @@ from keyhole.ops.fp8 import (
 )
 from keyhole.ops.noise.index import NUM_WARPS, ROWS, WIDTH, lanes, program_span, span
 from keyhole.ops.noise.tiles import tile_noise
-from keyhole.ops.rounding.bits import TILE, tile_bits
+from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
 from keyhole.ops.zo.element import ZOStep, noise_words, store_perturbed
 from keyhole.ops.zo.flat import direction_sum, zo_flat_
 
@@ -92,18 +92,15 @@ def _vector(pointers, bounds, u, z, bits, rates, changed, V: tl.constexpr, HOW: 
 def _packed_tile(pointers, coef_ptr, tile, bounds, words, noise, rates, changed, V: tl.constexpr, HOW: tl.constexpr):
     """The four vectors of a noise tile, from vector V on. Returns the counts of changes."""
     update_key, direction, key = noise
-    a, b = words
-    eps = rates[1]
-    u0, u1, u2, u3 = eps, eps, eps, eps
-    z0, z1, z2, z3 = eps, eps, eps, eps
+    u = (changed, changed, changed, changed)
+    z = u
     if HOW.Q > 0:
-        u0, u1, u2, u3 = direction_sum(coef_ptr, tile, update_key, HOW)
+        u = direction_sum(coef_ptr, tile, update_key, HOW)
     if HOW.PERTURB:
-        z0, z1, z2, z3 = tile_noise(tile, direction, key, HOW.GAUSSIAN)
-    changed = _vector(pointers, bounds, u0, z0, a & 0xFFFF, rates, changed, V, HOW)
-    changed = _vector(pointers, bounds, u1, z1, a >> 16, rates, changed, V + 1, HOW)
-    changed = _vector(pointers, bounds, u2, z2, b & 0xFFFF, rates, changed, V + 2, HOW)
-    return _vector(pointers, bounds, u3, z3, b >> 16, rates, changed, V + 3, HOW)
+        z = tile_noise(tile, direction, key, HOW.GAUSSIAN)
+    for v in tl.static_range(4):
+        changed = _vector(pointers, bounds, u[v], z[v], vector_bits(words, V + v), rates, changed, V + v, HOW)
+    return changed
 
 
 @jit(do_not_specialize=["tile_0", "lead", "n", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
@@ -121,10 +118,10 @@ def _packed_kernel(
     lr = eps
     if HOW.Q > 0:
         lr = tl.load(coef_ptr)
-    r0, r1, r2, r3 = tile_bits(tile, noise[0], HOW.STOCHASTIC)
+    words = tile_bits(tile, noise[0], HOW.STOCHASTIC)
     changed, rates = lanes() * 0, (lr, eps, wd)
-    changed = _packed_tile(pointers, coef_ptr, tile * 2, (lo, hi), (r0, r1), noise, rates, changed, 0, HOW)
-    changed = _packed_tile(pointers, coef_ptr, tile * 2 + 1, (lo, hi), (r2, r3), noise, rates, changed, 4, HOW)
+    changed = _packed_tile(pointers, coef_ptr, tile * 2, (lo, hi), words, noise, rates, changed, 0, HOW)
+    changed = _packed_tile(pointers, coef_ptr, tile * 2 + 1, (lo, hi), words, noise, rates, changed, 4, HOW)
     if HOW.COUNT:
         tl.atomic_add(changed_ptr, tl.sum(changed).to(tl.int64))
 

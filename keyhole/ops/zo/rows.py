@@ -24,14 +24,11 @@ from keyhole.ops.zo.element import ZOStep, noise_words, perturb_reference, store
 
 BLOCK = 512  # elements per program
 
-Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-Out = torch.Tensor | None
-
 
 def zo_rows_reference(
-    rows_TH: torch.Tensor, row_ids_T: torch.Tensor, plus_TH: Out, minus_TH: Out, new_TH: Out, how: ZOStep
+    rows_TH: torch.Tensor, row_ids_T: torch.Tensor, plus_TH: torch.Tensor, minus_TH: torch.Tensor, how: ZOStep
 ) -> None:
-    """Fills plus and minus, or the updated rows: whichever is not None."""
+    """Fills plus and minus."""
     H = rows_TH.shape[1]
     e_TH = how.offset + row_ids_T.to(torch.int64).unsqueeze(1) * H + torch.arange(H, device=rows_TH.device)
 
@@ -42,15 +39,12 @@ def zo_rows_reference(
         stochastic = how.is_stochastic(rows_TH.dtype)
         bits = bits_at_reference(e_TH, seed=how.seed, step=how.update_step) if stochastic else None
         rows_TH = updated_reference(rows_TH, how, lambda i: draw(how.update_step, i), bits)
-    if plus_TH is None:
-        new_TH.copy_(rows_TH)
-    else:
-        perturb_reference(rows_TH, draw(how.step, how.direction), how.eps, plus_TH, minus_TH)
+    perturb_reference(rows_TH, draw(how.step, how.direction), how.eps, plus_TH, minus_TH)
 
 
 @jit(do_not_specialize=["offset", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
 def _rows_kernel(
-    rows_ptr, ids_ptr, plus_ptr, minus_ptr, new_ptr, coef_ptr,
+    rows_ptr, ids_ptr, plus_ptr, minus_ptr, coef_ptr,
     H, offset, update_step, step, direction, k0, k1, eps, wd, HOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK columns of one row."""
@@ -67,36 +61,28 @@ def _rows_kernel(
         if HOW.STOCHASTIC:
             bits = bits_at(e, update_key)
         w, _ = updated(w, u, bits, tl.load(coef_ptr), wd, HOW)
-    if HOW.PERTURB:
-        z = noise_at(e, direction, key, HOW.GAUSSIAN)
-        store_perturbed(plus_ptr + at, minus_ptr + at, mask, w, z, eps)
-    else:
-        tl.store(new_ptr + at, w, mask)
+    store_perturbed(plus_ptr + at, minus_ptr + at, mask, w, noise_at(e, direction, key, HOW.GAUSSIAN), eps)
 
 
 def zo_rows(
-    rows_TH: torch.Tensor, row_ids_T: torch.Tensor, how: ZOStep, *, perturb: bool, dtype: torch.dtype | None = None
-) -> Rows:
-    """(plus, minus) of gathered rows [T, H], in `dtype` (None: the rows'); or, if not `perturb`, the updated rows.
+    rows_TH: torch.Tensor, row_ids_T: torch.Tensor, how: ZOStep, dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(plus, minus) of gathered rows [T, H], in `dtype` (None: the rows').
 
     rows_TH: rows row_ids_T of a table, as stored; how.offset: global index of the table's first element. The input is
-    left as it is, and how.changed is not used.
+    left as it is, and no changes are counted.
     """
     T, H = rows_TH.shape
     assert rows_TH.dtype in DTYPES and rows_TH.is_contiguous(), (rows_TH.dtype, rows_TH.stride())
     assert row_ids_T.shape == (T,) and row_ids_T.device == rows_TH.device, (row_ids_T.shape, row_ids_T.device)
     how.check(H, rows_TH.device)
-    plus_TH = minus_TH = new_TH = None
-    if perturb:
-        plus_TH, minus_TH = (torch.empty_like(rows_TH, dtype=dtype or rows_TH.dtype) for _ in range(2))
-    else:
-        new_TH = torch.empty_like(rows_TH)
-    tensors = (rows_TH, row_ids_T.contiguous(), plus_TH, minus_TH, new_TH)
+    plus_TH, minus_TH = (torch.empty_like(rows_TH, dtype=dtype or rows_TH.dtype) for _ in range(2))
+    tensors = (rows_TH, row_ids_T.contiguous(), plus_TH, minus_TH)
     if use_kernel(rows_TH.device) and rows_TH.numel():
-        flags = how.flags(perturb=perturb, stochastic=how.is_stochastic(rows_TH.dtype))
-        options = {"BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+        flags = how.flags(perturb=True, stochastic=how.is_stochastic(rows_TH.dtype))
+        options = {"HOW": flags, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
         with on_device(rows_TH):
-            _rows_kernel[(T, -(-H // BLOCK))](*tensors, how.coef, H, how.offset, *how.numbers(), HOW=flags, **options)
+            _rows_kernel[(T, -(-H // BLOCK))](*tensors, how.coef, H, how.offset, *how.numbers(), **options)
     else:
         zo_rows_reference(*tensors, how)
-    return (plus_TH, minus_TH) if perturb else new_TH
+    return plus_TH, minus_TH

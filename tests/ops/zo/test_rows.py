@@ -38,13 +38,11 @@ def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, cho
     table_VH, ids_T, how = setup(case, kernel_device)
     rows_TH, out_dtype = table_VH[ids_T], case[1]
     with force(choice):
-        plus_TH, minus_TH = zo_rows(rows_TH, ids_T, how, perturb=True, dtype=out_dtype)
-        updated_TH = zo_rows(rows_TH, ids_T, how, perturb=False)
+        plus_TH, minus_TH = zo_rows(rows_TH, ids_T, how, out_dtype)
     assert torch.equal(rows_TH, table_VH[ids_T])  # the stale rows are not touched
     with force("reference"):
         plus_VH, minus_VH = (torch.empty_like(table_VH, dtype=out_dtype) for _ in range(2))
         zo_flat_(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), how)
-    assert torch.equal(updated_TH, table_VH[ids_T])
     assert torch.equal(plus_TH, plus_VH[ids_T])
     assert torch.equal(minus_TH, minus_VH[ids_T])
 
@@ -52,12 +50,11 @@ def test_rows_equal_the_full_table(kernel_device: torch.device, case: tuple, cho
 def test_without_a_pending_update_rows_are_only_perturbed() -> None:
     """The first step of a run has nothing to apply."""
     table_VH, ids_T, how = setup(CASES[0], torch.device("cpu"))
-    how, stored_VH = replace(how, coef=None), table_VH.clone()
-    plus_TH, minus_TH = zo_rows(table_VH[ids_T], ids_T, how, perturb=True)
+    how = replace(how, coef=None)
+    plus_TH, minus_TH = zo_rows(table_VH[ids_T], ids_T, how)
     plus_VH, minus_VH = torch.empty_like(table_VH), torch.empty_like(table_VH)
     zo_flat_(table_VH.view(-1), plus_VH.view(-1), minus_VH.view(-1), how)
     assert torch.equal(plus_TH, plus_VH[ids_T]) and torch.equal(minus_TH, minus_VH[ids_T])
-    assert torch.equal(zo_rows(table_VH[ids_T], ids_T, how, perturb=False), stored_VH[ids_T])
 
 
 def test_no_rows_are_fine(kernel_device: torch.device) -> None:
@@ -65,7 +62,7 @@ def test_no_rows_are_fine(kernel_device: torch.device) -> None:
     table_VH, ids_T, how = setup(CASES[0], kernel_device)
     for choice in ("reference", "kernel"):
         with force(choice):
-            made = zo_rows(table_VH[:0], ids_T[:0], how, perturb=True)
+            made = zo_rows(table_VH[:0], ids_T[:0], how)
             assert [rows_TH.shape for rows_TH in made] == [(0, 64), (0, 64)]
 
 
@@ -78,6 +75,6 @@ def test_gpu_equals_cpu_on_a_real_table(cuda: torch.device, dtype: torch.dtype) 
     rows_TH = torch.randn(2048, 768, generator=generator).to(dtype)
     coef = torch.tensor([1e-3, 1.0, -2.0])
     how = ZOStep((1 << 33) + 11, SEED, coef=coef, update_step=3, weight_decay=0.1, eps=1e-3, step=4)
-    made = zo_rows(rows_TH.to(cuda), ids_T.to(cuda), replace(how, coef=coef.to(cuda)), perturb=True)
-    for a, b in zip(made, zo_rows(rows_TH, ids_T, how, perturb=True), strict=True):
+    made = zo_rows(rows_TH.to(cuda), ids_T.to(cuda), replace(how, coef=coef.to(cuda)))
+    for a, b in zip(made, zo_rows(rows_TH, ids_T, how), strict=True):
         assert torch.equal(a.cpu(), b)
