@@ -55,7 +55,7 @@ def markdown() -> str:
         title = "Top level" if name is None else f"`{name}`"
         lines += [f"## {title}", "", about, "", "| key | type | default | |", "|---|---|---|---|"]
         for s in group:
-            kind = describe(s.type).replace("|", "\\|")
+            kind = "a section below" if s.key == "method" else describe(s.type).replace("|", "\\|")
             lines.append(f"| `{s.key}` | {kind} | `{default_text(s)}` | {s.doc} |")
         lines.append("")
     return "\n".join(lines)
