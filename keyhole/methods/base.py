@@ -90,6 +90,8 @@ class DeviceBytes(Protocol):
 
     @property
     def total(self) -> int: ...
+    @property
+    def during_a_step(self) -> int: ...
 
 
 @dataclass(frozen=True)
