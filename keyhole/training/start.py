@@ -142,6 +142,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
+    job.display.log_to(job.directory.log)
     with rundir.writing_to(job.directory.root):
         select.rename_damaged(origin.choice.damaged)
     saver.went_on_from(origin.choice.path, origin.step)
