@@ -9,6 +9,7 @@ Peak host memory: the weights that live on the host, plus one shard of the file 
 """
 
 import inspect
+import os
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -66,13 +67,14 @@ def load(
     adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
+    _check_source(model)
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
     _check_names(engine_options)
     transformers.utils.logging.disable_progress_bar()
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     device = choose_device(device)
-    model = assets.locate(model, assets.MODEL) if isinstance(model, str) else model
+    model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
     config = read_config(model, trust_remote_code)
     directory = None if model is config else find_directory(model)
     workload = workload or Workload()
@@ -108,6 +110,18 @@ def load(
         placed.adapter = saved.path
         placed.reasons.append(str(saved))
     return loaded
+
+
+def _check_source(model: Any) -> None:
+    """What is loaded is named, not handed over: the weights are read to where they will live."""
+    if isinstance(model, str | Path | transformers.PretrainedConfig):
+        return
+    known = getattr(getattr(model, "config", None), "_name_or_path", "") if isinstance(model, nn.Module) else ""
+    raise UserError(
+        f"keyhole.load: found a {type(model).__name__}, expected a directory, a hub id or a config; write "
+        f'keyhole.load("{known or "path-or-hub-id"}")'
+        + (", or save it first: model.save_pretrained(path)" if isinstance(model, nn.Module) else "")
+    )
 
 
 def _check_names(engine_options: dict[str, Any]) -> None:

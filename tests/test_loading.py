@@ -11,11 +11,13 @@ import pytest
 import torch
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 import keyhole
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.loading import choose_device
+from keyhole.methods import CLASSES
 from keyhole.model.structure import source
 from keyhole.model.structure.source import find_directory
 from keyhole.plan.dtype import choose_dtype
@@ -379,6 +381,37 @@ def test_wrong_arguments() -> None:
         choose_device("gpu")
     with pytest.raises(UserError, match="not supported"):
         choose_device("meta")
+
+
+def test_a_model_of_transformers_is_answered_with_what_to_write() -> None:
+    """And so is anything else that is no name."""
+    theirs = LlamaForCausalLM(config("llama"))
+    with pytest.raises(UserError, match="found a LlamaForCausalLM, expected a directory.*or save it first"):
+        keyhole.load(theirs)
+    theirs.config._name_or_path = "some/llama"
+    with pytest.raises(UserError, match=r'write keyhole.load\("some/llama"\)'):
+        keyhole.load(theirs)
+    with pytest.raises(UserError, match="found a NoneType"):
+        keyhole.load(None)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_method_on_what_is_no_model_is_answered_with_what_to_write(name: str) -> None:
+    """Before anything is done to it."""
+    method = getattr(keyhole, name)
+    for wrong in ("x", LlamaForCausalLM(config("llama"))):
+        with pytest.raises(UserError, match=rf"found a .*keyhole.{name}\(keyhole.load\("):
+            method(wrong)
+    with pytest.raises(UserError, match="found nothing"):
+        method()
+
+
+def test_models_and_methods_say_what_they_are() -> None:
+    """In a notebook, a bare name is answered."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", placement="stream")
+    assert repr(model) == "<Model: LlamaForCausalLM, 37,280 parameters, float32 on cpu, 3 of 6 units streamed>"
+    assert repr(keyhole.ZO(model, lr=1e-6)) == f"ZO({model!r}, lr=1e-06)"
+    assert {"ZO", "LOMO", "load", "Model"} <= set(dir(keyhole))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

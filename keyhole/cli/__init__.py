@@ -13,6 +13,7 @@ import io
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 import typer
@@ -52,6 +53,7 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _open_streams()
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # bf16 on this CPU: the start block says it
     try:
         typer.main.get_command(app)(args=args, prog_name="keyhole")
     except SystemExit as stop:

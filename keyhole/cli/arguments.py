@@ -6,12 +6,14 @@ as an option (`--learning_rate 1e-5`, as in other trainers) is refused with the 
 value per option, so these arguments are rewritten before typer parses them.
 """
 
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from keyhole import assets
 from keyhole.config.faults import ELSEWHERE, suggest_key
 from keyhole.config.fields import sections, settings
 from keyhole.config.loader import load_config, parse_settings
@@ -19,6 +21,7 @@ from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
+from keyhole.model.structure.source import check_name
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
@@ -51,6 +54,11 @@ def load_settings(config: str, overrides: list[str] | None) -> TrainConfig:
 def parse_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
     """The settings of a command that loads a model without a config, as typed values."""
     return parse_settings(words or (), ("device", "dtype", "placement", "gpu_memory", *more))
+
+
+def check_model(model: str) -> None:
+    """Refuses what is no directory and no hub id before torch is imported, which takes seconds."""
+    check_name(assets.locate(os.path.expanduser(model), assets.MODEL))
 
 
 def is_override(word: str) -> bool:

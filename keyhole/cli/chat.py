@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.arguments import ModelArgument, PlacementSettings, parse_placement
+from keyhole.cli.arguments import ModelArgument, PlacementSettings, check_model, parse_placement
 
 
 def chat(
@@ -18,6 +18,7 @@ def chat(
     Example: keyhole chat out gpu_memory=8GiB
     """
     settings = parse_placement(overrides)
+    check_model(directory)
     from keyhole.eval.conversation import chat as run
 
     run(directory, system=system, max_new_tokens=max_new_tokens, **settings)

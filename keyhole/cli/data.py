@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.arguments import ConfigArgument, Overrides, load_settings
+from keyhole.cli.arguments import ConfigArgument, Overrides, check_model, load_settings
 
 
 def data(
@@ -20,6 +20,7 @@ def data(
     Example: keyhole data my.yaml -n 5 max_length=512
     """
     settings = load_settings(config, overrides)
+    check_model(settings.model)
     from keyhole.config.data import data_settings
     from keyhole.data import preview_data
 

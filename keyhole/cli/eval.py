@@ -4,7 +4,14 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.arguments import ModelArgument, PlacementSettings, SettingsCommand, parse_placement, repeat_option
+from keyhole.cli.arguments import (
+    ModelArgument,
+    PlacementSettings,
+    SettingsCommand,
+    check_model,
+    parse_placement,
+    repeat_option,
+)
 
 
 class EvalCommand(SettingsCommand):
@@ -26,6 +33,7 @@ def eval(
     Example: keyhole eval out --tasks rte.jsonl held-out.jsonl gpu_memory=8GiB
     """
     settings = parse_placement(overrides, "max_length")
+    check_model(directory)
     from keyhole.eval.evaluate import evaluate as run
 
     typer.echo(run(directory, tasks, limit=limit, json_path=json_path, **settings))

@@ -4,7 +4,14 @@ from typing import Annotated
 
 import typer
 
-from keyhole.cli.arguments import ConfigArgument, Overrides, SettingsCommand, load_settings, with_resume_value
+from keyhole.cli.arguments import (
+    ConfigArgument,
+    Overrides,
+    SettingsCommand,
+    check_model,
+    load_settings,
+    with_resume_value,
+)
 
 LAST = "last"
 
@@ -32,6 +39,7 @@ def train(
     Example: keyhole train my.yaml learning_rate=1e-6 zo.directions=4
     """
     settings = load_settings(config, overrides)
+    check_model(settings.model)
     from keyhole.training.start import train as run
 
     raise typer.Exit(run(settings, resume=resume, dry_run=dry_run))

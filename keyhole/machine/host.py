@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from keyhole.machine.sizes import GIB
+
 NO_LIMIT_BYTES = 2**60  # version 1 writes a huge number for "no limit"
 
 
@@ -78,6 +80,16 @@ def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cg
     groups = list(_groups(cgroup_root, read_text(proc / "self" / "cgroup")))
     available = min([info.get("MemAvailable", total), *(group.left_bytes for group in groups)])
     return HostMemory(total, available, min((group.limit_bytes for group in groups), default=None))
+
+
+def host_sum(needed: int, slack: int, available: int) -> str:
+    """`22.66 GiB and 1.00 GiB for the process itself, of which 21.75 GiB are free: 1.91 GiB are missing`. What is
+    printed adds up."""
+    cents = [-(-100 * count // GIB) for count in (needed, slack)] + [100 * available // GIB]
+    missing = cents[0] + cents[1] - cents[2]
+    need, reserve, free, lack = (f"{count / 100:.2f} GiB" for count in (*cents, missing))
+    own = f" and {reserve} for the process itself" if slack else ""
+    return f"{need}{own}, of which {free} are free: {lack} are missing"
 
 
 def cpu_count() -> int:

@@ -6,6 +6,7 @@ window, or hide what was printed before. It may also hold a megabyte. So everyth
     printable(text)         one line: every character that is not printable as an escape (`\\x1b`), cut at a limit
     printable_lines(text)   the same for each line of a message, and only so many lines
     without_controls(text)  a text of many lines (an answer): line breaks and tabs stay, control characters go
+    duration(seconds)       a time for people
 """
 
 LINE_CHARACTERS = 2000
@@ -32,3 +33,16 @@ def printable_lines(text: object, limit: int = LINE_CHARACTERS, most: int = MESS
 def without_controls(text: str) -> str:
     """The text as it is, but for control characters other than line breaks and tabs."""
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 5 s`, `2 h 10 min`, `3 d 4 h`."""
+    whole = max(0, round(seconds))
+    for (large, of_large), (small, of_small) in (
+        (("d", 86400), ("h", 3600)),
+        (("h", 3600), ("min", 60)),
+        (("min", 60), ("s", 1)),
+    ):
+        if whole >= of_large:
+            return f"{whole // of_large} {large} {whole % of_large // of_small} {small}"
+    return f"{whole} s"

@@ -90,6 +90,8 @@ class DeviceBytes(Protocol):
 
     @property
     def total(self) -> int: ...
+    @property
+    def during_a_step(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,24 @@ class Method:
     model: Model
     lr: float
 
+    def __new__(cls, *args: Any, **options: Any) -> Method:
+        """Refuses what is no model before anything is made of it."""
+        from keyhole.model.model import Model
+
+        model = args[0] if args else options.get("model")
+        if not isinstance(model, Model):
+            found = "nothing" if model is None else f"a {type(model).__name__}"
+            raise UserError(
+                f"{cls.name}: found {found}, expected the model that keyhole.load returns: "
+                f'keyhole.{cls.__name__}(keyhole.load("path-or-hub-id"), lr=...)'
+            )
+        return super().__new__(cls)
+
     def __init__(self, model: Model, lr: float, **settings: Any) -> None:
         raise NotImplementedError  # abstract
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model!r}, lr={self.lr:g})"
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> Method:

@@ -87,6 +87,14 @@ class Model:
         if graphs and self.device.type == "cuda" and layout.block_count and not layout.has_cut_blocks:
             self.graphs = BlockGraphs(self, find_blocks(module))
 
+    def __repr__(self) -> str:
+        count = sum(tensor.shape.numel() for tensor in self.layout.tensors)
+        where = f"{len(self.engine.streamed)} of {len(self.layout.units)} units streamed"
+        where = where if self.engine.streamed else "resident"
+        dtype = str(self.dtype).removeprefix("torch.")
+        source = "" if self.source is None else f", from {self.source!r}"
+        return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
+
     def home(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
         return self.homes.read(tensor)

@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.machine.host import host_memory
+from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.sizes import GIB, MIB, Bytes, about
 from keyhole.methods import METHODS
 from keyhole.methods.base import DeviceBytes, Room, Traits, Workload, imported
 from keyhole.methods.memory import forward_bytes
 from keyhole.model.backward import memory as backward
-from keyhole.model.forward.memory import SLOT_COUNT, host_bytes
+from keyhole.model.forward.memory import SLOT_COUNT, evaluation_bytes, host_bytes
 from keyhole.model.structure.find import TILE_NUMEL
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.model.weights.format import Wire
@@ -50,18 +50,30 @@ class Placement:
     slot_count: int
     device_bytes: DeviceBytes
     work: Workload
-    dtype: torch.dtype  # of compute
+    formats: Wire
+    workspace_bytes: int
     budget_bytes: int | None = None
     limit_bytes: int | None = None  # what a method may fill with state
     adapter: Path | None = None  # fixed adapters that were loaded with the model
     reasons: list[str] = field(default_factory=list)
+
+    def evaluation_passes(self, layout: Layout, most: int) -> int:
+        """How many batches of the planned size may go through the model together, in the memory that a step leaves free
+        when it is over; at most `most`. A batch that crosses the link alone costs time, one too many the run."""
+        limit = self.budget_bytes if self.budget_bytes is not None else self.limit_bytes
+        if limit is None or not self.streamed:
+            return most if self.streamed else 1
+        free = self.device_bytes.during_a_step + max(0, limit - self.device_bytes.total)
+        sizes = {"tokens": self.work.tokens, "formats": self.formats, "workspace_bytes": self.workspace_bytes}
+        fits = (n for n in range(most, 1, -1) if evaluation_bytes(layout, passes=n, **sizes) <= free)
+        return next(fits, 1)
 
     def check_method(self, method: str) -> None:
         """When a method is made on the model: refuses adapters that it does not own and a dtype in which it cannot
         train, and warns where the budget was planned for another method, since this one may need more memory."""
         if self.adapter is not None:
             raise refusals.trained_below_adapters(self.adapter, method)
-        check_trainable(self.dtype, method)
+        check_trainable(self.formats.dtype, method)
         if self.budget_bytes is not None and self.work.method != method and METHODS[method].sweep == "reverse":
             refusals.warn_of_another_plan(self.budget_bytes, self.work.method, method)
 
@@ -111,7 +123,9 @@ def place(
     room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device))
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
-    resident = Placement(set(), 0, costs.of(whole, set()), work, formats.dtype, budget, room.limit_bytes)
+    resident = Placement(
+        set(), 0, costs.of(whole, set()), work, formats, room.workspace_bytes, budget, room.limit_bytes
+    )
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
         if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
@@ -126,8 +140,8 @@ def place(
         )
     layout, streamed = fit(module, costs, budget)
     _check_host(host_bytes(layout, streamed, formats), placement)
-    placed = Placement(streamed, costs.slot_count(layout), costs.of(layout, streamed), work, formats.dtype, budget)
-    placed.limit_bytes = room.limit_bytes
+    planned, slots = costs.of(layout, streamed), costs.slot_count(layout)
+    placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, room.limit_bytes)
     _check_state(layout, placed, costs)
     placed.reasons = _reasons(layout, placed, placement, costs, device)
     _enforce(budget, device)
@@ -220,13 +234,12 @@ def _enforce(budget: int | None, device: torch.device) -> None:
 
 
 def _check_host(needed: int, placement: str) -> None:
-    memory = host_memory()
-    missing = needed + SLACK_BYTES - memory.available_bytes
-    if missing > 0:
+    available = host_memory().available_bytes
+    if needed + SLACK_BYTES > available:
+        sums = host_sum(needed, SLACK_BYTES, available)
         raise UserError(
-            f"placement: {placement} keeps {needed / GIB:.2f} GiB of weights in host memory, but only "
-            f"{memory.available_bytes / GIB:.2f} GiB are free: {missing / GIB:.2f} GiB are missing. Free memory, raise "
-            "gpu_memory so that more stays on the GPU, or use a 16-bit dtype."
+            f"placement: {placement} keeps weights in host memory: {sums}. Free memory, raise gpu_memory so that more "
+            "stays on the GPU, or use a 16-bit dtype."
         )
 
 

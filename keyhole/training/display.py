@@ -1,9 +1,10 @@
 """What the user sees while a run goes on: plain lines, and on a terminal a progress bar below them.
 
-    step   120/1000  loss 2.3145  lr 1.0e-06  12,345 tok/s  GPU 12.31 GiB  projected_grad 0.731
+    step   120/1000  loss 2.3145  lr 1.0e-06  12,345 tok/s  GPU 12.31 GiB  projected_grad 0.731  2 min, 15 min left
 
 With logging_steps above 1 the line shows means over the steps since the last one, of each number over the steps that
-have it. rich is used on a terminal only, so a log file never holds control codes.
+have it. rich is used on a terminal only, so a log file never holds control codes; where there is no bar, the line ends
+with the time since the start and the time that is left at this pace. Every line goes to run/log.txt too.
 
 The output may be closed: the other end of a pipe has gone, or the terminal. Then `gone` is called, once, and everything
 else that is printed goes to /dev/null; the run must not end in the middle of a step. Any other failure (a log file on a
@@ -13,11 +14,13 @@ full disk) loses lines, is said once on the standard error, and the run goes on.
 import errno
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from keyhole.machine.text import printable
+from keyhole.machine.text import duration, printable
 
 Entry = dict[str, Any]
 CLOSED = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # nobody is at the other end
@@ -43,9 +46,32 @@ class Display:
         self.bar: Any = None
         self.gone: Callable[[], None] | None = None
         self.losing = False
+        self.began_s, self.first_step = time.monotonic(), 0
+        self.ends: list[Entry] = []  # of the first and the last step
+        self.peak_gib = 0.0
+        self.log: Path | None = None
+        self.unlogged: list[str] = []
+
+    def log_to(self, path: Path) -> None:
+        """Lines go to this file too, those of before included."""
+        self.log, before = path, self.unlogged
+        self._write_log("\n".join([f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}", *before]))
+
+    def _write_log(self, text: str) -> None:
+        if self.log is None:
+            self.unlogged.append(text)
+            return
+        try:
+            how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(self.log, how, 0o644), "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text + "\n")
+        except OSError as error:  # a full disk: the lines are on the screen
+            _say_aside(f"keyhole: {self.log} cannot be written: {error}; it gets nothing more")
+            self.log, self.unlogged = Path(os.devnull), []
 
     def open(self, first_step: int) -> None:
-        """Shows the bar, on a terminal."""
+        """Starts the clock, and shows the bar on a terminal."""
+        self.began_s, self.first_step = time.monotonic(), first_step
         if sys.stdout is not None and sys.stdout.isatty():
             from rich.progress import (
                 BarColumn,
@@ -75,13 +101,17 @@ class Display:
     def line(self, text: str) -> None:
         """One line of text, above the bar if there is one."""
         text = printable(text)
+        self._write_log(text)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
         try:
             if self.bar is None:
                 print(text, flush=True)
             else:
                 self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         except UnicodeEncodeError:  # a locale that lacks a letter
-            self.line(text.encode("ascii", "backslashreplace").decode())
+            self._print(text.encode("ascii", "backslashreplace").decode())
         except (OSError, ValueError) as error:  # ValueError: closed in this process
             if self.gone is None:
                 raise
@@ -109,11 +139,29 @@ class Display:
     def step(self, entry: Entry) -> None:
         """Counts a step; prints the line of the steps since the last one when it is due."""
         self.entries.append(entry)
+        self.ends = [*self.ends[:1], entry]
+        self.peak_gib = max(self.peak_gib, entry.get("gpu_gib", entry.get("host_gib", 0.0)))
         if self.bar is not None:
             self.bar.update(self.task, completed=entry["step"])
         if entry["step"] % self.every == 0 or entry["step"] in (1, self.total):
             entries, self.entries = self.entries, []
-            self.line(step_line(entries, self.total))
+            line = step_line(entries, self.total)
+            self.line(line if self.bar is not None else f"{line}  {self._times(entry['step'])}")
+
+    def _times(self, step: int) -> str:
+        """The time since the start, and what is left at this pace."""
+        elapsed_s, done = time.monotonic() - self.began_s, max(1, step - self.first_step)
+        left_s = elapsed_s / done * (self.total - step)
+        return f"{duration(elapsed_s)}, {duration(left_s)} left" if step < self.total else duration(elapsed_s)
+
+    def summary(self) -> str:
+        """` in 12 min 3 s; loss 2.3145 at step 1, 1.0512 at step 1000; peak GPU memory 12.31 GiB`."""
+        text = f" in {duration(time.monotonic() - self.began_s)}"
+        if self.ends:
+            losses = [f"{entry['loss']:.4f} at step {entry['step']}" for entry in self.ends]
+            where = "GPU" if "gpu_gib" in self.ends[0] else "host"
+            text += f"; loss {', '.join(losses)}; peak {where} memory {self.peak_gib:.2f} GiB"
+        return text
 
 
 def open_missing_streams() -> None:

@@ -2,8 +2,8 @@
 
     eval_loss = sum of NLL over all trained tokens of the set / their number      perplexity = exp(eval_loss)
 
-Sums are added in float64 on the host. When units are streamed, EVAL_PASSES batches cross the link together:
-the passes share every upload, and the result does not depend on the grouping.
+Sums are added in float64 on the host. When units are streamed, up to EVAL_PASSES batches go through the model together,
+as many as the memory plan has room for: they share every upload, and the result does not depend on the grouping.
 """
 
 import math
@@ -20,7 +20,7 @@ EVAL_PASSES = 8
 def evaluate(model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches; None when `stop` said so midway."""
     nll, tokens = 0.0, 0
-    for group in _groups(batches, EVAL_PASSES if model.engine.streamed else 1):
+    for group in _groups(batches, model.placed.evaluation_passes(model.layout, EVAL_PASSES)):
         if stop():
             return None
         for nll_B, count_B in model.nll(group):

@@ -52,6 +52,7 @@ class Run:
     changes: ChangeCheck | None = None
     moving_steps: int = 0  # steps with a rate above 0
     gave_up: bool = False  # a signal ended the last evaluation
+    last_eval: dict[str, float] | None = None
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
@@ -145,6 +146,7 @@ class Run:
         found = evaluate(self.model, self.data.eval, lambda: bool(self.interrupts.requested))
         self.gave_up = found is None
         if found is not None:
+            self.last_eval = found
             self.reports.send({"step": step, **found})
             numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
             self.display.line(f"eval at step {step}: {numbers} over {found['eval_tokens']:,} tokens")
@@ -165,7 +167,9 @@ class Run:
         self.display.lines(self.saver.wait(step))
         self.saver.save_once(step, self.data.train.state_dict())
         self.saver.publish()
-        self.display.line(f"done: {step} steps; the model is in {self.directory.root}")
+        evaluated = "" if self.last_eval is None else f"; eval loss {self.last_eval['eval_loss']:.4f}"
+        summary = f"{self.display.summary()}{evaluated}"
+        self.display.line(f"done: {step} steps{summary}; the model is in {self.directory.root}")
         return 0
 
     def close(self) -> None:

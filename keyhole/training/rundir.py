@@ -4,7 +4,7 @@
       checkpoint-N/        the same plus keyhole_state.json and optimizer.safetensors
       run/keyhole.json     the marker: this directory is ours; the format's version, and the id of the run
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
-      run/metrics.jsonl    one line per step             run/loss.png   the curve
+      run/metrics.jsonl    one line per step             run/loss.png   the curve      run/log.txt   what was printed
       run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
       run/lock             held by the process that writes here (lock.py)
 
@@ -57,6 +57,10 @@ class RunDir:
     @property
     def metrics(self) -> Path:
         return self.run / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.run / "log.txt"
 
     @property
     def curve(self) -> Path:

@@ -9,6 +9,7 @@ below: each part gets the few values that it needs.
 import math
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -19,6 +20,8 @@ from keyhole.checkpoint.state import About, method_state
 from keyhole.config import TrainConfig, resolve, to_yaml
 from keyhole.config.data import data_settings
 from keyhole.data import Data, load_data
+from keyhole.data.capacity import longest_row
+from keyhole.data.loader import EvalBatches, Loader
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
@@ -29,6 +32,7 @@ from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.format import Wire
+from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
@@ -43,15 +47,13 @@ from keyhole.training.resume import flat_config, resume_lines
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 
-UNKNOWN_LENGTH = 2048  # tokens, where max_length is null
-
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False) -> int:
     """Trains as the config says and returns the exit code: 0, or 130 when interrupted after a clean save.
 
     resume: None starts a new run; "" (or "auto", "last") goes on from the newest checkpoint in output_dir; a
-    path, from that checkpoint. dry_run checks config, data and model without reading weights, prints the
-    start block, and stops.
+    path, from that checkpoint. dry_run checks config, data, model (its weights by the headers of their files) and
+    output_dir, prints the start block, and stops.
     """
     open_missing_streams()
     config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
@@ -64,7 +66,8 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
         job = find_job(config, directory, resume)
         if dry_run:
-            lines = [*dry_lines(config), job.data.report, job.lines(), job.notes, ["dry run: nothing was written"]]
+            lines = [*dry_lines(config, job.origin.choice, job.data), job.data.report, job.lines(), job.notes]
+            lines.append(["dry run: nothing was written"])
             job.display.lines(start_block.block(config.method, config.model, lines))
             return 0
         return build_run(job, lock).go()
@@ -114,7 +117,7 @@ def build_run(job: Job, lock: Lock) -> Run:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
     torch.manual_seed(job.config.seed)
     with ExitStack() as opened:  # what is closed again when something below fails
-        model = load_model(job.config, job.origin.choice)
+        model = load_model(job.config, job.origin.choice, job.data)
         opened.callback(model.close)
         run = _build(job, lock, model, opened)
         opened.pop_all()
@@ -139,6 +142,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
+    job.display.log_to(job.directory.log)
     with rundir.writing_to(job.directory.root):
         select.rename_damaged(origin.choice.damaged)
     saver.went_on_from(origin.choice.path, origin.step)
@@ -167,16 +171,21 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     )
 
 
-def load_model(config: TrainConfig, choice: select.Choice) -> Model:
+def load_model(config: TrainConfig, choice: select.Choice, data: Data) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of a run before this one
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
-    original = choice.path is None or METHODS[config.method].keeps_base
-    source = config.model if original else str(choice.path)
+    source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
-    how["adapter"] = original  # of a checkpoint, adapters are in the method's state
-    return load(source, seed=config.seed, workload=workload(config), **how, **where)
+    how["adapter"] = source == config.model  # of a checkpoint, adapters are in the method's state
+    return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
+
+
+def weights_source(config: TrainConfig, choice: select.Choice) -> str:
+    """Where the weights come from: the checkpoint to go on from, or the model that the config names."""
+    original = choice.path is None or METHODS[config.method].keeps_base
+    return config.model if original else str(choice.path)
 
 
 def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
@@ -204,24 +213,37 @@ def model_hash(model: str) -> str | None:
         return None
 
 
-def workload(config: TrainConfig) -> Workload:
-    """What will run, for the memory plan."""
+def workload(config: TrainConfig, data: Data) -> Workload:
+    """What will run, for the memory plan: passes over the largest micro-batch that the data can make."""
     row = METHODS[config.method]
     own = getattr(config, row.section)
-    tokens = config.batch_size * (config.max_length or UNKNOWN_LENGTH)
+    tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
     passes = config.gradient_accumulation_steps * row.passes(own)
     return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None)
 
 
-def dry_lines(config: TrainConfig) -> list[list[str]]:
-    """The lines of the start block about model and machine, from the model's config.json alone."""
-    hf_config, device = read_config(config.model), choose_device(config.device)
+def _tokens(batches: Loader | EvalBatches) -> int:
+    """Tokens of the largest micro-batch, padding included."""
+    multiple = batches.pad_to_multiple_of
+    width = -(-longest_row(batches.dataset) // multiple) * multiple
+    return min(batches.batch_size, len(batches.dataset)) * width
+
+
+def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
+    """The lines of the start block about model and machine, from the model's config and the headers of its weight
+    files; no weight is read, and nothing is downloaded."""
+    source = weights_source(config, choice)
+    hf_config, device = read_config(source), choose_device(config.device)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, chosen.dtype)
     formats = Wire(chosen.dtype, config.wire)
-    layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config))
+    layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
     where = [start_block.device_line(config.device, device), str(chosen)]
-    return [start_block.model_lines(module, layout, chosen.dtype), [*where, *placed.reasons, start_block.kernels()]]
+    weights = "weights: on the hub, not checked"
+    if Path(source).is_dir():
+        weights = check_weights(module, layout, Path(source))
+    model = [*start_block.model_lines(module, layout, chosen.dtype), weights]
+    return [model, [*where, *placed.reasons, start_block.kernels()]]
 
 
 def _reports(job: Job) -> Reports:

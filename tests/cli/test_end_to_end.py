@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,47 @@ def test_a_dry_run_writes_nothing(config: Path, capsys: Any) -> None:
     before = sorted(config.parent.rglob("*"))
     assert main(["train", str(config), "--dry-run"]) == 0
     assert "LlamaForCausalLM" in capsys.readouterr().out and sorted(config.parent.rglob("*")) == before
+
+
+def truncated(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def reshaped(model: Path) -> None:
+    text = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(text | {"intermediate_size": 72}))
+
+
+def not_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(b"PK not a pickle")
+
+
+DAMAGED = {"truncated": (truncated, "model.safetensors cannot be read"), "other shapes": (reshaped, "config.json says")}
+DAMAGED["no readable weights"] = (not_weights, "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_dry_run_checks_the_weight_files(
+    name: str, config: Path, tiny_model: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """What it says it checks, it checks: from the headers, without reading a weight."""
+    damage, says = DAMAGED[name]
+    assert main(["train", str(config), "--dry-run"]) == 0
+    assert "weights: 21 tensors in 1 file, complete and of the shapes that the config says" in capsys.readouterr().out
+    model = shutil.copytree(tiny_model, tmp_path / "damaged")
+    damage(model)
+    assert main(["train", str(config), f"model={model}", "--dry-run"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_dry_run_refuses_an_output_dir_that_cannot_be_written(config: Path, capsys: Any) -> None:
+    """/sys is read-only, for everybody."""
+    if os.access("/sys", os.W_OK):
+        pytest.skip("/sys can be written here")
+    assert main(["train", str(config), "output_dir=/sys/keyhole-out", "--dry-run"]) == 2
+    assert "output_dir" in capsys.readouterr().err
 
 
 def test_data_shows_samples(config: Path, capsys: Any) -> None:

@@ -25,18 +25,18 @@ def calls(monkeypatch: Any) -> list[Any]:
 
 def test_eval_passes_files_and_settings(calls: list[Any], capsys: Any) -> None:
     """All files, typed settings and options arrive, and the table is printed."""
-    words = ["eval", "out", "--tasks", "a.jsonl", "b=c.jsonl", "gpu_memory=8GiB", "max_length=99"]
+    words = ["eval", "some/out", "--tasks", "a.jsonl", "b=c.jsonl", "gpu_memory=8GiB", "max_length=99"]
     assert main([*words, "--limit", "7", "--json", "r.json"]) == 0
     assert capsys.readouterr().out == "| the table |\n"
     (args, options) = calls[0]
-    assert args == ("out", ["a.jsonl", "b=c.jsonl"])
+    assert args == ("some/out", ["a.jsonl", "b=c.jsonl"])
     assert options == {"limit": 7, "json_path": "r.json", "gpu_memory": 8 * 2**30, "max_length": 99}
 
 
 def test_chat_passes_settings(calls: list[Any]) -> None:
     """Directory, system prompt and placement arrive."""
-    assert main(["chat", "out", "placement=stream", "--system", "be brief"]) == 0
-    assert calls == [(("out",), {"system": "be brief", "max_new_tokens": None, "placement": "stream"})]
+    assert main(["chat", "some/out", "placement=stream", "--system", "be brief"]) == 0
+    assert calls == [(("some/out",), {"system": "be brief", "max_new_tokens": None, "placement": "stream"})]
 
 
 BAD = [

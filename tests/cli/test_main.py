@@ -94,6 +94,10 @@ def test_help_and_recipes_do_not_import_torch(args: tuple[str, ...]) -> None:
         (("train", "demo-zo", "learnin_rate=1"), "did you mean `learning_rate`?"),
         (("train", "demo-zo", "--seed", "3"), "write seed=3"),
         (("eval", "out", "--tasks", "a", "gpu_memory=8"), "such as 8GiB"),
+        (("eval", "/no/such/model", "--tasks", "a"), "/no/such/model is not a directory here"),
+        (("train", "demo-zo", "model=./mistyped"), "./mistyped is not a directory here"),
+        (("data", "demo-zo", "model=~/mistyped"), "mistyped is not a directory here"),
+        (("chat", "out"), "out is not a directory here"),
     ],
 )
 def test_a_mistake_in_the_settings_is_told_without_torch(args: tuple[str, ...], says: str) -> None:

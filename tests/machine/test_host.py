@@ -1,10 +1,13 @@
 """Host memory: the tightest control group counts, in both versions of the file system."""
 
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from keyhole.machine.host import cpu_count, host_memory
+from keyhole.machine.host import cpu_count, host_memory, host_sum
 
 GIB = 2**30
 
@@ -79,3 +82,12 @@ def test_without_proc_the_system_is_asked(tmp_path: Path) -> None:
     """Where there is no /proc, the total counts as available."""
     memory = host_memory(tmp_path, tmp_path)
     assert memory.total_bytes == memory.available_bytes > 0
+
+
+@given(st.integers(0, 2**45), st.integers(0, 2**31), st.integers(0, 2**40))
+def test_the_numbers_of_a_message_add_up(needed: int, slack: int, available: int) -> None:
+    """`22.66 GiB, only 21.75 free: 1.91 missing` leaves the reader to guess what the rest is for."""
+    if needed + slack > available:
+        cents = [round(100 * float(x)) for x in re.findall(r"([0-9.]+) GiB", host_sum(needed, slack, available))]
+        need, *own, free, missing = cents
+        assert need + sum(own) - free == missing > 0 and abs(need - 100 * needed / 2**30) <= 1

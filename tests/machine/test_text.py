@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.machine.text import printable, printable_lines, without_controls
+from keyhole.machine.text import duration, printable, printable_lines, without_controls
 
 SURROGATES = st.text(st.characters(codec=None, exclude_categories=()))
 
@@ -39,3 +39,11 @@ def test_long_text_is_cut_and_counted(size: int) -> None:
     assert len(shown) < 150 and (f"{size - 100:,} more characters" in shown) == (size > 100)
     message = printable_lines("\n".join("y" * 50 for _ in range(size // 10)), most=20)
     assert len(message.split("\n")) <= 21 and (f"({size // 10 - 20:,} more lines)" in message) == (size > 200)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (125, "2 min 5 s"), (7800, "2 h 10 min"), (273600, "3 d 4 h")]
+)
+def test_times_for_people(seconds: float, text: str) -> None:
+    """Two units, the larger first."""
+    assert duration(seconds) == text

@@ -21,7 +21,9 @@ def test_a_line_a_step(capsys: pytest.CaptureFixture) -> None:
     display.open(0)
     display.step(entry(1, 2.5))
     display.close()
-    assert capsys.readouterr().out == ("step  1/10  loss 2.5000  lr 1.0e-03  200 tok/s  RAM 1.50 GiB  grad_norm 2\n")
+    said = capsys.readouterr().out
+    assert said.startswith("step  1/10  loss 2.5000  lr 1.0e-03  200 tok/s  RAM 1.50 GiB  grad_norm 2  ")
+    assert said.count("\n") == 1 and said.isprintable() is False and said[:-1].isprintable()
 
 
 def test_numbers_may_come_and_go(capsys: pytest.CaptureFixture) -> None:
@@ -29,7 +31,7 @@ def test_numbers_may_come_and_go(capsys: pytest.CaptureFixture) -> None:
     display = Display(8, 4)
     for step in range(1, 9):
         display.step(entry(step, 1.0) | ({"bias": float(step)} if step in (3, 6, 8) else {}))
-    ends = [line.rpartition("GiB  ")[2] for line in capsys.readouterr().out.splitlines()]
+    ends = [line.rpartition("GiB  ")[2].rpartition("  ")[0] for line in capsys.readouterr().out.splitlines()]
     assert ends == ["grad_norm 2", "grad_norm 2  bias 3", "grad_norm 2  bias 7"]
 
 
@@ -74,3 +76,35 @@ def test_fewer_lines_show_means(capsys: pytest.CaptureFixture) -> None:
         ["step 1/7", "loss 1.0000"], ["step 3/7", "loss 2.5000"],
         ["step 6/7", "loss 5.0000"], ["step 7/7", "loss 7.0000"],
     ]  # fmt: skip
+
+
+def test_a_line_without_a_bar_tells_the_time(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elapsed, and what is left at the pace since the start of this process; the end has a summary."""
+    now = [1000.0]
+    monkeypatch.setattr("keyhole.training.display.time.monotonic", lambda: now[0])
+    display = Display(100, 10)
+    display.open(40)
+    for step in range(41, 101):
+        now[0] += 3.0
+        display.step(entry(step, 5.0 - step / 100))
+    times = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert times[0] == "30 s, 2 min 30 s left" and times[-1] == "3 min 0 s"
+    assert display.summary() == " in 3 min 0 s; loss 4.5900 at step 41, 4.0000 at step 100; peak host memory 1.50 GiB"
+
+
+def test_every_line_is_in_the_log_file(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Those of before the file too; a second run adds to it, a link is not followed, and a full disk stops nothing."""
+    for said in ("first", "second"):
+        display = Display(3, 1)
+        display.line(f"{said} \x1b[2J")
+        display.log_to(tmp_path / "log.txt")
+        display.step(entry(1, 2.5))
+    text = (tmp_path / "log.txt").read_text()
+    assert [line[:6] for line in text.splitlines()] == ["--- 20", "first ", "step 1", "--- 20", "second", "step 1"]
+    assert "\x1b" not in text
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    for path in (tmp_path / "link", Path("/dev/full")):
+        display.log_to(path)
+        display.line("goes on")
+    assert (tmp_path / "precious").read_text() == "mine" and capsys.readouterr().out.count("goes on") == 2

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keyhole
+from keyhole.model.forward.memory import evaluation_bytes
 from keyhole.training import evaluate as module
 from keyhole.training.evaluate import evaluate
 
@@ -49,3 +50,21 @@ def test_gives_up_when_told(tiny_model: Path) -> None:
     """An interrupted evaluation has no result, rather than one of half the data."""
     asked = iter([False, True])
     assert evaluate(keyhole.load(tiny_model, device="cpu"), batches(3), lambda: next(asked)) is None
+
+
+def test_a_tight_budget_evaluates_fewer_batches_together(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training planned two passes; eight at the first evaluation would be out of memory. The loss is the same."""
+    losses, groups = [], []
+    for budget in ("330KiB", None):
+        work = keyhole.Workload("zo", tokens=32, passes=2)
+        model = keyhole.load(tiny_model, device="cpu", placement="stream", gpu_memory=budget, workload=work)
+        sizes = []
+        nll = model.nll
+        monkeypatch.setattr(model, "nll", lambda group, sizes=sizes, nll=nll: sizes.append(len(group)) or nll(group))
+        losses.append(evaluate(model, batches(8))["eval_loss"])
+        groups.append(max(sizes))
+        if budget is not None:
+            sizes = {"tokens": 32, "formats": model.placed.formats, "workspace_bytes": 0}
+            needed, planned = evaluation_bytes(model.layout, passes=groups[0], **sizes), model.placed.device_bytes
+            assert needed <= planned.during_a_step + model.placed.budget_bytes - planned.total
+    assert losses[0] == losses[1] and groups[0] < 8 == groups[1]

@@ -62,11 +62,8 @@ def test_metrics_are_json_lines(make: Make) -> None:
 
 
 def test_dry_run_writes_nothing(make: Make, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """It prints what would run, reads no weights, and leaves no file."""
-    bare = tmp_path / "bare"
+    """It prints what would run, looks at the headers of the weights alone, and leaves no file."""
     config = make()
-    shutil.copytree(config.model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = replace(config, model=str(bare))
     assert train(config, dry_run=True) == 0
     out = capsys.readouterr().out
     assert "LlamaForCausalLM, 35,296 parameters" in out and "steps: 6" in out

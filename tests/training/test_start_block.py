@@ -1,13 +1,17 @@
 """The start block."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import keyhole
 from keyhole.config import TrainConfig
+from keyhole.config.data import data_settings
+from keyhole.data import load_data
 from keyhole.training import start_block as start
 from keyhole.training.schedule import Schedule
+from keyhole.training.start import workload
 
 
 def config(**changes: object) -> TrainConfig:
@@ -56,3 +60,15 @@ def test_says_how_long_and_how_fast() -> None:
     asked = config(max_steps=None, num_train_epochs=2.5, packing=True)
     epochs = start.plan_lines(asked, 0, Schedule("linear", 1e-6, 25, 0.1), 10)
     assert epochs[0].startswith("steps: 25 (num_train_epochs=2.5); an epoch is 10 steps of 8 rows of packed samples")
+
+
+def test_memory_is_planned_for_the_longest_sample_of_the_data(tiny_model: Path, tiny_data: Path) -> None:
+    """Not for max_length: 24 rows of at most 20 tokens are no 8 x 4096."""
+    made = config(model=str(tiny_model), train_data=str(tiny_data), eval_data=str(tiny_data), max_length=4096)
+    for batch_size, rows in ((8, 8), (100, 24)):
+        sized = replace(made, batch_size=batch_size)
+        data = load_data(data_settings(sized, None))
+        longest = max(data.train.dataset.lengths)
+        assert workload(sized, data).tokens == rows * -(-longest // 8) * 8 < 1000
+    unlimited = replace(made, max_length=None)
+    assert workload(unlimited, load_data(data_settings(unlimited, None))).tokens < 1000

@@ -11,7 +11,7 @@ so 12 + b in all, 14 in 16 bit, wherever the model lives.
 """
 
 from keyhole.errors import UserError
-from keyhole.machine.host import host_memory
+from keyhole.machine.host import host_memory, host_sum
 from keyhole.machine.sizes import GIB
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
@@ -33,13 +33,12 @@ def check_host_state(layout: Layout, streamed: set[int], element_bytes: int, loa
     """UserError with what is missing when weights and state will not fit. loaded: the weights are there already."""
     state = host_state_bytes(layout, streamed, element_bytes)
     weights = element_bytes * sum(u.numel for u in layout.units if u.index in streamed)
-    needed, memory = state + (0 if loaded else weights), host_memory()
-    missing = needed + (0 if loaded else SLACK_BYTES) - memory.available_bytes
-    if missing > 0:
+    needed, slack = state + (0 if loaded else weights), 0 if loaded else SLACK_BYTES
+    available = host_memory().available_bytes
+    if needed + slack > available:
         raise UserError(
-            f"method: adam-offload keeps {12 + element_bytes} bytes per parameter in host memory, "
-            f"{needed / GIB:.2f} GiB for this model, but only {memory.available_bytes / GIB:.2f} GiB are free: "
-            f"{missing / GIB:.2f} GiB are missing. Free memory, or use method=lomo, adalomo or zo, which keep no such "
+            f"method: adam-offload keeps {12 + element_bytes} bytes per parameter in host memory: "
+            f"{host_sum(needed, slack, available)}. Free memory, or use method=lomo, adalomo or zo, which keep no such "
             "state."
         )
 

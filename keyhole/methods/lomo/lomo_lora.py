@@ -43,10 +43,6 @@ class LOMOLoRA(LOMO):
     ) -> None:
         if options.get("compile"):
             raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
-        if not isinstance(model, Model):
-            raise UserError(
-                f"{self.name}: found a {type(model).__name__}, expected the model that keyhole.load returns"
-            )
         targets = lora.find_targets(model, target_modules)
         self.config = lora.peft_config(r=r, lora_alpha=alpha, target_modules=targets)
         trained = [p for p in model.module.parameters() if p.requires_grad]

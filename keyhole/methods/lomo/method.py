@@ -236,8 +236,6 @@ class LOMO(UpdateSink, Method):
 
 
 def _check(name: str, model: Any, rounding: str, activations: str, clips: tuple[float | None, ...]) -> None:
-    if not isinstance(model, Model):
-        raise UserError(f"{name}: found a {type(model).__name__}, expected the model that keyhole.load returns")
     if rounding not in ROUNDINGS:
         raise UserError(f"{name}.rounding: {rounding!r} is not one of {', '.join(ROUNDINGS)}")
     if activations not in ACTIVATIONS:

@@ -38,8 +38,6 @@ ALLOWED = {
 
 def check_settings(model: Any, d: int, r: int, **choices: str) -> None:
     """UserError for what cannot be; choices: settings with a few words to choose from."""
-    if not isinstance(model, Model):
-        raise UserError(f"lsp: found a {type(model).__name__}, expected the model that keyhole.load returns")
     for key, value in choices.items():
         if value not in ALLOWED[key]:
             raise UserError(f"lsp.{key}: {value!r} is not one of {', '.join(ALLOWED[key])}")

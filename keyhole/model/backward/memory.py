@@ -4,7 +4,7 @@ For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, 
 
     homes        the spine and every resident unit                                          b x their elements
     slots        of the block at work, of the next one, and one more                        2 k + 1 units, k a block
-    gradients    one matrix and its neighbour on the way; with m > 1 of one block           b x ...
+    gradients    one matrix and its neighbour on the way; with m > 1 those of one block     b x ...
                  (lsp: methods/lsp/memory.py)
     kept         block inputs: L m M H on the device, or three of them when they wait in host memory
     activations  of one block that is run again with its graph                              b M (HIDDEN H + WIDE W)
@@ -40,6 +40,12 @@ class ReverseBytes:
     logits: int
     workspace: int
     updates: int = 0
+
+    @property
+    def during_a_step(self) -> int:
+        """The part that is free between steps."""
+        moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
+        return self.kept + moving + self.workspace
 
     @property
     def total(self) -> int:
@@ -79,7 +85,7 @@ def reverse_bytes(
     return ReverseBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,
-        gradients=b * (block if passes > 1 else 2 * largest),
+        gradients=b * (largest + (block if passes > 1 else largest)),
         kept=b * kept_blocks * passes * tokens * hidden,
         activations=int(b * tokens * (HIDDEN * hidden + WIDE * wide)),
         logits=at_once * rows * (2 * b + 4) + b * rows * hidden * 2 + passes * tokens * hidden * (b + 4),

@@ -45,6 +45,11 @@ class ForwardBytes:
     workspace: int
 
     @property
+    def during_a_step(self) -> int:
+        """The part that is free between steps."""
+        return self.perturbed + max(self.activations, self.logits) + self.workspace
+
+    @property
     def total(self) -> int:
         moving = max(self.activations, self.logits)
         return int((self.homes + self.slots + self.perturbed + moving + self.workspace) * ALLOCATOR_SLACK)
@@ -99,6 +104,16 @@ def forward_bytes(
         logits=logits_bytes(layout, tokens, passes, element_bytes),
         workspace=workspace_bytes * (passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1),
     )
+
+
+def evaluation_bytes(layout: Layout, *, tokens: int, passes: int, formats: Wire, workspace_bytes: int) -> int:
+    """What so many forward passes of clean weights take beside homes and slots: activations or logits, cuBLAS's
+    workspaces, and a unit in the dtype of compute where it is stored in another."""
+    b = formats.dtype.itemsize
+    unpacked = b * layout.largest_unit_numel if formats.packs_blocks or formats.plain != formats.dtype else 0
+    moving = max(activation_bytes(layout, tokens, passes, b), logits_bytes(layout, tokens, passes, b))
+    threads = passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1
+    return int((moving + unpacked + workspace_bytes * threads) * ALLOCATOR_SLACK)
 
 
 def host_bytes(layout: Layout, streamed: set[int], formats: Wire) -> int:
