@@ -142,8 +142,8 @@ class LoRA(TorchMethod):
         return self._base
 
     def _is_base(self, saved: str | list[float]) -> bool:
-        """Whether these are the weights that a state was saved with. Before version 0.2 a state had the sums of the first
-        and the last adapted matrix, which depend a little on the number of threads."""
+        """Whether these are the weights that a state was saved with. Before version 0.2 a state had the sums of the
+        first and the last adapted matrix, which depend a little on the number of threads."""
         if isinstance(saved, str):
             return saved == self._base_hash()
         weights = [layer.base_layer.weight.detach().double() for layer in self.layers.values()]
