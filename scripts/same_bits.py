@@ -37,8 +37,11 @@ def keyhole(checkout: Path, *words: str) -> None:
 def train(checkout: Path, recipe: str, out: Path, *words: str) -> list[list[float]]:
     """Runs a recipe on the embedded model; [step, loss] of its steps and evaluations."""
     keyhole(checkout, "train", recipe, *SMALL, f"output_dir={out}", *words)
-    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [[row["step"], row.get("loss", row.get("eval_loss"))] for row in rows]
+    return [[row["step"], row.get("loss", row.get("eval_loss"))] for row in metrics(out)]
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
 def record(checkout: Path, out: Path) -> None:
@@ -82,7 +85,9 @@ def resume(out: Path, checkout: Path) -> None:
     for paused in sorted(out.resolve().glob("paused-*")):
         name, copy = paused.name.removeprefix("paused-"), paused.with_name("going-on")
         shutil.copytree(paused, copy)
-        same = train(checkout, name, copy, *PAUSED, "--resume") == expected[paused.name]
+        at_its_end = [[row["step"], row["eval_loss"]] for row in metrics(paused) if "eval_loss" in row]
+        rows = train(checkout, name, copy, *PAUSED, "--resume")
+        same = [row for row in rows if row not in at_its_end] == expected[paused.name]
         print(f"{name}: {'goes on to the bit' if same else 'DIFFERS'}")
         differing += not same
         shutil.rmtree(copy)

@@ -96,9 +96,13 @@ def prune(root: Path, keep: int | None, up_to: int, say: Callable[[str], None] =
     """Renames the oldest checkpoints of steps <= up_to until `keep` are left, and begins to delete what was renamed:
     for gigabytes that takes a while. Room is there when the thread has ended. What cannot be renamed stays, and is
     said."""
-    own = [path for path in checkpoints(root) if step_of(path) <= up_to]
-    gone, renamed = [] if keep is None else own[: max(0, len(own) - max(1, keep))], []
-    for path in gone:
+    renamed: list[Path] = []
+    try:
+        own = [path for path in checkpoints(root) if step_of(path) <= up_to]
+    except OSError as error:
+        say(f"warning: {root} cannot be read, and old checkpoints stay: {error.strerror}")
+        own = []
+    for path in [] if keep is None else own[: max(0, len(own) - max(1, keep))]:
         target = path.with_name(f".{path.name}.deleted-{os.getpid()}")
         try:
             os.replace(path, target)  # a half-deleted checkpoint must not look like one

@@ -23,6 +23,7 @@ from keyhole.cli import arguments, bench, chat, config, data, demo, env, replay,
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
+from keyhole.training.display import open_missing_streams
 
 app = typer.Typer(
     help="Full-parameter fine-tuning of language models that do not fit your GPU.",
@@ -77,6 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def _open_streams() -> None:
     """A stream that the caller has closed is one that nobody reads; a character that the locale lacks is escaped."""
+    open_missing_streams()
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

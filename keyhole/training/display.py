@@ -165,8 +165,8 @@ class Display:
 
 
 def open_missing_streams() -> None:
-    """Gives a process that was started without standard input, output or error /dev/null in their place: otherwise the
-    next file that is opened would get their number, and a message would be written into it."""
+    """Gives a process that was started without standard input, output or error /dev/null in their place: the next file
+    that is opened would get their number, and a message would be written into it."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

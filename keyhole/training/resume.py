@@ -10,6 +10,7 @@ here; training data by their tokens, when they are read (data/loader.py), which 
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from keyhole.checkpoint.journal.resume_point import Origin
@@ -53,7 +54,7 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
         before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
         if before == after:
             continue
-        if key in MOVABLE and MOVABLE[key](after, base):
+        if key in MOVABLE and MOVABLE[key](before, after, base):
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")
         elif key in SAFE:
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
@@ -65,17 +66,16 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     return lines
 
 
-def _same_model(model: str, base: str | None) -> bool:
+def _same_model(before: str, after: str, base: str | None) -> bool:
+    """base: None of runs before version 0.2, which are compared with what lies where their model was."""
     try:
-        return base is not None and content_hash(find_directory(model)) == base
+        return content_hash(find_directory(after)) == (base or content_hash(Path(before)))
     except UserError:
         return False
 
 
-MOVABLE = {
-    "model": _same_model,
-    "train_data": lambda paths, base: True,
-}  # what the data hold is checked when they are read
+# What the training data hold is checked when they are read.
+MOVABLE = {"model": _same_model, "train_data": lambda before, after, base: True}
 
 
 def _shown(value: Any) -> str:

@@ -59,7 +59,9 @@ def test_a_moved_model_is_known_by_its_content(tiny_model: Path, tmp_path: Path)
         f"model: {tiny_model} -> {moved}, of the same content",
         'train_data: ["data/a", "data/b"] -> ["a", "b"], of the same content',
     ]
-    for model, known in ((other, base), (moved, None)):
+    assert apply_changes(old, replace(CONFIG, model=str(moved)))[0] == lines[0]  # an old run: its model is still there
+    for model, known, gone in ((other, base, False), (other, None, False), (moved, None, True)):
+        old.config["model"] = str(tmp_path / "nowhere") if gone else str(tiny_model)
         with pytest.raises(UserError, match="  model: the run has"):
             apply_changes(old, replace(CONFIG, model=str(model)), base=known)
 

@@ -71,16 +71,12 @@ class Background:
             source.event = None if source.state == WAITING else self._event(source)
         self.writing = Writing(snapshot, path, about, scalars, [self.files, own], self.small, flush_journal)
         self.model.engine.watch = snapshot
-        self._take_what_nobody_announces(snapshot, others)
-        return self.writing
-
-    def _take_what_nobody_announces(self, snapshot: Snapshot, others: list[Source]) -> None:
-        if self.announces == "pages":
-            spine = self.model.layout.spine
-            for source in [*others, *([] if self.method.owes(spine) else [snapshot.pages[spine.index]])]:
-                snapshot.release(source)
-        elif self.announces == "never":
+        if self.announces == "never":
             snapshot.release_all()
+        elif self.announces == "pages":  # the engine announces pages; the method's own tensors change unannounced
+            for source in others:
+                snapshot.release(source)
+        return self.writing
 
     def _pages(self) -> dict[int, Source]:
         model, pages = self.model, {}

@@ -44,6 +44,32 @@ def test_equals_peft_in_a_plain_loop(name: str) -> None:
         torch.testing.assert_close(method.params[key].data, param.data, rtol=1e-3, atol=1e-5)
 
 
+def test_the_base_is_known_by_its_bits_on_any_number_of_threads() -> None:
+    """The state of one machine is that of another: a sum of floats depends on how many threads add it up."""
+    states, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        states.append(LoRA(load(), r=4).state_dict()["base"])
+    torch.set_num_threads(before)
+    assert states[0] == states[1] and isinstance(states[0], str)
+    other = load()
+    home = other.home(other.layout.tensors[0]).view(torch.int32).flatten()
+    home[0] ^= 1  # the last bit of one weight, in a tensor without an adapter
+    method = LoRA(other, r=4)
+    with pytest.raises(UserError, match="not the weights that the adapters were trained on"):
+        method.load_state_dict(method.state_dict() | {"base": states[0]})
+
+
+def test_states_with_sums_instead_of_a_hash_are_still_loaded() -> None:
+    """Before version 0.2: the sums of two matrices, up to rounding."""
+    method = LoRA(load(), r=4)
+    weights = [layer.base_layer.weight.detach().double() for layer in method.layers.values()]
+    sums = [float(w.sum()) for w in (weights[0], weights[-1])]
+    method.load_state_dict(method.state_dict() | {"base": [s * (1 + 1e-15) for s in sums]})
+    with pytest.raises(UserError, match="not the weights"):
+        method.load_state_dict(method.state_dict() | {"base": [sums[0] + 0.01, sums[1]]})
+
+
 def test_the_saved_model_is_the_trained_one_and_the_base_is_untouched(tmp_path: Path) -> None:
     """Transformers reads what was saved and gets the same losses; weights in memory are those that were loaded."""
     model = load()
