@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -95,12 +96,11 @@ def test_names_in_prose_are_public() -> None:
         assert name in keyhole.__all__, name
 
 
-def test_the_yaml_example_is_a_config() -> None:
+def test_the_yaml_example_is_a_config(tmp_path: Path) -> None:
     """README's config is read without a fault."""
-    from keyhole.config.loader import read_config
-
     (example,) = code_blocks(ROOT / "README.md", "yaml")
-    config, _ = read_config(example)
+    (tmp_path / "config.yaml").write_text(example)
+    config, _ = load_config(tmp_path / "config.yaml")
     assert config.method == "zo" and config.gpu_memory == 8 * 2**30
 
 

@@ -76,7 +76,7 @@ def check_trainable(dtype: torch.dtype, method: str) -> None:
 def has_bf16(device: torch.device | None) -> bool:
     """Whether the device multiplies bfloat16 itself."""
     if device is not None and device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return cpu_has_bf16()
 
 
