@@ -14,11 +14,7 @@ from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.metrics import read_metrics
 
 Make = Callable[..., TrainConfig]
-<<<<<<< HEAD
 TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s", "gpu_updates", "learn_s"}
-=======
-TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s", "learn_s", "gpu_updates"}
->>>>>>> h-disk
 VARIANTS = {
     "adamw": {"method": "adamw", "learning_rate": 1e-3, "max_grad_norm": 1.0, "weight_decay": 0.1, "save_steps": 2},
     "adamw-bf16": {"method": "adamw", "learning_rate": 1e-3, "dtype": "bfloat16"},
