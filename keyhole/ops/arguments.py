@@ -8,6 +8,7 @@ A caller that breaks this has a bug, so these are asserts, not errors for users.
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Scalar = torch.Tensor | None  # one number on the device of the weights, or none
 VECTOR = 8  # alignment, in elements, that lets the compiler widen memory accesses
 
 
@@ -29,7 +30,7 @@ def check_flat(*tensors: torch.Tensor) -> None:
     assert tensors[0].dim() == 1, tensors[0].shape
 
 
-def check_scalars(device: torch.device, dtype: torch.dtype, *scalars: torch.Tensor | None) -> None:
+def check_scalars(device: torch.device, dtype: torch.dtype, *scalars: Scalar) -> None:
     """Asserts that all that are not None are one number of this dtype on this device."""
     for scalar in scalars:
         assert scalar is None or (scalar.dtype == dtype and scalar.numel() == 1 and scalar.device == device), scalar

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import VECTOR, check_scalars, check_tensors, float32
+from keyhole.ops.arguments import VECTOR, Scalar, check_scalars, check_tensors, float32
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits, vector_bits
@@ -39,12 +39,12 @@ class Rule:
     lr: float
     weight_decay: float
     clip_value: float | None
-    scale: torch.Tensor | None
-    sum_squares: torch.Tensor | None
-    bad: torch.Tensor | None
+    scale: Scalar
+    sum_squares: Scalar
+    bad: Scalar
 
 
-def scaled_reference(grad: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def scaled_reference(grad: torch.Tensor, scale: Scalar) -> torch.Tensor:
     """grad * scale in float32; may be grad itself."""
     g = grad.to(torch.float32)
     return g if scale is None else g * scale
@@ -170,16 +170,16 @@ def sgd_update_(
     *,
     lr: float,
     weight_decay: float = 0.0,
-    scale: torch.Tensor | None = None,
+    scale: Scalar = None,
     clip_value: float | None = None,
     rounding: str = "nearest",
     compensation: torch.Tensor | None = None,
     offset: int = 0,
     seed: int = 0,
     step: int = 0,
-    sum_squares: torch.Tensor | None = None,
-    bad: torch.Tensor | None = None,
-    changed: torch.Tensor | None = None,
+    sum_squares: Scalar = None,
+    bad: Scalar = None,
+    changed: Scalar = None,
 ) -> None:
     """w <- round(w - lr (clamp(grad * scale) + wd w)), in place.
 
@@ -199,12 +199,7 @@ def sgd_update_(
 
 
 def sum_squares_(
-    grad: torch.Tensor,
-    out: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    bad: torch.Tensor | None = None,
-    *,
-    offset: int = 0,
+    grad: torch.Tensor, out: torch.Tensor, scale: Scalar = None, bad: Scalar = None, *, offset: int = 0
 ) -> None:
     """out (float32 scalar) += the sum of (grad * scale)^2; the bits sgd_update_ adds at the same offset.
 

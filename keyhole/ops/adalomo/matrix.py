@@ -28,7 +28,7 @@ import torch
 
 from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
 from keyhole.ops.adalomo.vector import vector_reference_, vector_triton_
-from keyhole.ops.arguments import VECTOR, check_scalars, float32
+from keyhole.ops.arguments import VECTOR, Scalar, check_scalars, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
@@ -203,15 +203,15 @@ def adalomo_update_(
     eps1: float = 1e-30,
     eps2: float = 1e-3,
     clip_threshold: float = 1.0,
-    scale: torch.Tensor | None = None,
+    scale: Scalar = None,
     rounding: str = "nearest",
     compensation: torch.Tensor | None = None,
     offset: int = 0,
     seed: int = 0,
     step: int = 0,
-    sum_squares: torch.Tensor | None = None,
-    bad: torch.Tensor | None = None,
-    changed: torch.Tensor | None = None,
+    sum_squares: Scalar = None,
+    bad: Scalar = None,
+    changed: Scalar = None,
 ) -> None:
     """One AdaLOMO step of w, in place; state (adalomo_state) is updated too. t = 1 at the first step.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from keyhole.ops.arguments import Scalar
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.rounding.bits import bits_reference
 from keyhole.ops.rounding.round import FLOAT32_MAX
@@ -31,9 +32,9 @@ class Rule:
     eps1: float
     eps2: float
     clip_threshold: float
-    scale: torch.Tensor | None
-    sum_squares: torch.Tensor | None
-    bad: torch.Tensor | None
+    scale: Scalar
+    sum_squares: Scalar
+    bad: Scalar
 
 
 def step_reference_(w: torch.Tensor, u: torch.Tensor, total: torch.Tensor, rule: Rule, how: Store) -> None:

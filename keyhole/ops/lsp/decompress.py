@@ -25,7 +25,7 @@ Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r entries
 
 import torch
 
-from keyhole.ops.arguments import float32
+from keyhole.ops.arguments import Scalar, float32
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.lsp.compress import power_of_two
 from keyhole.ops.lsp.projector import Projector
@@ -177,8 +177,7 @@ def apply_triton_(
     numbers = (m, n, p.r, p.group, alpha, keep, how.offset, *key(how.seed, how.step))
     flags = {"RUN": p.run, "BLOCKS": p.group > 0, "STOCHASTIC": how.is_stochastic(w_mn.dtype), "COLUMNS": COLUMNS}
     grid = (-(-m // STRIP_ROWS), -(-n // COLUMNS))
-    with on_device(w_mn):
-        _apply_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
+    _apply_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
 
 
 def depth(p: Projector, width: int) -> int:
@@ -198,8 +197,7 @@ def blocks_triton_(
     flags = {"r_p": p.r, "r_q": q.r, "DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, BLOCK_COLUMNS)}
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "PRECISION": EXACT, "COLUMNS": BLOCK_COLUMNS}
     grid = (-(-m // STRIP_ROWS), -(-n // BLOCK_COLUMNS))
-    with on_device(w_mn):
-        _decompress_blocks_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
+    _decompress_blocks_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
 
 
 def is_one_stage(p: Projector, q: Projector) -> bool:
@@ -217,8 +215,7 @@ def expand(delta_Ad: torch.Tensor, q: Projector) -> torch.Tensor:
         return out_An
     tile = {"RUN": q.run, "BLOCKS": q.group > 0, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4}
     tensors, grid = (delta_Ad, q.values_Rr, q.runs, out_An), (-(-n // COLUMNS), -(-A // ROWS))
-    with on_device(delta_Ad):
-        _expand_kernel[grid](*tensors, A, n, q.d, q.r, q.group, **tile, enable_fp_fusion=False)
+    _expand_kernel[grid](*tensors, A, n, q.d, q.r, q.group, **tile, enable_fp_fusion=False)
     return out_An
 
 
@@ -235,7 +232,7 @@ def decompress_add_(
     offset: int = 0,
     seed: int = 0,
     step: int = 0,
-    changed: torch.Tensor | None = None,
+    changed: Scalar = None,
 ) -> None:
     """w <- round(keep w + alpha P delta Q^T), in place.
 
@@ -247,8 +244,8 @@ def decompress_add_(
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w_mn)
     alpha, keep = float32(alpha), float32(keep)
-    if use_kernel(w_mn.device) and is_one_stage(p, q):
-        blocks_triton_(w_mn, delta_dd.contiguous(), p, q, alpha, keep, how)
-    else:
+    with on_device(w_mn):
+        if use_kernel(w_mn.device) and is_one_stage(p, q):
+            return blocks_triton_(w_mn, delta_dd.contiguous(), p, q, alpha, keep, how)
         run = apply_triton_ if use_kernel(w_mn.device) else apply_reference_
         run(w_mn, expand(delta_dd, q), p, alpha, keep, how)

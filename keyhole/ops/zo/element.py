@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import check_scalars, float32
+from keyhole.ops.arguments import Scalar, check_scalars, float32
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.noise.index import check_index, int32, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
@@ -45,7 +45,7 @@ class ZOStep:
     update_step: int = 0  # the step whose noise the update has
     weight_decay: float = 0.0
     rounding: str = "stochastic"
-    changed: torch.Tensor | None = None  # int64 scalar on the device: + the number of changed stored values
+    changed: Scalar = None  # int64: the number of changed stored values is added to it
     eps: float = 0.0
     step: int = 0  # the step whose noise the perturbation has, and the direction
     direction: int = 0
