@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import keyhole
-from keyhole.data.packing import check_packing
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import saved_buffers
 from tests.model.decoders import NAMES, batch, config, hf_nll
@@ -72,9 +71,9 @@ def test_packing_is_right_or_refused(name: str) -> None:
     first, second = batch(1, 6, seed=1), batch(1, 5, seed=2)
     packed = {key: torch.cat([first[key], second[key]], dim=1) for key in first}
     packed["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4]])
-    apart, together = model.nll(first)[0] + model.nll(second)[0], model.nll(packed)[0]
+    apart, together = model.nll(first)[0] + model.nll(second)[0], hf_nll(model.module, packed)
     if torch.allclose(apart, together, rtol=1e-5):
-        check_packing(model)
+        torch.testing.assert_close(model.nll(packed)[0], together, rtol=1e-5, atol=1e-5)
     else:
         with pytest.raises(UserError, match="packing=false"):
-            check_packing(model)
+            model.nll(packed)
