@@ -158,8 +158,10 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The text of a node, or the texts of a list."""
-    return [_plain(item) for item in node.value] if isinstance(node, yaml.SequenceNode) else node.value
+    """The text of a node, or the texts in a list; what is nested deeper is not looked at (aliases can be endless)."""
+    if isinstance(node, yaml.SequenceNode):
+        return [item.value for item in node.value if isinstance(item, yaml.ScalarNode)]
+    return node.value
 
 
 def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:
