@@ -4,6 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CODE := keyhole tests benchmarks scripts
+# What `make check` runs: of every package the tests that are quick, in the order of the layers
+CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test_errors.py tests/machine tests/disk \
+	tests/ops/noise tests/ops/rounding tests/ops/adam/test_host.py tests/ops/lsp/test_projector.py tests/ops/test_loss.py \
+	tests/offload/test_engine.py tests/offload/test_workers.py tests/model/structure tests/model/weights tests/model/backward/test_tape.py \
+	tests/model/forward/test_lockstep.py tests/model/forward/test_head.py tests/model/forward/test_memory.py \
+	tests/methods/test_table.py tests/methods/zo/test_write_back.py tests/methods/lomo/test_adalomo.py tests/methods/lsp/test_fit.py \
+	tests/methods/lsp/test_memory.py tests/methods/adam_offload/test_exchange.py tests/methods/adam_offload/test_state.py \
+	tests/methods/apollo_mini tests/methods/baselines/test_galore.py tests/plan tests/data/test_formats.py tests/data/test_render.py \
+	tests/data/test_loader.py tests/checkpoint/test_state.py tests/checkpoint/journal/test_format.py tests/eval/test_tasks.py \
+	tests/eval/test_scoring.py tests/config/test_types.py tests/config/test_rules.py tests/training/test_schedule.py tests/training/test_resume.py \
+	tests/training/test_rundir.py tests/training/test_metrics.py tests/demo/test_report.py tests/bench/zo/test_cases.py tests/cli/test_arguments.py \
+	tests/cli/test_train.py
 PYTEST := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .PHONY: demo test check lint fix docs setup clean

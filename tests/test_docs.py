@@ -13,6 +13,7 @@ import torch
 
 import keyhole
 from keyhole.config import load_config
+from keyhole.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -74,6 +75,13 @@ def test_the_tour_has_a_place_for_every_package() -> None:
         assert sorted(name for name in packages if f"{name}/" not in text and f"`{name}`" not in text) == [], page
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/methods.md"])
+def test_every_method_is_described(page: str) -> None:
+    """A newcomer's two pages name every method there is."""
+    text = (ROOT / page).read_text()
+    assert [name for name in METHODS if f"`{name}`" not in text] == []
+
+
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """README's loop trains the embedded model as it stands (but in float32, which is faster on a CPU)."""
     (example,) = code_blocks(ROOT / "README.md", "python")
@@ -121,6 +129,16 @@ def test_the_planned_tables_are_the_planners() -> None:
     for method in table.COMPARED:
         row = next(line for line in text.splitlines() if line.startswith(f"| `{method}`"))
         assert row.split(" | ")[2 + column] == table.cell(module, method), method
+
+
+def test_the_core_tests_cover_every_package() -> None:
+    """`make check` runs some test of each package of keyhole, and all that it names are there."""
+    core = re.search(r"^CORE := (.*?[^\\])\n", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert core is not None
+    paths = core[1].replace("\\\n", " ").split()
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    packages = {path.parent.name for path in (ROOT / "keyhole").glob("*/__init__.py")} - {"assets"}
+    assert packages - {path.split("/")[1] for path in paths} == set()
 
 
 def test_the_version_is_one() -> None:

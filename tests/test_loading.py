@@ -423,7 +423,7 @@ def test_cuda_asked_for_where_there_is_none() -> None:
 
 MEASURE = """
 import resource, sys
-import torch, transformers, safetensors.torch, keyhole.load
+import torch, transformers, safetensors.torch, keyhole
 from transformers.models.llama import modeling_llama
 from tests.model.decoders import config
 keyhole.load(config("llama"), init="random", device="cpu")  # whatever is allocated once

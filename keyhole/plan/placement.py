@@ -64,9 +64,11 @@ class Placement:
         if limit is None or not self.streamed:
             return most if self.streamed else 1
         free = self.device_bytes.during_a_step + max(0, limit - self.device_bytes.total)
-        sizes = {"tokens": self.work.tokens, "formats": self.formats, "workspace_bytes": self.workspace_bytes}
-        fits = (n for n in range(most, 1, -1) if evaluation_bytes(layout, passes=n, **sizes) <= free)
-        return next(fits, 1)
+        tokens, formats, workspace = self.work.tokens, self.formats, self.workspace_bytes
+        for n in range(most, 1, -1):
+            if evaluation_bytes(layout, tokens=tokens, passes=n, formats=formats, workspace_bytes=workspace) <= free:
+                return n
+        return 1
 
     def check_method(self, method: str) -> None:
         """When a method is made on the model: refuses adapters that it does not own and a dtype in which it cannot
