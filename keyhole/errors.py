@@ -16,7 +16,7 @@ MOST_NAMES = 12
 
 
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The text with control characters, escapes and half characters written out (\\x1b), cut after `most` characters."""
+    """The text with control characters, escapes and half characters written out (\\x1b), cut at `most` characters."""
     text = str(text)
     short = text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} characters more)"
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in short)

@@ -31,9 +31,7 @@ def test_recipe_starts_with_its_manual(name: str) -> None:
 
 
 @pytest.mark.parametrize("typed", ["demo-zo", "demo-zo.yaml", "configs/demo-zo.yaml"])
-def test_a_recipe_is_found_by_name_from_anywhere(
-    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_is_found_by_name_from_anywhere(typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With or without the ending; a file of that name in the current directory comes first."""
     monkeypatch.chdir(tmp_path)
     assert find_config(typed) == (recipes()["demo-zo"], True)

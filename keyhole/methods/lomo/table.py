@@ -8,7 +8,8 @@ is on the device at a time, and its gradient exists only then; so chunks come th
     changes     w <- round(w - a (u / max(1, rms(u)) + weight_decay w)),      a = lr max(eps2, rms(w))
 
 The gradient of a chunk is made anew each time: for the head that is two more of its products per turn, eight instead of
-four in all (2 % of a step of Llama-7B, 6 % of Llama-3-8B). In slices of SLICE elements, so that fp32 copies stay small. Where the gradient has an inf or nan, weights and moments stay, and `bad` is set.
+four in all (2 % of a step of Llama-7B, 6 % of Llama-3-8B). In slices of SLICE elements, so that fp32 copies stay small.
+Where the gradient has an inf or nan, weights and moments stay, and `bad` is set.
 Legend: R rows of the table, C columns.
 """
 

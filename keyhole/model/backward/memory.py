@@ -1,4 +1,4 @@
-"""Bytes on the device for methods that differentiate block by block (model/backward/reverse.py), as functions of shapes.
+"""Bytes on the device of methods that differentiate block by block (model/backward/reverse.py), from shapes alone.
 
 For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, width H, widest matrix side W:
 
