@@ -20,8 +20,9 @@ def load(name: str = "llama", **changes: Any) -> keyhole.Model:
 class Collect:
     """A sink that keeps every gradient by the name of its tensor. accepts: whether it takes offers of linear layers."""
 
-    def __init__(self, accepts: bool = True, accumulates: bool = False) -> None:
-        self.accepts, self.accumulates = accepts, accumulates
+    def __init__(self, accepts: bool = True, accumulates: bool = False, surveys: int = 0) -> None:
+        self.accepts, self.accumulates, self.surveys = accepts, accumulates, surveys
+        self.surveyed: list[tuple[str, int, torch.Tensor]] = []
         self.found: Gradients = {}
         self.offers = 0
         self.finished_units: list[str] = []
@@ -33,6 +34,10 @@ class Collect:
             assert self.accumulates or tensor.name not in self.found, f"{tensor.name} was handed over twice"
             self.found[tensor.name] = before + dy_MO.t() @ x_MI
         return self.accepts
+
+    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
+        assert tensor.name not in self.found and w.shape == grad.shape == tensor.shape
+        self.surveyed.append((tensor.name, turn, grad.clone()))
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         assert tensor.name not in self.found and w.shape == grad.shape == tensor.shape

@@ -5,7 +5,7 @@ import torch
 
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.structure import layout as layout_module
-from tests.model.backward.gradients import assert_same, by_autograd, collected, joined, load
+from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, joined, load
 from tests.model.decoders import batch, hf_nll
 
 BATCHES = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
@@ -22,6 +22,20 @@ def test_chunks_give_the_gradients_of_the_full_logits(
     model = load(name, tie_word_embeddings=tied)
     assert model.layout.tied == tied
     assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunks_are_surveyed_before_they_are_handed_over(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as the sink asks, turn by turn, with the gradient that it is handed then."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", 40)
+    model = load("llama", tie_word_embeddings=tied)
+    sink = collected(model, BATCHES, Collect(surveys=2))
+    chunks = [name for name in sink.found if "[" in name]
+    assert len(chunks) == 3 * (1 if tied else 2)
+    assert sorted((name, turn) for name, turn, _ in sink.surveyed) == [(n, t) for n in sorted(chunks) for t in (0, 1)]
+    for name, _, grad in sink.surveyed:
+        torch.testing.assert_close(grad, sink.found[name])
+    assert_same(joined(sink.found), by_autograd(model, BATCHES))
 
 
 def test_a_looked_up_padding_token_is_not_trained() -> None:
