@@ -8,6 +8,7 @@ schema knows is descended into, so aliases and deep nesting cost nothing; nothin
 interpolated.
 """
 
+import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from keyhole.errors import UserError
 
 STR_TAG = "tag:yaml.org,2002:str"
 COMMAND_LINE = "command line"
+LIMIT_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,24 @@ class LocatedNode:
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainConfig, list[str]]:
     """Reads a config file and overrides; returns the resolved config and warnings, or raises UserError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = _read_text(Path(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read the config: {getattr(error, 'strerror', error)}") from None
     return parse_config(text, overrides, source=str(path))
+
+
+def _read_text(path: Path) -> str:
+    """The text of a file of at most LIMIT_BYTES. A named pipe would wait for somebody to write into it; one that the
+    shell has opened for the command, as in `keyhole train <(...)`, is read."""
+    if stat.S_ISFIFO(path.stat().st_mode) and path.parent != Path("/dev/fd"):
+        raise ValueError("it is a pipe")
+    with path.open("rb") as file:
+        content = file.read(LIMIT_BYTES + 1)
+    if len(content) > LIMIT_BYTES:
+        raise ValueError(f"it has more than {LIMIT_BYTES:,} bytes")
+    return content.decode("utf-8")
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:

@@ -1,5 +1,6 @@
 """keyhole train: what reaches the trainer, and bad configs through the real command."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,6 +101,21 @@ def test_files_that_are_not_configs(tmp_path: Path, content: bytes, says: str, c
     assert main(["train", str(path)]) == 2
     message = capsys.readouterr().err
     assert "odd.yaml" in message and says in message
+
+
+def test_pipes_devices_and_huge_files_are_no_configs(tmp_path: Path, capsys: Any) -> None:
+    """None of them hangs the command or fills the memory."""
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "huge.yaml").write_bytes(b"")
+    os.truncate(tmp_path / "huge.yaml", 2**40)
+    says = {
+        str(tmp_path / "pipe.yaml"): "it is a pipe",
+        "/dev/zero": "more than",
+        str(tmp_path / "huge.yaml"): "more than",
+    }
+    for path, why in says.items():
+        assert main(["train", path]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_a_run_directory_instead_of_its_config(tmp_path: Path, capsys: Any) -> None:
