@@ -46,7 +46,7 @@ def choose_dtype(
     if stored is None:
         return DtypeChoice(torch.float32, "since the model's config names none")
     if stored not in NAMES:
-        raise UserError(f"dtype: the model's config says {stored}; choose one of {', '.join(DTYPES)}")
+        raise _unknown(stored, " (of the checkpoint, by its config.json)")
     if asked == AUTO and stored == torch.float16 and is_unsafe(stored, method):
         wide = torch.bfloat16 if has_bf16(device) else torch.float32
         return DtypeChoice(wide, f"since the model's files hold float16 and {method} has no loss scaling for it")
@@ -87,5 +87,10 @@ def _is_slow(dtype: torch.dtype, device: torch.device | None) -> bool:
 def _named(dtype: str | torch.dtype) -> torch.dtype:
     found = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if found not in NAMES:
-        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise _unknown(dtype)
     return found
+
+
+def _unknown(dtype: Any, whose: str = "") -> UserError:
+    name = str(dtype).removeprefix("torch.")
+    return UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype=float32")

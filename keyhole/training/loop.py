@@ -58,7 +58,7 @@ class Run:
         self.total = self.schedule.total
         self.display.gone = lambda: self.interrupts.ask("a closed output")
         device, say = self.model.device, self.display.line
-        self.recorder = Recorder(device, self.reports.send, say, self.last_good, self.journal.note)
+        self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.reports.show)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""

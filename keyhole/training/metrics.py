@@ -4,7 +4,9 @@ A loss is a scalar on the device, and reading it waits for the step. So on a GPU
 late: while the host waits for step t, step t + 1 is already queued, and the device never idles. They are sent to
 page-locked memory right behind the step, so that reading them waits for that step and not for the one queued since. On
 a CPU there is nothing to wait for. `drain` reads what is left, before an evaluation, a save, or the end. What has been
-read and found good goes to the journal first (`done`), then into reports: those may fail, and the run goes on.
+read goes into metrics.jsonl, then, if it is good, into the journal (`done`), then to tracker and display (`show`).
+The first and the last may fail, and the run goes on. A kill between the first two leaves a line that the resumed run
+writes again; the other order would leave a replayed step without its line.
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
@@ -68,8 +70,10 @@ class Recorder:
         warn: Callable[[str], None],
         last_good: Callable[[], Path | None],
         done: Callable[[QueuedStep, list[float]], None] = lambda record, update: None,
+        show: Callable[[Entry], None] = lambda entry: None,
     ) -> None:
-        self.device, self.write, self.warn, self.last_good, self.done = device, write, warn, last_good, done
+        self.device, self.write, self.warn, self.last_good = device, write, warn, last_good
+        self.done, self.show = done, show
         self.lag = 1 if device.type == "cuda" else 0
         self.queue: deque[tuple[QueuedStep, torch.Tensor, Stamp]] = deque()
         self.skips = self.still = 0
@@ -117,9 +121,11 @@ class Recorder:
             "tokens_per_second": record.tokens / max(seconds, 1e-9),
         }
         broken = self._broken(record.step, loss, extra)
+        entry |= memory_gib(self.device) | extra
+        self.write(entry)
         if broken is None:
             self.done(record, list(numbers))
-        self.write(entry | memory_gib(self.device) | extra)
+        self.show(entry)
         if broken is not None:
             raise guard.stop(record.step, broken, record.batch, self.last_good())
         self._notice(record, extra)

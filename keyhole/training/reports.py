@@ -1,8 +1,8 @@
 """Reports of a run: run/metrics.jsonl, a tracker, and the line that the user sees. They may fail; the run goes on.
 
 A report that fails is said, once. Entries that a full disk does not take into metrics.jsonl wait in memory and are
-written when there is room again. A tracker that has failed gets nothing more. None of them can end a step, and none is
-asked before the journal has its record (metrics.py).
+written when there is room again. A tracker that has failed gets nothing more. None of them can end a step (metrics.py
+says in which order they and the journal are asked).
 """
 
 from collections.abc import Callable
@@ -22,12 +22,20 @@ class Reports:
         self.failing: set[str] = set()
 
     def send(self, entry: Entry) -> None:
-        """Takes the entry of a finished step, or of an evaluation."""
+        """Takes the entry of an evaluation."""
+        self.write(entry)
+        self.show(entry)
+
+    def write(self, entry: Entry) -> None:
+        """Into metrics.jsonl."""
         kept = "entries are kept in memory and tried again at every step"
         if self._try("run/metrics.jsonl", lambda: self.metrics.write(entry), kept, OSError):
             if "run/metrics.jsonl" in self.failing:
                 self.failing.remove("run/metrics.jsonl")
                 self.display.line(f"run/metrics.jsonl is complete again, up to step {entry['step']}")
+
+    def show(self, entry: Entry) -> None:
+        """To the tracker and the user."""
         if not self._try("report_to", lambda: self.track.write(entry), "the tracker gets nothing more"):
             self.track = NullTracker()
         if "loss" in entry:

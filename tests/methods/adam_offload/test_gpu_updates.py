@@ -82,7 +82,7 @@ def test_tensors_without_a_gradient_change_no_neighbour(place: str, monkeypatch:
     monkeypatch.setattr("keyhole.methods.adam_offload.lane.CHUNK", 64 * 11)
     found = []
     for alone in (False, True):
-        model = keyhole.load(config("llama", vocab_size=8192 + 100), init="random", device="cpu", dtype="float16")
+        model = keyhole.load(config("llama", vocab_size=8192 + 100), init="random", device="cpu", dtype="bfloat16")
         for tensor in model.layout.tensors:
             tensor.param.requires_grad_("k_proj" not in tensor.name)
         model = streamed(model) if place == "streamed" else model
