@@ -1,6 +1,7 @@
 """How weights are updated: a folder per method (base.py says what belongs in it), and this table of their rows.
 
-A new method is its folder, its row below, and its test. Nothing here imports torch.
+memory.py, weight_decay.py and dropout.py are what several methods share. A new method is its folder, its row below, and
+its test. Nothing here imports torch.
 """
 
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD

@@ -1,6 +1,7 @@
 """What a run needs and what the machine has: where every unit lives, and how many bytes that takes.
 
 placement.py   which units stay on the device, and which are streamed
+dtype.py       which dtype a model is computed in
 refusals.py    what a budget that is too small is told
 
 The byte formulas are beside the code they describe: model/forward/memory.py, model/backward/memory.py, and memory.py

@@ -2,6 +2,7 @@
 
 source.py      where its files are: a directory, or a hub id
 config_file.py its config.json, checked before Transformers acts on it
+generation_file.py  its generation_config.json
 skeleton.py    its module, without the weights
 find.py        its blocks, and layers of special kinds
 layout.py      its parameters as one flat array, cut into units
