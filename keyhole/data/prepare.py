@@ -25,7 +25,7 @@ from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
 from keyhole.data.report import Report
 from keyhole.data.settings import PrepareSettings
-from keyhole.errors import UserError
+from keyhole.errors import UserError, listed
 
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
@@ -145,7 +145,7 @@ def _template_line(renderer: Renderer, gather: Gather) -> str:
         kind = "the one of the setting chat_template"
     elif renderer.template.is_plain:
         kind = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
-    ends = ", ".join(renderer.special[i] for i in gather.end_token_ids if i in renderer.special)
+    ends = listed(renderer.special[i] for i in gather.end_token_ids if i in renderer.special)
     dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
     return f"{kind}; answers end with {ends or 'no special token'}{dated}"
 

@@ -19,6 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from keyhole.data.dataset import Dataset
+from keyhole.errors import printable
 
 SHOWN = 40  # tokens at each end of a long run
 GREEN, RESET = "\033[32m", "\033[0m"
@@ -39,10 +40,9 @@ def preview(dataset: Dataset, tokenizer: Any, n: int = 3, *, color: bool = False
 def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids: bool) -> Iterator[str]:
     part = slice(dataset.starts[index], dataset.starts[index + 1])
     token_ids, trained = dataset.ids[part].tolist(), dataset.trained[part].tolist()
-    yield (
-        f"sample {index + 1} of {len(dataset.lengths)} ({dataset.where[index]}): {len(token_ids)} tokens, "
-        f"{sum(trained)} trained"
-    )
+    place = printable(dataset.where[index], 300)
+    count = f"{len(token_ids)} tokens, {sum(trained)} trained"
+    yield f"sample {index + 1} of {len(dataset.lengths)} ({place}): {count}"
     start = 0
     for is_trained, group in groupby(trained):
         run = token_ids[start : start + len(list(group))]

@@ -48,6 +48,15 @@ def test_what_is_cut_is_shown(tmp_path: Path) -> None:
     assert "cut      21 tokens at the beginning of the prompt" in text and "... 99 more ..." in text
 
 
+def test_file_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    """Escapes in a name are written out, in the report and in the preview."""
+    path = tmp_path / "a\x1b[2J.jsonl"
+    path.write_text('{"text": "Hello \\u001b[2J"}')
+    dataset = prepare(str(path), tokenizer())
+    text = "\n".join([*dataset.report.lines(), preview(dataset, tokenizer())])
+    assert "\x1b" not in text and text.count(r"a\x1b[2J.jsonl") == 2
+
+
 def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
     """One heading for the row, one for each sample in it."""
     tok = tokenizer()
