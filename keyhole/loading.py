@@ -94,7 +94,7 @@ def load(
     engine = Engine(homes, placed.streamed, device, **engine_options)
     source = None if directory is None else str(model)
     tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
-    loaded = Model(module, layout, engine, dtype, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
+    loaded = Model(module, layout, engine, formats, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
     if init == "random":
         _pin(loaded, touch=True)
         std = getattr(config, "initializer_range", None) or 0.02

@@ -39,7 +39,7 @@ from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
-from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
@@ -58,14 +58,15 @@ class Model:
         module: nn.Module,
         layout: Layout,
         engine: Engine,
-        dtype: torch.dtype,
+        formats: Wire,
         *,
         tokenizer: Any = None,
         source: str | None = None,
         placed: Placed | None = None,
         graphs: bool = True,
     ) -> None:
-        self.module, self.layout, self.engine, self.dtype = module, layout, engine, dtype
+        self.module, self.layout, self.engine = module, layout, engine
+        self.formats, self.dtype = formats, formats.dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
         self.pinned = False
@@ -77,7 +78,7 @@ class Model:
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
-        self.homes = Homes(layout, engine.homes, dtype, self.device)
+        self.homes = Homes(layout, engine.homes, formats, self.device)
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
         self._keeps_packed_apart = False  # known only once the model was asked
@@ -176,7 +177,7 @@ class Model:
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
         weights = self._scratch[kind][: unit.numel]
         if stored.dtype == PACKED:
-            ops.fp8_decode(stored, weights)
+            self.formats.codec.decode(stored, weights)
             return weights
         return weights.copy_(stored)
 

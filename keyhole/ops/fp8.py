@@ -57,6 +57,11 @@ def packed_bytes(n: int) -> int:
     return n + n // GROUP
 
 
+def packed_parts(packed: torch.Tensor, n: int, begin: int, end: int) -> list[torch.Tensor]:
+    """Views of the codes and the scales of elements [begin, end), multiples of 64, of n packed ones."""
+    return [packed[begin:end], packed[n + begin // GROUP : n + end // GROUP]]
+
+
 def scale_exponents_reference(w_G64: torch.Tensor) -> torch.Tensor:
     """k (int32 [G]) from the largest finite magnitude of each group."""
     pattern_G64 = w_G64.view(torch.int32) & 0x7FFFFFFF

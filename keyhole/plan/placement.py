@@ -103,7 +103,7 @@ class Costs:
     @property
     def may_cut_rows(self) -> bool:
         """Forward passes may have a large matrix a few rows at a time."""
-        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs_blocks
+        return (self.row is None or self.row.sweep == "forward") and self.room.formats.codec is None
 
     @property
     def keeps_blocks_whole(self) -> bool:

@@ -21,7 +21,7 @@ def streamed(
     flat = torch.full((layout.numel,), float("nan"), dtype=resident.dtype)
     homes = split(flat, [unit.numel for unit in layout.units])
     away = {unit.index for unit in layout.units[1:] if unit.kind not in keep}
-    model = Model(module, layout, Engine(homes, away, torch.device("cpu"), **engine_options), resident.dtype)
+    model = Model(module, layout, Engine(homes, away, torch.device("cpu"), **engine_options), resident.formats)
     for mine, theirs in zip(layout.tensors, resident.layout.tensors, strict=True):
         assert mine.name == theirs.name and mine.start == theirs.start
         model.home(mine).copy_(resident.home(theirs))

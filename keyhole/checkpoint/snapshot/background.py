@@ -86,7 +86,7 @@ class Background:
             element_bytes = (model.dtype if packed else home.dtype).itemsize
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
-            unpacks = (unit.numel, model.dtype) if packed else None
+            unpacks = (unit.numel, model.dtype, model.formats.codec.decode) if packed else None
             pages[unit.index] = Source(home, segments, unpacks, WAITING if self.method.owes(unit) else READY)
         return pages
 

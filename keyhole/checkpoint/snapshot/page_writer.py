@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from keyhole import ops
 from keyhole.checkpoint.snapshot.source import Source
 from keyhole.disk.crc import Span
 from keyhole.errors import NonFinite
@@ -40,10 +39,10 @@ class PageWriter:
     def write(self, source: Source, memory: Memory, files: dict[str, int], sums: dict[str, list[Span]]) -> None:
         """Writes a source in pieces, each read inside memory(source), and adds their checksums to `sums`."""
         if source.unpacks is not None:
-            numel, dtype = source.unpacks
+            numel, dtype, decode = source.unpacks
             unpacked = torch.empty(numel, dtype=dtype)
             with memory(source) as flat:
-                ops.fp8_decode(flat.cpu(), unpacked)
+                decode(flat.cpu(), unpacked)
             memory = lambda _: nullcontext(unpacked)  # noqa: E731
         for segment in source.segments:
             most = BUFFER_BYTES if source.flat.is_cuda else PIECE_BYTES

@@ -4,12 +4,13 @@ A source is a page of weights (offload/engine.py) or a tensor of the method's st
 parts of them, so it has segments: elements [begin, end) belong to this tensor and lie at this offset of this file.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+Decode = Callable[[torch.Tensor, torch.Tensor], None]  # packed bytes, and the memory to fill
 WAITING, READY, TAKEN, COPYING, COPIED, WRITING, DONE = range(7)  # see snapshot.py
 
 
@@ -26,11 +27,12 @@ class Segment:
 
 @dataclass
 class Source:
-    """Flat memory that goes to disk. unpacks: (elements, dtype) of what a packed page is unpacked to."""
+    """Flat memory that goes to disk. unpacks: (elements, dtype) of what a packed page is unpacked
+    to, and the function that does it."""
 
     flat: torch.Tensor
     segments: list[Segment]
-    unpacks: tuple[int, torch.dtype] | None = None
+    unpacks: tuple[int, torch.dtype, Decode] | None = None
     state: int = READY
     event: Any = None  # after it the home holds what is to be saved
     copy: torch.Tensor | None = field(default=None, repr=False)

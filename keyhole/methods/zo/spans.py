@@ -2,10 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from keyhole.model.structure.layout import Unit
-from keyhole.ops.fp8 import GROUP
 
 
 @dataclass
@@ -30,9 +27,3 @@ def cut_unit(unit: Unit, spared: frozenset[int] = frozenset()) -> list[Span]:
         else:
             spans.append(span)
     return spans
-
-
-def packed_views(packed: torch.Tensor, numel: int, span: Span) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of a span of a packed unit (ops/fp8.py)."""
-    scales = slice(numel + span.begin // GROUP, numel + span.end // GROUP)
-    return packed[span.begin : span.end], packed[scales]

@@ -33,7 +33,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.spans import Span, cut_unit, packed_views
+from keyhole.methods.zo.spans import Span, cut_unit
 from keyhole.methods.zo.write_back import WriteBack
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
@@ -61,7 +61,7 @@ class Update:
         every: int | None = None,
     ) -> None:
         self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds us
-        self.spared = spared
+        self.spared, self.codec = spared, model.formats.codec
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
@@ -128,7 +128,7 @@ class Update:
             self.apply(unit, w, pending)
         fused = self.fused(owed[-1]) | {"changed": self._count(unit, owed[-1])} if owed and not in_spans else {}
         if in_spans:
-            ops.fp8_decode(w, self.unpacked[: unit.numel])
+            self.codec.decode(w, self.unpacked[: unit.numel])
             w = self.unpacked[: unit.numel]
         if w.dtype == PACKED:
             self._packed(unit, w, plus, minus, **perturbation, **fused)
@@ -166,16 +166,16 @@ class Update:
         """Updates and perturbs a packed unit, all as if it decayed; then what does not, from what it was. (`changed`
         counts the former.)"""
         spared = [span for span in self.spans(unit, how.get("weight_decay", 0.0)) if not span.decays]
-        before = [torch.cat(packed_views(w, unit.numel, span)) for span in spared]
-        ops.zo_packed_(w, unit.numel, plus, minus, ops.ZOStep(unit.start, **self.noise, **how))
+        parts = [self.codec.parts(w, unit.numel, span.begin, span.end) for span in spared]
+        before = [torch.cat(views) for views in parts]
+        self.codec.zo_(w, unit.numel, plus, minus, ops.ZOStep(unit.start, **self.noise, **how))
         how |= {"weight_decay": 0.0, "changed": None}
-        for span, packed in zip(spared, before, strict=True):
+        for span, packed, views in zip(spared, before, parts, strict=True):
             both = (None if flat is None else flat[span.begin : span.end] for flat in (plus, minus))
             n = span.end - span.begin
-            ops.zo_packed_(packed, n, *both, ops.ZOStep(unit.start + span.begin, **self.noise, **how))
-            codes, scales = packed_views(w, unit.numel, span)
-            codes.copy_(packed[:n])
-            scales.copy_(packed[n:])
+            self.codec.zo_(packed, n, *both, ops.ZOStep(unit.start + span.begin, **self.noise, **how))
+            for view, part in zip(views, packed.split([view.numel() for view in views]), strict=True):
+                view.copy_(part)
 
     def apply(self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any] | None = None) -> None:
         """An update alone, on a unit that is here, plain or packed. decay: another than this run's. (What is unpacked
@@ -187,10 +187,10 @@ class Update:
             self._packed(unit, w, coef=pending.coef, update_step=pending.step, changed=changed, **decay)
         else:
             unpacked = self.unpacked[: unit.numel]
-            ops.fp8_decode(w, unpacked)
+            self.codec.decode(w, unpacked)
             self._apply_plain(unit, unpacked, pending, decay, changed)
             where = {"offset": unit.start, "seed": self.noise["seed"], "step": pending.step}
-            ops.fp8_encode_(unpacked, w, **where, rounding=decay["rounding"])
+            self.codec.encode_(unpacked, w, **where, rounding=decay["rounding"])
 
     def _apply_plain(
         self, unit: Unit, w: torch.Tensor, pending: Pending, decay: dict[str, Any], changed: torch.Tensor | None

@@ -1,7 +1,7 @@
 """Weights at home: where a parameter lies in flat memory, and how it gets there.
 
 A plain home holds the unit's elements in a dtype; a parameter is then a view of it (the chunks of a table are
-adjacent, so a table is one view). A packed home (wire: fp8) holds codes and scales; a parameter of it is read as an
+adjacent, so a table is one view). A packed home (format.py) holds bytes; a parameter of it is read as an
 unpacked copy. To write it, the tensors of the unit are gathered in fp32 and packed when the last one has come, both on
 the device that computes: a CPU packs only 0.2 G elements per second.
 """
@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from keyhole import ops
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
-from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.format import PACKED, Wire
 
 
 def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
@@ -22,10 +21,11 @@ def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
 
 
 class Homes:
-    """The homes of all units, seen as parameters. `dtype` is what packed ones are unpacked to; `device` packs them."""
+    """The homes of all units, seen as parameters. Packed ones are unpacked to the dtype of compute; `device` packs
+    them."""
 
-    def __init__(self, layout: Layout, flats: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self.layout, self.flats, self.dtype, self.device = layout, flats, dtype, device
+    def __init__(self, layout: Layout, flats: list[torch.Tensor], formats: Wire, device: torch.device) -> None:
+        self.layout, self.flats, self.formats, self.device = layout, flats, formats, device
         self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
 
     def unit_of(self, tensor: FlatTensor) -> Unit:
@@ -40,8 +40,8 @@ class Homes:
         unit = self.unit_of(tensor)
         flat = self.flats[unit.index]
         if flat.dtype == PACKED:
-            unpacked = torch.empty(unit.numel, dtype=self.dtype, device=flat.device)
-            ops.fp8_decode(flat, unpacked)
+            unpacked = torch.empty(unit.numel, dtype=self.formats.dtype, device=flat.device)
+            self.formats.codec.decode(flat, unpacked)
             return view(unpacked, tensor, unit.start)
         strides = torch.empty(tensor.shape, device="meta").stride()
         return flat.as_strided(tensor.shape, strides, flat.storage_offset() + tensor.start - unit.start)
@@ -59,6 +59,6 @@ class Homes:
         written.add(tensor.name)
         if len(written) == len(unit.tensors):
             packed = torch.empty_like(self.flats[unit.index], device=self.device)
-            ops.fp8_encode_(unpacked, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
+            self.formats.codec.encode_(unpacked, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
             self.flats[unit.index].copy_(packed)
             del self._gathered[unit.index]
