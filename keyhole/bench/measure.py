@@ -1,8 +1,8 @@
 """Seconds per step, and bytes on the device and on the host.
 
-Warm-up steps are waited for, one by one: what is decided by what a step was like (write-backs) is decided then. Steps
-are timed as a run would make them: enqueued one after the other, a CUDA event between each two, and no wait until the
-last. The upload of step t + 1 may begin in step t; in the steady state every step gains what the one before lost. The
+The host waits for each warm-up step, so that decisions that depend on measured steps (how often `zo` writes back) are
+made before the timing. Timed steps are enqueued as a run would enqueue them: one after the other, with a CUDA event
+between each two and no wait before the last. The upload of step t + 1 may begin in step t, in every step alike. The
 wall clock over all timed steps, waiting at the end for every stream, is reported beside the median of the events.
 
 Device memory is the peak that PyTorch's allocator reserved and handed out from the first step on (what making random

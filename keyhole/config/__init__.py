@@ -4,7 +4,7 @@
     rules.py     what fields demand of each other dump.py     YAML out
     types.py     a YAML node as a typed value     faults.py   what is wrong, in words
     docs.py      the help and docs/config.md      fields.py   the table of all settings, which both need
-    recipes.py   the configs that are shipped
+    recipes.py   the configs that are shipped     data.py     the settings that data preparation reads
 
 The settings of a method are in its own folder (methods/<name>/traits.py). Nothing here imports torch.
 """

@@ -1,13 +1,13 @@
 """Files in, batches out: formats, templates and masks, packing, a resumable loader.
 
-files, readers, columns       sources as files, and their rows
-formats, turns                rows as chats or plain text
-sandbox, template, answers    a chat as text, and where its answers stand
-render                        text as tokens, and which of them are trained on
-gather, prepare, packing      samples that are cut, dropped, mixed and packed; report.py counts
-dataset, loader               samples in memory, batches in a resumable order
-settings, run, cache          the data of a run
-capacity, preview             what a model can take; samples for people
+files, readers, columns          sources as files, and their rows
+formats, turns                   rows as chats or plain text
+chat_template, sandbox, answers  a chat as text by its template, and where its answers stand
+render                           text as tokens, and which of them are trained on
+collect, prepare, packing        samples that are cut, dropped, mixed and packed; report.py counts
+dataset, loader                  samples in memory, batches in a resumable order
+settings, run, cache             the data of a run
+capacity, preview                what a model can take; samples for people
 """
 
 from keyhole.data.answers import plain_template

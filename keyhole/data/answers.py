@@ -3,13 +3,13 @@
 The template is the tokenizer's own, or the one of the setting `chat_template`. An answer is *what the template writes
 for an assistant turn, after what the model is given*: words, reasoning, tool calls, and the end of the turn.
 
-    turn i      what is written while the template's loop stands at message i (template.py); for the last turn also
+    turn i      what is written while the template's loop stands at message i (chat_template.py); for the last turn also
                 what is written after the loop. Earlier turns may be rewritten (reasoning that is dropped, a turn that
                 closes differently when it is the last): what counts is what stands in this text.
     given       before = render(turns[:i], generation prompt on). Where `before` is a prefix of the text, the answer
-                begins behind it. Where it is not, because earlier turns are written differently then, the same is
-                asked of the stretch from turn i - 1 on; and then of the generation prompt alone, as far as the turn
-                begins with it.
+                begins behind it. A template may write earlier turns differently when they come last; then `before`
+                is no prefix, and only its part from turn i - 1 on is compared. Where that fails too, what the turn
+                has in common with the generation prompt counts as given.
 
 A template that marks its answers with `{% generation %}` is believed: exactly the marked text is trained on. Where a
 template has no loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes,
@@ -33,8 +33,8 @@ import re
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from keyhole.data.chat_template import Rendering, Template
 from keyhole.data.formats import Example
-from keyhole.data.template import Rendering, Template
 from keyhole.data.turns import FLAGS, Turn, call_as, called_names, is_trained, reasoning, words
 from keyhole.errors import UserError, printable
 

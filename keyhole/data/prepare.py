@@ -3,7 +3,7 @@
     prepare("data/*.jsonl", tokenizer, max_length=1024) -> Dataset with .report
 
 Rows stream through in blocks (512 rows, or 4 million characters), so the source is never in memory twice; what stays
-is 5 bytes per token. What happens to samples that are too long: gather.py. The same for a whole run, train_data and
+is 5 bytes per token. What happens to samples that are too long: collect.py. The same for a whole run, train_data and
 eval_data with the settings of its config: run.py.
 
 `weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one (which
@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from keyhole.data.collect import Collector
 from keyhole.data.dataset import Dataset
 from keyhole.data.files import Record, read
 from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename
-from keyhole.data.gather import Gather
 from keyhole.data.loader import order
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
@@ -57,17 +57,17 @@ def tokenise(
     """All samples, each in a row of its own."""
     renderer = Renderer(tokenizer, how)
     report = Report(max_length=how.max_length, train_on=how.train_on)
-    gather = Gather(report, how, renderer.bos)
+    collector = Collector(report, how, renderer.bos)
     records = islice(read(source), limit)
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
-            gather.add(example, tokens)
+            collector.add(example, tokens)
         if samples is not None and _is_enough(report, how, samples):
             report.partial = next(records, None) is not None
             break
-    report.template = _template_line(renderer, gather)
-    foreign = gather.chats and (renderer.template.given or renderer.template.is_plain)
-    return gather.dataset(_pad_token_id(tokenizer), renderer.template.source() if foreign else None)
+    report.template = _template_line(renderer, collector)
+    foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
+    return collector.dataset(_pad_token_id(tokenizer), renderer.template.source() if foreign else None)
 
 
 def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None = None, seed: int = 0) -> Dataset:
@@ -136,16 +136,16 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
         yield normalise(record, layout)
 
 
-def _template_line(renderer: Renderer, gather: Gather) -> str:
+def _template_line(renderer: Renderer, collector: Collector) -> str:
     adds = "with eos at the end" if renderer.trains_end else "without an eos"
-    if not gather.chats:
+    if not collector.chats:
         return f"none; text is used as it stands, {adds}"
     kind = "chat template of the tokenizer"
     if renderer.template.given:
         kind = "the one of the setting chat_template"
     elif renderer.template.is_plain:
         kind = "none in the tokenizer; '### Instruction:' and '### Response:' are used"
-    ends = listed(renderer.special[i] for i in gather.end_token_ids if i in renderer.special)
+    ends = listed(renderer.special[i] for i in collector.end_token_ids if i in renderer.special)
     dated = f"; it prints the date, {renderer.template.date}" if renderer.template.dated else ""
     return f"{kind}; answers end with {ends or 'no special token'}{dated}"
 

@@ -7,7 +7,7 @@ with a UserError) gets its reason in the table instead of numbers.
     accuracy    share of held-out notes whose right stamp is the likelier one; the score of `keyhole eval`
     loss        NLL of the right stamp on held-out notes; the curves show the training loss, step by step
     seconds     the training steps alone
-    memory      the highest above what the process held before the model was loaded, host and GPU (memory.py)
+    memory      the highest above what the process held before the model was loaded, host and GPU (peak_memory.py)
     moved       bytes over the link between host and device; 0 where everything is resident
 
 Matrices here are so small that more threads only wait for each other: the demo computes on THREADS of them.
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 import keyhole
-from keyhole.demo import memory
+from keyhole.demo import peak_memory
 from keyhole.demo.report import COLUMNS, cells, make_report
 from keyhole.demo.train import Result, settings_of, start, train
 from keyhole.disk.files import write_text
@@ -54,7 +54,7 @@ def run_demo(
         raise UserError(f"methods: {unknown[0]!r} is not one of {', '.join(METHODS)}")
     root = _own_directory(Path(output_dir))
     _say(f"the embedded model and task, {len(names)} methods, seed {seed}; everything goes to {root}/")
-    with memory.measured_beside(names, device) as peaks, _threads(THREADS):
+    with peak_memory.measured_beside(names, device) as peaks, _threads(THREADS):
         results = [_run_method(Result(name, settings_of(name, steps)), root, seed, device) for name in names]
         found = peaks()
     for result in results:

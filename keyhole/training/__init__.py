@@ -7,9 +7,10 @@ rundir.py        the output directory: whose it is, and what lies in run/
 lock.py          one process per directory
 schedule.py      the learning rate as a function of the step
 metrics.py       one entry per step: read late, checked, appended to run/metrics.jsonl
+reports.py       where a step's numbers go: metrics file, tracker, display, curve
 guard.py         numbers that are not finite stop a run
 change_check.py  whether every trained tensor changes
-evaluate.py      loss and perplexity on held-out data
+validation.py    loss and perplexity on held-out data
 journaling.py    the journal of a zeroth-order run, while it trains
 saving.py        when a checkpoint is written, whether the disk has room, and what happens when it fails
 signals.py       SIGINT, SIGTERM, SIGHUP: finish the step, save, leave

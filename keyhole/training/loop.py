@@ -22,13 +22,13 @@ from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.training import rundir
 from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
 from keyhole.training.display import Display
-from keyhole.training.evaluate import evaluate
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
 from keyhole.training.reports import Reports
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
+from keyhole.training.validation import evaluate
 
 
 @dataclass(kw_only=True)

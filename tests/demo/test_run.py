@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from keyhole import assets
-from keyhole.demo.memory import Peaks
+from keyhole.demo.peak_memory import Peaks
 from keyhole.demo.run import run_demo
 from keyhole.demo.train import settings_of
 from keyhole.errors import UserError
@@ -28,7 +28,7 @@ def three_mib(names: list[str], device: str | None) -> Iterator[Callable[[], Pea
 @pytest.fixture(autouse=True)
 def no_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory has tests of its own; here its process would only cost time."""
-    monkeypatch.setattr("keyhole.demo.memory.measured_beside", three_mib)
+    monkeypatch.setattr("keyhole.demo.peak_memory.measured_beside", three_mib)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Copies host memory with several threads: one core's copy is slower than a GPU's steps change weights.
+"""Copies host memory with several threads, because one core copies more slowly than the GPU's steps change weights.
 
 A page must be copied aside before its next change is queued, and training waits meanwhile. At 400 MB every 45 ms (a
 6.7B model, 16 x 2048 tokens) that takes 9 GB/s; one core manages 3 to 5, fresh pages of memory included.

@@ -13,7 +13,7 @@ on the host turns it into the new weights in place, and these go back.
 So a gradient that waits costs no memory beyond the 16-bit weights that host memory holds anyway, and 2 bytes per
 parameter for pages that live on the device. Order on a GPU:
 
-    down (downlink.py)      waits for: the kernels so far;           then gradient -> staging, and an event
+    down (Downlink)         waits for: the kernels so far;           then gradient -> staging, and an event
     worker                  waits for: that event, on the host;      then the job
     up (its own stream)                                              then staging -> device, and an event
     helper                  waits for: the first event and the end of its work on the device, both on the host

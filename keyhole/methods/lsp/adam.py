@@ -19,7 +19,7 @@ every unit's gradient waits for that norm in a buffer of its own: 4 more. (Momen
 
 import torch
 
-from keyhole.methods.lsp.gather import Targets, view_in
+from keyhole.methods.lsp.gradient_buffers import Targets, view_in
 from keyhole.methods.lsp.target import Target
 
 Tensors = list[torch.Tensor]

@@ -29,7 +29,7 @@ from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.adam import adam_delta_
-from keyhole.methods.lsp.gather import Targets, view_in
+from keyhole.methods.lsp.gradient_buffers import Targets, view_in
 from keyhole.methods.lsp.memory import SLOTS
 from keyhole.methods.lsp.schedule import UpdateOrder
 from keyhole.methods.lsp.target import Target

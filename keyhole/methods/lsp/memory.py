@@ -1,8 +1,8 @@
 """What LSP's optimizer holds on the device beside the weights, and which units' moments are there.
 
-For every number that the optimizer sees (d_P d_Q of a matrix, every element of what is no matrix of a block):
+A matrix of a block gives the optimizer d_P d_Q numbers, any other tensor all its elements. Bytes on the device:
 
-    moments      8 bytes where they are on the device (12 when gradients wait there to be clipped), else none
+    moments      8 per number where they are on the device (12 when gradients wait there to be clipped), else none
     buffers      the gradient of one block, or one chunk of a table, in fp32; twice when some leave for the host, and
                  then SLOTS steps of one unit on their way back
     projectors   r numbers per row of both sides of a matrix, in fp32

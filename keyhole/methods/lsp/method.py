@@ -17,9 +17,9 @@ Where Adam's moments are (`optimizer_on`), unit by unit (update.py):
 max_grad_norm clips the norm of what the optimizer sees: S of all matrices, and the gradients of the others (the norm of
 the whole gradient is not known, that being the point).
 
-A streamed unit goes home with its update, once per step. (To leave the host's weights as they are and add up all deltas
-since the last change of projectors would save that way down, but the other way is the busy one, and each use of the
-unit would need the sum of the deltas up as well; and weights that move by in-place rounding could not follow its bits.)
+A streamed unit is written back with its update once per step. (Keeping the host's weights unchanged and adding up the
+deltas since the last change of projectors would save these writes. But uploads are the bottleneck, and each use of the
+unit would then upload the sum of its deltas too; and resident weights, rounded in place, would have other bits.)
 
 What is exact: streamed equals resident to the bit, and a run stopped and resumed one that was not, each with every
 unit's moments in the same place (auto: in the same budget). Between the places it is the same sum, by two kernels.

@@ -15,7 +15,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
-from keyhole.methods.lsp.gather import Targets
+from keyhole.methods.lsp.gradient_buffers import Targets
 from keyhole.methods.lsp.learn import Learning
 from keyhole.methods.lsp.memory import LSPBytes, Numbers, choose_units, group_of
 from keyhole.methods.lsp.target import Target, is_plain

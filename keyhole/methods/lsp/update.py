@@ -1,6 +1,6 @@
 """From gradients to moved weights: the sink of LSP's reverse sweep.
 
-    linear, gradient      compressed gradients are added up in the unit's buffer (gather.py)
+    linear, gradient      compressed gradients are added up in the unit's buffer (gradient_buffers.py)
     finished              a unit's gradient is complete. Then, by where its moments are:
 
         device (adam.py)     the weights move at once, while the unit is on the device
@@ -25,7 +25,7 @@ from functools import partial
 import torch
 
 from keyhole.methods.lsp.adam import DeviceAdam
-from keyhole.methods.lsp.gather import Gather, Targets, assign_places, view_in
+from keyhole.methods.lsp.gradient_buffers import GradientBuffers, Targets, assign_places, view_in
 from keyhole.methods.lsp.host import DecidingNorm, HostAdam
 from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.schedule import UpdateOrder
@@ -75,7 +75,7 @@ class SubspaceUpdates:
         self.host = self._host(host_units, threads) if host_units else None
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
         waiting, buffers = partial(self.timing.of, "exposed down"), 2 if host_units else 1
-        self.gather = Gather(self.lengths, groups, model.device, buffers, waiting)
+        self.gradients = GradientBuffers(self.lengths, groups, model.device, buffers, waiting)
         self.current, self.unchecked = LSPStep(), UncheckedSteps()
         self.owed: dict[int, OwedUpdate] = {}
         self.norm: torch.Tensor | None = None
@@ -129,7 +129,7 @@ class SubspaceUpdates:
     def buffer(self, unit: int) -> torch.Tensor:
         """Where the unit's gradient is added up."""
         waiting = self.device.waiting.get(unit)
-        return self.gather.of(unit) if waiting is None else waiting
+        return self.gradients.of(unit) if waiting is None else waiting
 
     def _sum_of(self, target: Target, w: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Where the target's gradient is added up, and whether nothing is there yet."""
@@ -160,7 +160,7 @@ class SubspaceUpdates:
             step.skips.append(skip := (~torch.isfinite(norm)).float())
             self.device.deltas_(page, targets, grad, None, skip)
             self._apply(update, grad, weights)
-            self.gather.done(page)
+            self.gradients.done(page)
             return True
         return False
 
@@ -168,7 +168,7 @@ class SubspaceUpdates:
         """The gradient goes to the host; what has come back from there meanwhile is applied."""
         self.host.down.send(norm, update.step.host_norms[page])
         self.host.send_gradient(page, grad)
-        self.gather.done(page, self.host.down.stream)
+        self.gradients.done(page, self.host.down.stream)
         self.model.engine.bytes_down += 4 * self.lengths[page]
         self.owed[page] = update
         if not self.clips:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.lsp.gather import view_in
+from keyhole.methods.lsp.gradient_buffers import view_in
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
 from keyhole.methods.weight_decay import WeightDecay

@@ -57,7 +57,7 @@ def _resident_bytes(key: str) -> int:
 @contextmanager
 def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
     """Starts the process; the function it yields waits for the result. Whatever happens, the process ends."""
-    command = [sys.executable, "-m", "keyhole.demo.memory", device or "", *names]
+    command = [sys.executable, "-m", "keyhole.demo.peak_memory", device or "", *names]
     environment = os.environ | {"MIMALLOC_PURGE_DELAY": "0"}
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **quiet)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole.model.forward.memory import evaluation_bytes
 from keyhole.training import evaluate as module
-from keyhole.training.evaluate import evaluate
+from keyhole.training.validation import evaluate
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:

@@ -1,8 +1,8 @@
 """Where gradients are added up on the device before they are used: a few buffers, made once, for all units.
 
     assign_places(targets)   every target gets its place in the buffers of its unit
-    gather.of(unit)          the unit's buffer, the same until it is done
-    gather.done(unit)        its last reader has been queued (on `stream`, else on the stream of the kernels)
+    buffers.of(unit)          the unit's buffer, the same until it is done
+    buffers.done(unit)        its last reader has been queued (on `stream`, else on the stream of the kernels)
 
 The units of a block are gathered side by side, because the reverse gives the gradients of a whole block in any order
 before it calls one of its units finished. A buffer is as long as the longest such group. One buffer is enough when the
@@ -48,7 +48,7 @@ class _Buffer:
     units: set[int] = field(default_factory=set)  # gathered here and not done
 
 
-class Gather:
+class GradientBuffers:
     """The buffers, handed out by group. groups: unit -> what it is gathered with; waiting: makes a context for
     waits."""
 

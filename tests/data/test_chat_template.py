@@ -4,12 +4,12 @@ import datetime
 
 import pytest
 
+from keyhole.data.chat_template import Template
 from keyhole.data.files import Record
 from keyhole.data.formats import normalise
 from keyhole.data.render import Renderer
 from keyhole.data.sandbox import BUDGET, Runaway
 from keyhole.data.settings import PrepareSettings
-from keyhole.data.template import Template
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import chat, tokenizer

@@ -4,9 +4,9 @@ import tracemalloc
 
 import numpy as np
 
+from keyhole.data.collect import Collector
 from keyhole.data.files import Record
 from keyhole.data.formats import Example
-from keyhole.data.gather import Gather
 from keyhole.data.render import Tokens
 from keyhole.data.report import Report
 from keyhole.data.settings import PrepareSettings
@@ -19,10 +19,10 @@ def test_the_peak_is_little_more_than_what_stays() -> None:
     tokens = Tokens(np.arange(length, dtype=np.int32), np.ones(length, dtype=bool), None, False)
     tracemalloc.start()
     try:
-        gather = Gather(Report(), PrepareSettings(max_length=None), [])
+        collector = Collector(Report(), PrepareSettings(max_length=None), [])
         for _ in range(count):
-            gather.add(example, tokens)
-        data = gather.dataset(0, None)
+            collector.add(example, tokens)
+        data = collector.dataset(0, None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

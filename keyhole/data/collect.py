@@ -8,7 +8,7 @@ after p tokens of prompt and ending at e:
 
     e <= n    the end is cut, whatever stands there: the first answer is whole
     e > n     the prompt loses its beginning (all but a leading bos), so that the answer survives. It keeps at least
-              min(p, n/2) tokens, and what the answer is longer than the rest is cut from its end
+              min(p, n/2) tokens; if the answer does not fit the rest, its end is cut
 
 The share of *trained* tokens that was cut is reported: that is what is lost. A sample with nothing left to train on is
 dropped and counted: it would cost a forward pass and teach nothing. A data set of only such samples is an error,
@@ -31,7 +31,7 @@ from keyhole.errors import UserError, listed
 CUT_SHOWN = 12  # tokens of a cut that the preview can show
 
 
-class Gather:
+class Collector:
     """Collects samples; `report` keeps count."""
 
     def __init__(self, report: Report, how: PrepareSettings, bos: list[int]) -> None:

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from keyhole.demo.memory import CLEAR, _parse, measured_beside
+from keyhole.demo.peak_memory import CLEAR, _parse, measured_beside
 
 BLOCKS = """
 import torch
-from keyhole.demo.memory import Peak
+from keyhole.demo.peak_memory import Peak
 
 for _ in range(3):
     peak = Peak()
