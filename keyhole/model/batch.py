@@ -4,19 +4,21 @@ A batch is any mapping of names to tensors: a dict, or what a Hugging Face colla
 is not known is refused, since a model given less than it was asked to use would train on something else.
 Labels follow the Hugging Face convention: not shifted, -100 where nothing is trained. Position t predicts token
 t + 1, so the trained positions are those whose *next* label is a token. They are found on the host, so that selecting
-them on the device needs no wait, and logits are computed for them only.
+them on the device needs no wait, and logits are computed for them only. A batch with `question` and `answer` is trained
+by candidates (objective.py), one without them by tokens.
 
 On a GPU a batch crosses on a stream of its own. The host is usually far ahead of the kernels, so the batch has arrived
 when they need it; on the stream of the kernels it would queue behind the uploads of weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.model.objective import PER_ROW, Candidates, check_candidates, places
 from keyhole.model.packing import is_packed, separate
 
 Batch = Mapping[str, torch.Tensor]
@@ -35,6 +37,12 @@ class DeviceBatch:
     row_count: int
     token_count: int  # N, known on the host
     packed: bool = False  # samples share rows; the model must keep them apart
+    candidates: Candidates | None = None  # rows are candidates of questions
+
+    @property
+    def loss_count(self) -> int:
+        """What the loss is a mean of: questions, or trained tokens."""
+        return self.token_count if self.candidates is None else self.candidates.question_count
 
 
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:
@@ -50,10 +58,11 @@ def check(batch: Batch, row_count: int) -> None:
     if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
         found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
-    if unknown := [str(name) for name in batch if name not in PER_TOKEN]:
+    if unknown := [str(name) for name in batch if name not in PER_TOKEN + PER_ROW]:
         raise UserError(
             f"batch: {', '.join(unknown)}: not used here, and nothing is left out in silence; a batch may hold "
-            f"{', '.join(PER_TOKEN)}. Remove what you do not need (of a tokenizer: return_token_type_ids=False)"
+            f"{', '.join(PER_TOKEN)}, and for a choice between candidates {' and '.join(PER_ROW)}. "
+            "Remove what you do not need (of a tokenizer: return_token_type_ids=False)"
         )
     shape = tuple(getattr(batch["input_ids"], "shape", ()))
     for name, x in ((name, batch[name]) for name in PER_TOKEN if name in batch):
@@ -70,6 +79,22 @@ def check(batch: Batch, row_count: int) -> None:
         )
     _check_tokens("input_ids", batch["input_ids"], row_count)
     _check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
+    if found := [name for name in PER_ROW if name in batch]:
+        if len(found) < len(PER_ROW):
+            raise UserError(f"batch: {found[0]} alone; a choice between candidates needs {' and '.join(PER_ROW)}")
+        if "position_ids" in batch and is_packed(batch["position_ids"], mask):
+            raise UserError("batch: position_ids restart within a row; with question and answer a row is one candidate")
+        check_candidates(batch["question"], batch["answer"], (batch["labels"][:, 1:] != IGNORED).sum(dim=1))
+
+
+def check_alike(batches: list[Batch]) -> None:
+    """UserError for micro-batches of one step that are trained by different objectives."""
+    by_candidates = sum("question" in batch for batch in batches)
+    if by_candidates not in (0, len(batches)):
+        raise UserError(
+            f"batch: {by_candidates} of {len(batches)} micro-batches are trained by candidates (question, answer), the "
+            "others by tokens; a step has one loss: give all of them question and answer, or none"
+        )
 
 
 def _check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "") -> None:
@@ -96,14 +121,22 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         inputs["attention_mask"] = mask
     if positions is not None:
         inputs["position_ids"] = separate(positions, mask) if hides and packed else positions
+    candidates, row_N = None, index_N // labels_BT.shape[1]
+    if "question" in batch:
+        candidates = places(batch["question"], batch["answer"], row_N)
+        candidates = replace(
+            candidates,
+            **{name: _move(x, device) for name, x in vars(candidates).items() if isinstance(x, torch.Tensor)},
+        )
     return DeviceBatch(
         inputs={name: _move(x, device) for name, x in inputs.items()},
         index_N=_move(index_N, device),
         target_N=_move(flat[index_N], device),
-        row_N=_move(index_N // labels_BT.shape[1], device),
+        row_N=_move(row_N, device),
         row_count=labels_BT.shape[0],
         token_count=index_N.numel(),
         packed=packed,
+        candidates=candidates,
     )
 
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from keyhole import ops
 from keyhole.model.attached import Addon, Attached, Placed
-from keyhole.model.batch import Batch, DeviceBatch, as_list, check, to_device
+from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
 from keyhole.model.forward.binding import Binding
 from keyhole.model.forward.fused_relu import fuse_relu
 from keyhole.model.forward.generate import Generation
@@ -107,6 +107,7 @@ class Model:
         batches = as_list(batch)
         for one in batches:
             check(one, self.layout.table.shape[0])
+        check_alike(batches)
         sent = [to_device(one, self.device) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))

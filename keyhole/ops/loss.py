@@ -8,8 +8,9 @@ we keep, per token, the largest logit so far m, the sum s of exp(l_j - m), and l
 so no more than [tokens, chunk] logits exist at any time. All in fp32, whatever the dtype of the logits. The kernel
 reads the logits once, one program per token; the reference makes two fp32 copies. They differ by rounding only.
 
-When all chunks have been added, the gradient of  scale * sum nll  comes from the same state, chunk by chunk, over the
+When all chunks have been added, the gradient of  sum scale nll  comes from the same state, chunk by chunk, over the
 logits of a second visit:   d l_j = scale exp(l_j - m - log s) - scale [j = y].   One read and one write of the chunk.
+The scale is one number, or one per token.
 Legend: N tokens, R rows of the vocabulary in this chunk.
 """
 
@@ -43,11 +44,11 @@ class RunningNLL:
             _nll_kernel[(N,)](*tensors, first_row, R, stride, BLOCK=BLOCK, num_warps=8)
 
     def grad_(self, logits_NR: torch.Tensor, first_row: int, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
-        """Overwrites these logits with the gradient of scale * sum(nll) by them; call when all chunks were added.
+        """Overwrites these logits with the gradient of sum(scale * nll) by them; call when all chunks were added.
 
-        scale: a number, or a float32 scalar on the device. In float32 on the CPU, with one chunk of all rows, this is
-        torch's gradient of cross_entropy(reduction="sum") * scale bit for bit; several chunks, or the kernel, differ
-        from it by the rounding of the sum of exponentials.
+        scale: a number, or float32 on the device, a scalar or [N]. In float32 on the CPU, with one chunk of all rows,
+        this is torch's gradient of cross_entropy(reduction="sum") * scale bit for bit; several chunks, or the kernel,
+        differ from it by the rounding of the sum of exponentials.
         """
         if logits_NR.numel() == 0:
             return logits_NR
@@ -58,8 +59,9 @@ class RunningNLL:
         N, R, stride = *logits_NR.shape, logits_NR.stride(0)
         scales = (scale, 0.0) if isinstance(scale, torch.Tensor) else (None, float(scale))
         tensors = (logits_NR, self.targets_N, self.max_N, self.sum_N)
+        how = {"PER_TOKEN": isinstance(scale, torch.Tensor) and scale.ndim == 1, "BLOCK": BLOCK, "num_warps": 8}
         with on_device(logits_NR):
-            _nll_grad_kernel[(N, -(-R // BLOCK))](*tensors, *scales, first_row, R, stride, BLOCK=BLOCK, num_warps=8)
+            _nll_grad_kernel[(N, -(-R // BLOCK))](*tensors, *scales, first_row, R, stride, **how)
         return logits_NR
 
     def split(self, tokens: int) -> "list[RunningNLL]":
@@ -97,7 +99,8 @@ def _grad_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int, 
     # logit is - log s), which adds up in another order: only so are the last bits of the gradient torch's.
     alone_N = state.sum_N == (x_NR - state.max_N[:, None]).exp_().sum(dim=1)
     log_sum_N = torch.where(alone_N, -torch.log_softmax(x_NR, dim=1).amax(dim=1), log_sum_N)
-    grad_NR = (x_NR - state.max_N[:, None]).sub_(log_sum_N[:, None]).exp_().mul_(scale)
+    per_row = scale[:, None] if isinstance(scale, torch.Tensor) and scale.ndim == 1 else scale
+    grad_NR = (x_NR - state.max_N[:, None]).sub_(log_sum_N[:, None]).exp_().mul_(per_row)
     local_N = state.targets_N - first_row
     here_N = (local_N >= 0) & (local_N < x_NR.shape[1])
     hit_N = torch.where(here_N, -scale, torch.zeros_like(log_sum_N))
@@ -128,13 +131,23 @@ def _nll_kernel(
 
 @jit(do_not_specialize=["first_row", "scale"])
 def _nll_grad_kernel(
-    logits_ptr, target_ptr, max_ptr, sum_ptr, scale_ptr, scale, first_row, row_count, stride, BLOCK: tl.constexpr
+    logits_ptr,
+    target_ptr,
+    max_ptr,
+    sum_ptr,
+    scale_ptr,
+    scale,
+    first_row,
+    row_count,
+    stride,
+    PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One program: BLOCK logits of one token."""
     n = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if scale_ptr is not None:
-        scale = tl.load(scale_ptr)
+        scale = tl.load(scale_ptr + n) if PER_TOKEN else tl.load(scale_ptr)
     shift = tl.load(max_ptr + n) + tl.log(tl.load(sum_ptr + n))
     local = tl.load(target_ptr + n) - first_row
     at = logits_ptr + n * stride + row

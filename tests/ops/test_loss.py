@@ -66,6 +66,41 @@ def test_gradient_in_chunks(choice: str, dtype: torch.dtype, tokens: int, vocabu
     torch.testing.assert_close(made, logits.grad, rtol=rtol, atol=1e-7)
 
 
+@pytest.mark.parametrize("choice", ["reference", kernel])
+@pytest.mark.parametrize("chunk", [99, 40])
+def test_gradient_with_a_scale_per_token(choice: str, chunk: int) -> None:
+    """Some of them negative, as those of wrong candidates: torch's gradient of the weighted sum."""
+    generator = torch.Generator().manual_seed(chunk)
+    logits = (5 * torch.randn(7, 99, generator=generator)).to(DEVICE).requires_grad_()
+    targets = torch.randint(99, (7,), generator=generator).to(DEVICE)
+    scale_N = torch.randn(7, generator=generator).to(DEVICE)
+    (F.cross_entropy(logits, targets, reduction="none") * scale_N).sum().backward()
+    made = logits.detach().clone()
+    with force(choice):
+        running = RunningNLL(targets)
+        for first in range(0, 99, chunk):
+            running.add(made[:, first : first + chunk], first)
+        for first in range(0, 99, chunk):
+            rows = made[:, first : first + chunk]
+            for part, x, scale in zip(running.split(3), rows.split(3), scale_N.split(3), strict=True):
+                part.grad_(x, first, scale)
+    torch.testing.assert_close(made, logits.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_gpu_scale_per_token_on_a_real_head(cuda: torch.device) -> None:
+    """Kernel and reference agree in float32, with one scale for all tokens and with one for each."""
+    logits, targets = 4 * torch.randn(512, 32_000, device=cuda), torch.randint(32_000, (512,), device=cuda)
+    for scale in (torch.tensor(0.3, device=cuda), torch.randn(512, device=cuda)):
+        made = []
+        for choice in ("kernel", "reference"):
+            with force(choice):
+                running = RunningNLL(targets)
+                running.add(logits, 0)
+                made.append(running.grad_(logits.clone(), 0, scale))
+        torch.testing.assert_close(*made, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.gpu
 def test_gpu_gradient_of_a_real_head(cuda: torch.device) -> None:
     """2048 tokens, 32,000 rows in bfloat16 and in three chunks: torch's gradient to bfloat16's rounding."""

@@ -1,8 +1,9 @@
 """Baselines: torch's own AdamW and SGD, on a model that is resident on the device.
 
-One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll,   one backward each,
-gradients added up by autograd, clipped by their global norm, then torch's update. Bytes per parameter on the device,
-for weights and gradients of b bytes: AdamW 4b (two moments in the weights' dtype), SGD 2b, with momentum 3b.
+One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m sum_tokens nll   (or the loss over
+candidates, keyhole/model/objective.py), one backward each, gradients added up by autograd, clipped by their global
+norm, then torch's update. Bytes per parameter on the device, for weights and gradients of b bytes: AdamW 4b (two
+moments in the weights' dtype), SGD 2b, with momentum 3b.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
+from keyhole.model.objective import loss_sum
 from keyhole.model.structure.find import find_blocks
 
 
@@ -72,12 +74,12 @@ class TorchMethod(Method):
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         self.model.apply_deferred(before_step_of=self)
         batches = self.model.to_device(batch)
-        token_count = max(1, sum(b.token_count for b in batches))
+        loss_count = max(1, sum(b.loss_count for b in batches))
         total = torch.zeros((), device=self.model.device)
         with self.model_dropout.step():
             for k, b in enumerate(batches):
                 with self.model_dropout.turn(k):
-                    total += self._differentiate(b, token_count)
+                    total += self._differentiate(b, loss_count)
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
         if torch.isfinite(self._grad_norm):
@@ -85,11 +87,15 @@ class TorchMethod(Method):
         self.optimizer.zero_grad(set_to_none=True)
         return total
 
-    def _differentiate(self, batch: DeviceBatch, token_count: int) -> torch.Tensor:
+    def _differentiate(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         """Adds the gradients of one micro-batch; returns its part of the loss."""
         with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
             hidden_NH = self.model.hidden(batch)
-        loss = self.model.head.loss_sum(hidden_NH, batch.target_N) / token_count
+        head, chosen = self.model.head, batch.candidates
+        if chosen is None:
+            loss = head.loss_sum(hidden_NH, batch.target_N) / loss_count
+        else:
+            loss = loss_sum(head.nll_N(hidden_NH, batch.target_N), chosen) / loss_count
         loss.backward()
         return loss.detach()
 

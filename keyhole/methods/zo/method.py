@@ -33,6 +33,7 @@ from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
+from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
@@ -170,9 +171,9 @@ class ZO(Method):
                 for p in range((2 * i + sign) * micro, (2 * i + sign + 1) * micro):
                     self.model.head.add_nll(running[p], hidden[p], unit.rows[0])
         self.model.binding.bind_homes()
-        sums = torch.stack([state.nll_N().sum() for state in running]).view(self.directions, 2, micro)
-        token_count = max(1, sum(b.token_count for b in batches))
-        return sums.sum(dim=2) / token_count
+        parts = [loss_sum(state.nll_N(), batches[p % micro].candidates) for p, state in enumerate(running)]
+        sums = torch.stack(parts).view(self.directions, 2, micro)
+        return sums.sum(dim=2) / max(1, sum(b.loss_count for b in batches))
 
     def _defer(self, losses_q2: torch.Tensor) -> None:
         """Turns losses into the pending update, on the device. Non-finite losses give no update."""

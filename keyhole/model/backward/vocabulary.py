@@ -1,8 +1,8 @@
 """Loss, and gradients of embedding and head, in chunks of the vocabulary.
 
     loss       logits are computed chunk by chunk; per token the running (max, sum) is kept, and no logits
-    head       the same logits are computed again, a chunk at a time, now with a graph: (softmax - onehot) / tokens goes
-               back to the hidden states, and to the rows of this chunk
+    head       the same logits are computed again, a chunk at a time, now with a graph: (softmax - onehot) times the
+               weight of the token (objective.py) goes back to the hidden states, and to the rows of this chunk
     embedding  a chunk's gradient is that of the tokens looked up in it, added up row by row. If the chunk is the head
                too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
                full vocabulary never exists.
@@ -23,6 +23,7 @@ from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.model import Model
+from keyhole.model.objective import loss_sum, token_weights
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
@@ -50,6 +51,8 @@ class VocabularyGradients:
         """Drops everything of the last step."""
         self.hidden: list[torch.Tensor] = []
         self.running: list[RunningNLL] = []
+        self.weights: list[torch.Tensor | None] = []  # of tokens in the loss, per pass; None: all 1
+        self.scales: list[torch.Tensor] = []  # the gradient of the loss by the nll of tokens: a scalar, or [N]
         self.embedded: dict[int, _Embedded] = {}
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
@@ -62,20 +65,23 @@ class VocabularyGradients:
 
     @torch.no_grad()
     def loss(self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor) -> torch.Tensor:
-        """The mean loss over all trained tokens of all passes; hidden: [N, H] per pass."""
+        """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass."""
         self.hidden, self.spine = hidden, spine
-        self.token_count = max(1, sum(b.token_count for b in batches))
+        self.loss_count = max(1, sum(b.loss_count for b in batches))
         self.running = [RunningNLL(b.target_N) for b in batches]
         for unit in self.layout.head_units:
             self.model.binding.bind_head(unit, self.model.acquire_weights(unit), self.spine)
             for state, hidden_NH in zip(self.running, self.hidden, strict=True):
                 self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
             self.model.engine.release(unit.index)
-        return torch.stack([state.nll_N().sum() for state in self.running]).sum() / self.token_count
+        losses = [(state.nll_N(), b.candidates) for state, b in zip(self.running, batches, strict=True)]
+        self.weights = [token_weights(*one) for one in losses]
+        return torch.stack([loss_sum(*one) for one in losses]).sum() / self.loss_count
 
     def restart(self, loss_scale: float) -> None:
         """Before a reverse of loss_scale * loss."""
-        self.scale = torch.ones((), device=self.model.device) * loss_scale / self.token_count
+        scale = torch.ones((), device=self.model.device) * loss_scale / self.loss_count
+        self.scales = [scale if weight_N is None else scale * weight_N for weight_N in self.weights]
         for embedded in self.embedded.values():
             embedded.rows_MH.grad = None
 
@@ -121,17 +127,19 @@ class VocabularyGradients:
         leaf, bias = nn.Parameter(weight_RH, requires_grad=wants[1]), head.linear.bias
         bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
         dx, dw, db = [], None, None
-        parts = zip(self.hidden[p].split(HEAD_TOKENS), self.running[p].split(HEAD_TOKENS), strict=True)
-        for hidden_NH, state in parts:
+        slices, states, scale = self.hidden[p].split(HEAD_TOKENS), self.running[p].split(HEAD_TOKENS), self.scales[p]
+        scales = scale.split(HEAD_TOKENS) if scale.ndim else [scale] * len(slices)
+        for hidden_NH, state, scale in zip(slices, states, scales, strict=True):
             x = hidden_NH.detach().requires_grad_(wants[0])
             with torch.enable_grad(), head.holding(leaf, bias):
                 logits = head.logits(x)
             if len(self.layout.head_units) == 1:
                 with torch.enable_grad():
-                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction="sum")
-                grad = self.scale
+                    kept = "none" if scale.ndim else "sum"
+                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction=kept)
+                grad = scale
             else:
-                grad = state.grad_(logits.detach().clone(), first, self.scale)
+                grad = state.grad_(logits.detach().clone(), first, scale)
             inputs = [t for t, wanted in zip((x, leaf, bias), wants, strict=True) if wanted]
             found = iter(torch.autograd.grad(logits, inputs, grad))
             if wants[0]:

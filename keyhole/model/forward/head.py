@@ -100,3 +100,13 @@ class Head:
             return torch.stack([part(x, y) for x, y in parts]).sum()
         checkpoint = torch.utils.checkpoint.checkpoint
         return torch.stack([checkpoint(part, x, y, use_reentrant=False) for x, y in parts]).sum()
+
+    def nll_N(self, hidden_NH: torch.Tensor, target_N: torch.Tensor, tokens: int = 1024) -> torch.Tensor:
+        """The same for every token alone."""
+
+        def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.logits(x).float(), y, reduction="none")
+
+        parts = zip(hidden_NH.split(tokens), target_N.split(tokens), strict=True)
+        checkpoint = torch.utils.checkpoint.checkpoint
+        return torch.cat([checkpoint(part, x, y, use_reentrant=False) for x, y in parts])

@@ -42,7 +42,7 @@ def spoilt(method: AdamOffload) -> Any:
 
     def spoilt(*args: Any) -> torch.Tensor:
         loss = forward(*args)
-        method.reverse.vocabulary.token_count = float("nan")
+        method.reverse.vocabulary.loss_count = float("nan")
         return loss * float("nan")
 
     return spoilt
