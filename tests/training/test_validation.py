@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole.model.forward.memory import evaluation_bytes
-from keyhole.training import evaluate as module
+from keyhole.training import validation as module
 from keyhole.training.validation import evaluate
 
 
