@@ -92,13 +92,15 @@ def rename_damaged(paths: Iterable[Path]) -> None:
         os.replace(path, next(name for name in names if not os.path.lexists(name)))
 
 
-def prune(root: Path, keep: int | None, up_to: int, say: Callable[[str], None] = print) -> threading.Thread:
+def prune(
+    root: Path, keep: int | None, up_to: int, say: Callable[[str], None] = print, spare: int | None = None
+) -> threading.Thread:
     """Renames the oldest checkpoints of steps <= up_to until `keep` are left, and begins to delete what was renamed:
     for gigabytes that takes a while. Room is there when the thread has ended. What cannot be renamed stays, and is
-    said."""
+    said. spare: a step whose checkpoint stays and is not counted."""
     renamed: list[Path] = []
     try:
-        own = [path for path in checkpoints(root) if step_of(path) <= up_to]
+        own = [path for path in checkpoints(root) if step_of(path) <= up_to and step_of(path) != spare]
     except OSError as error:
         say(f"warning: {root} cannot be read, and old checkpoints stay: {error.strerror}")
         own = []

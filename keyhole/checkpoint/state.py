@@ -10,7 +10,8 @@ random generator runs in a step. The directory is written under a temporary name
 rename. Host memory of a save: a piece of a tensor (disk/tensors.py); of a load: one tensor.
 
 `run` is the id of the run that wrote it, and `base` the content hash of the model that the run began with (None where
-it is not known): a moved model directory is recognised by it. Checkpoints before version 0.2 have neither.
+it is not known): a moved model directory is recognised by it. `selection` holds the evaluations of the run so far and
+its seconds, from which the best step is chosen. Checkpoints before version 0.2 have none of the three.
 """
 
 import json
@@ -54,6 +55,7 @@ class State:
     format: int = FORMAT
     run: str | None = None
     base: str | None = None
+    selection: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class About:
     versions: dict[str, Any]
     run: str | None = None
     base: str | None = None
+    selection: dict[str, Any] | None = None
 
 
 def save_checkpoint(
@@ -99,7 +102,7 @@ def write_state(
     """The last file of a checkpoint, with the checksums of all others; then everything is flushed to the disk. sums: of
     their pieces, as far as they are known."""
     inventory = _inventory(directory, sums or {})
-    its_own = {"run": about.run, "base": about.base}
+    its_own = {"run": about.run, "base": about.base, "selection": about.selection}
     state = State(about.step, about.loader, scalars, about.config, about.versions, inventory, **its_own)
     (directory / STATE).write_text(_dump(asdict(state)), encoding="utf-8")
     flush_all(directory)
@@ -153,6 +156,8 @@ def _fault(state: State, path: Path) -> str | None:
     for key in ("run", "base"):
         if not isinstance(getattr(state, key), str | None):
             return f"{key} is {getattr(state, key)!r}"
+    if not _is_selection(state.selection):
+        return f"selection is {str(state.selection):.100}"
     for file, about in state.files.items():
         if Path(file).is_absolute() or ".." in Path(file).parts or file == STATE:
             return f"files has {file!r}, which is no file of a checkpoint"
@@ -162,6 +167,15 @@ def _fault(state: State, path: Path) -> str | None:
         return "files lists no weights"
     loaded = {"config.json", *stored_weights(path)} | ({INDEX} if (path / INDEX).exists() else set())
     return next((f"files does not list {file}" for file in sorted(loaded - state.files.keys())), None)
+
+
+def _is_selection(found: Any) -> bool:
+    """Pairs (step, number), and seconds; or nothing."""
+    if found is None:
+        return True
+    pairs, seconds = found["evaluations"], found["seconds"]
+    numbers = [number for pair in pairs for number in pair] + [seconds]
+    return all(len(pair) == 2 for pair in pairs) and all(type(number) in (int, float) for number in numbers)
 
 
 def verify(path: Path) -> State:

@@ -37,6 +37,9 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
     if config.eval_steps is not None and config.eval_data is None:
         yield Finding("eval_steps", "is set but eval_data is not; set eval_data, or eval_steps=null")
+    for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
+        if getattr(config, key) and config.eval_data is None:
+            yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data and eval_steps")
     if config.packing and config.max_length is None:
         yield Finding("packing", "needs max_length: it is the length of a packed row")
     if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):

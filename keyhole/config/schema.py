@@ -117,6 +117,16 @@ class RunConfig:
     """Print a line every so many steps (run/metrics.jsonl has every step)."""
     eval_steps: Count | None = None
     """Evaluate every so many steps; null = at the end only."""
+    load_best_model_at_end: bool = False
+    """Publish the weights of the best evaluation instead of the last ones; each new best is saved, and kept."""
+    metric_for_best_model: str | None = None
+    """What is best: loss, perplexity, or the metric of the task; null = the task's metric, or loss."""
+    greater_is_better: bool | None = None
+    """Whether more of that metric is better; null = less of loss and perplexity, more of anything else."""
+    early_stopping_patience: Count | None = None
+    """End the run after so many evaluations in a row without a new best; null = never."""
+    max_minutes: Annotated[float, Limit(0, 1e7, above=True)] | None = None
+    """End the run after so many minutes of training, evaluations and saves (resumed runs add up); null = never."""
     save_steps: Count | None = None
     """Write a checkpoint every so many steps; null = at the end only."""
     save_total_limit: Count | None = 2

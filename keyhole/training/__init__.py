@@ -10,6 +10,7 @@ metrics.py       one entry per step: read late, checked, appended to run/metrics
 reports.py       where a step's numbers go: metrics file, tracker, display, curve
 guard.py         numbers that are not finite stop a run
 change_check.py  whether every trained tensor changes
+selection.py     the best step, early stopping, a limit of time
 validation.py    loss and perplexity on held-out data
 journaling.py    the journal of a zeroth-order run, while it trains
 saving.py        when a checkpoint is written, whether the disk has room, and what happens when it fails

@@ -1,6 +1,6 @@
 """The one loop that every method shares; a method only brings its step.
 
-    (step, check?, evaluation?, save?) x total -> the model
+    (step, check?, evaluation?, save?) x total -> the model of the last step, or of the best (selection.py)
 
 The loop holds no state that a checkpoint lacks: step number, position in the data, the method's state. So N + M steps
 are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from keyhole.checkpoint import select
 from keyhole.data import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
@@ -27,6 +28,7 @@ from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_cou
 from keyhole.training.reports import Reports
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
+from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
 from keyhole.training.validation import evaluate
 
@@ -48,14 +50,18 @@ class Run:
     method: Method
     saver: Saver
     journal: Journaling
+    selection: Selection
     interrupts: Interrupts = field(default_factory=Interrupts)
     changes: ChangeCheck | None = None
     moving_steps: int = 0  # steps with a rate above 0
     gave_up: bool = False  # a signal ended the last evaluation
     last_eval: dict[str, float] | None = None
+    ends: str | None = None  # why the run ends before its last step
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
+        self.saver.selection = self.selection.state_dict
+        self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
         device, say = self.model.device, self.display.line
         self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.reports.show)
@@ -65,6 +71,7 @@ class Run:
         try:
             self.display.open(self.first)
             self.recorder.restart_clock()
+            self.selection.start_clock()
             with self.interrupts:
                 return self.loop()
         except NonFinite as error:
@@ -81,6 +88,7 @@ class Run:
             self.close()
 
     def loop(self) -> int:
+        step = self.first
         for step in range(self.first, self.total + 1):
             if step > self.first:
                 self.step(step)
@@ -88,7 +96,9 @@ class Run:
                 self.after_step(step)
             if self.interrupts.requested and (step < self.total or self.gave_up):
                 return self.leave(step)
-        return self.finish()
+            if self.ends:
+                break
+        return self.finish(step)
 
     def step(self, step: int) -> None:
         """One update, queued; its record is read when it is done."""
@@ -111,7 +121,8 @@ class Run:
 
     def after_step(self, step: int) -> None:
         """Check, evaluation and save, where they are due after this step."""
-        last = step == self.total
+        self.ends = self.ends or self.selection.out_of_time()
+        last = step == self.total or self.ends is not None
         checks = self.changes is not None and (self.moving_steps == CHECK_STEPS or last)
         evaluates = bool(self.data.eval) and (last or step % (self.eval_steps or self.total) == 0)
         evaluates = evaluates and step not in self.reports.metrics.evaluated
@@ -126,7 +137,9 @@ class Run:
             self.check()
         if evaluates:
             self.evaluate(step)
-        if saves:
+        self.keep_best(step)
+        self.ends = self.ends or self.selection.out_of_patience()
+        if saves and self.saver.last_step != step:
             self.display.lines(self.saver.try_save(step, self.data.train.state_dict()))
         if waits:
             self.recorder.restart_clock()
@@ -147,9 +160,24 @@ class Run:
         self.gave_up = found is None
         if found is not None:
             self.last_eval = found
+            self.selection.note(step, found)
             self.reports.send({"step": step, **found})
             numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
             self.display.line(f"eval at step {step}: {numbers} over {found['eval_tokens']:,} tokens")
+
+    def keep_best(self, step: int) -> None:
+        """Saves the weights of the best evaluation so far, where they are wanted and not on the disk yet."""
+        if self.selection.settings.best and self.selection.best_steps()[:1] == [step] and self.saver.best_step != step:
+            self.recorder.drain()
+            self.display.lines(self.saver.save_best(step, self.data.train.state_dict()))
+            self.recorder.restart_clock()
+
+    def best_saved(self) -> int | None:
+        """The best step whose weights are in the output directory; None where the last ones are wanted."""
+        if not self.selection.settings.best:
+            return None
+        there = {select.step_of(path) for path in select.checkpoints(self.directory.root)}
+        return next((step for step in self.selection.best_steps() if step in there), None)
 
     def leave(self, step: int) -> int:
         """After a signal: the step is done, the checkpoint is written, the run can go on later."""
@@ -160,17 +188,26 @@ class Run:
         self.display.line(f"{message}; saved {path}; go on with --resume")
         return EXIT_INTERRUPTED
 
-    def finish(self) -> int:
-        """The last checkpoint, and its model at the top of the output directory."""
+    def finish(self, step: int) -> int:
+        """The last checkpoint, and its model, or that of the best step, at the top of the output directory."""
         self.recorder.drain()
-        step = max(self.first, self.total)
+        if step < self.total:
+            self.display.line(f"the run ends after step {step}: {self.ends}")
         self.display.lines(self.saver.wait(step))
         self.saver.save_once(step, self.data.train.state_dict())
-        self.saver.publish()
+        best = self.best_saved()
+        self.saver.publish(best)
         evaluated = "" if self.last_eval is None else f"; eval loss {self.last_eval['eval_loss']:.4f}"
-        summary = f"{self.display.summary()}{evaluated}"
+        summary = f"{self.display.summary()}{evaluated}{self._chosen(best)}"
         self.display.line(f"done: {step} steps{summary}; the model is in {self.directory.root}")
         return 0
+
+    def _chosen(self, best: int | None) -> str:
+        if best is None:
+            return ""
+        name, first = self.selection.settings.metric.removeprefix("eval_"), self.selection.best_steps()[0]
+        missed = "" if best == first else f" (step {first} was better, and could not be saved)"
+        return f"; the best {name} was {self.selection.values[best]:.4f}, at step {best}{missed}"
 
     def close(self) -> None:
         """Whatever happened: files closed, the curve drawn, memory free. Each of these is done, whatever another

@@ -174,7 +174,8 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
-        self.evaluated = {entry["step"] for entry in kept if "eval_loss" in entry}
+        self.kept = kept
+        self.evaluated = {entry["step"] for entry in kept if "loss" not in entry}
         with replacing(path) as file:
             file.write("".join(_line(entry) for entry in kept).encode())
         self.file = open_regular(path, os.O_WRONLY)

@@ -91,6 +91,8 @@ class Saver:
         self.retry_at: int | None = None
         self.deleting: threading.Thread | None = None  # old checkpoints, beside training
         self.flush_journal: Callable[[int], bool] = lambda step: True
+        self.selection: Callable[[], dict[str, Any] | None] = lambda: None  # for checkpoints
+        self.best_step: int | None = None  # whose checkpoint stays
         self.background: Background | None = None
         if settings.background and settings.every is not None:
             background = Background(model, method)
@@ -139,7 +141,7 @@ class Saver:
                 return [*lines, f"saved {self.save(step, loader)}"]
             deferred = self.method.deferred_state()
             self._make_room(step, self.method.state_dict() if deferred is None else deferred)
-            about = replace(self.about, step=step, loader=loader)
+            about = replace(self.about, step=step, loader=loader, selection=self.selection())
             self.background.begin(self.root / f"checkpoint-{step}", about, self.flush_journal)
             return lines
         except NonFinite:
@@ -192,7 +194,7 @@ class Saver:
 
     def _note_saved(self, path: Path, step: int) -> None:
         self.last_good, self.last_step = path, step
-        self.deleting = select.prune(self.root, self.settings.keep, step, self.say)
+        self.deleting = select.prune(self.root, self.settings.keep, step, self.say, self.best_step)
 
     def save(self, step: int, loader: dict[str, Any], last: bool = False) -> Path:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old. last: the run
@@ -205,7 +207,7 @@ class Saver:
         self._make_room(step, state)
         path = self.root / f"checkpoint-{step}"
         try:
-            about = replace(self.about, step=step, loader=loader)
+            about = replace(self.about, step=step, loader=loader, selection=self.selection())
             save_checkpoint(path, self.model, state, about, lambda: self._flush_journal(step, last))
         except (OSError, SafetensorError) as error:
             raise UserError(f"output_dir: {path} could not be written: {error}") from error
@@ -228,12 +230,23 @@ class Saver:
         """The save that ends a run, unless this step is on disk already. Raises when it cannot."""
         return self.last_good if self.last_good and self.last_step == step else self.save(step, loader, last=True)
 
+    def save_best(self, step: int, loader: dict[str, Any]) -> list[str]:
+        """The checkpoint of the best step so far, which stays; training waits for it. Lines, also when it failed."""
+        before, lines, self.best_step = self.best_step, self.wait(step), step
+        try:
+            return [*lines, f"saved {self.save_once(step, loader)}"]
+        except NonFinite:
+            raise
+        except UserError as error:
+            self.best_step = before
+            return [*lines, f"warning: checkpoint-{step}, the best so far, NOT saved ({error})"]
+
     def _make_room(self, step: int, state: dict[str, Any]) -> None:
         need = saved_bytes(self.model, state)
         limit = self.settings.keep
         self._wait_for_room()
         if need > free_bytes(self.root) and limit is not None:
-            select.prune(self.root, limit - 1, step, self.say).join()
+            select.prune(self.root, limit - 1, step, self.say, self.best_step).join()
         free = free_bytes(self.root)
         if need > free:
             raise UserError(
@@ -246,14 +259,15 @@ class Saver:
         if self.deleting is not None:
             self.deleting.join()
 
-    def publish(self) -> None:
-        """The last checkpoint becomes the model of the output directory."""
+    def publish(self, step: int | None = None) -> None:
+        """The checkpoint of a step, or the last one, becomes the model of the output directory."""
         self._wait_for_room()
-        assert self.last_good is not None
+        source = self.last_good if step is None else self.root / f"checkpoint-{step}"
+        assert source is not None
         try:
-            hf.publish(self.last_good, self.root, OWN_FILES)
+            hf.publish(source, self.root, OWN_FILES)
         except OSError as error:
             raise UserError(
                 f"output_dir: the model could not be put into {self.root}: {error}; it is complete in "
-                f"{self.last_good}; --resume puts it there when that can be written to"
+                f"{source}; --resume puts it there when that can be written to"
             ) from error

@@ -46,6 +46,7 @@ from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config, resume_lines
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
+from keyhole.training.selection import Selection, SelectionSettings
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False) -> int:
@@ -168,6 +169,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
         method=method,
         saver=saver,
         journal=journal,
+        selection=_selection(config, origin, reports),
     )
 
 
@@ -244,6 +246,20 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
         weights = check_weights(module, layout, Path(source))
     model = [*start_block.model_lines(module, layout, chosen.dtype), weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]
+
+
+def _selection(config: TrainConfig, origin: Origin, reports: Reports) -> Selection:
+    """What a run of this directory has evaluated so far."""
+    settings = SelectionSettings(
+        best=config.load_best_model_at_end,
+        metric=config.metric_for_best_model or "loss",
+        greater=config.greater_is_better,
+        patience=config.early_stopping_patience,
+        minutes=config.max_minutes,
+    )
+    made = Selection(settings, None if origin.choice.state is None else origin.choice.state.selection)
+    made.add_before(reports.metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
+    return made
 
 
 def _reports(job: Job) -> Reports:

@@ -1,0 +1,162 @@
+"""The best step is published, a run ends when it has seen enough, and both are the same after a stop."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.checkpoint import select
+from keyhole.errors import UserError
+from keyhole.training import loop
+from keyhole.training.selection import Selection, SelectionSettings
+from keyhole.training.start import train
+from tests.training.runs import Make, losses, metrics, same, weights
+
+VALUES = [2.0, 1.5, 1.2, 1.4, 1.3, 1.2]  # evaluations of steps 1 to 6: the best is step 3, and step 6 is no better
+BEST = {"eval_steps": 1, "load_best_model_at_end": True}
+
+
+@pytest.fixture
+def evaluations(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+    """Evaluations give these numbers, by step; everything around them is the real thing."""
+
+    def arrange(values: list[float]) -> None:
+        real = loop.Run.evaluate
+
+        def known(self: loop.Run, step: int) -> None:
+            found = {"eval_loss": values[step - 1], "perplexity": 1.0, "eval_tokens": 7}
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "evaluate", lambda *args: found)
+                real(self, step)
+
+        monkeypatch.setattr(loop.Run, "evaluate", known)
+
+    return arrange
+
+
+def steps_on_disk(config: Any) -> list[int]:
+    return [select.step_of(path) for path in select.checkpoints(Path(config.output_dir))]
+
+
+@pytest.mark.parametrize("method", ["adamw", "zo"])
+def test_the_best_weights_are_published(make: Make, tiny_data: Path, evaluations: Callable, method: str) -> None:
+    """The model at the top is that of step 3, whose checkpoint survives save_total_limit; the last one is there too."""
+    evaluations(VALUES)
+    config = make(method=method, eval_data=str(tiny_data), save_steps=1, save_total_limit=1, **BEST)
+    assert train(config) == 0
+    root = Path(config.output_dir)
+    assert steps_on_disk(config) == [3, 6]
+    assert same(weights(root), weights(root / "checkpoint-3")) and not same(
+        weights(root), weights(root / "checkpoint-6")
+    )
+
+
+@pytest.mark.parametrize(("method", "stop"), itertools.product(["adamw", "zo"], [2, 3, 5]))
+def test_a_stopped_run_chooses_as_one_that_was_not(
+    make: Make, tiny_data: Path, evaluations: Callable, stop_after: Callable, method: str, stop: int
+) -> None:
+    """Best step, end by patience, weights and metrics are those of an undisturbed run."""
+    evaluations(VALUES)
+    settings = {"method": method, "eval_data": str(tiny_data), "early_stopping_patience": 2, **BEST}
+    through, stopped = make("through", **settings), make("stopped", **settings)
+    assert train(through) == 0
+    stop_after(stop)
+    assert train(stopped) == 130
+    assert train(stopped, resume="") == 0
+    assert len(losses(through)) == 5, "two evaluations after step 3 were no better"
+    assert metrics(through) == metrics(stopped)
+    assert same(weights(through.output_dir), weights(stopped.output_dir))
+    assert same(weights(stopped.output_dir), weights(Path(stopped.output_dir) / "checkpoint-3"))
+
+
+def test_a_checkpoint_carries_its_evaluations_to_another_directory(
+    make: Make, tiny_data: Path, evaluations: Callable, stop_after: Callable
+) -> None:
+    """Where run/metrics.jsonl is not at hand, patience still counts from the best step."""
+    evaluations(VALUES)
+    settings = {"eval_data": str(tiny_data), "eval_steps": 1, "early_stopping_patience": 2}
+    first, second = make("first", **settings), make("second", **settings)
+    stop_after(4)
+    assert train(first) == 130
+    assert train(second, resume=str(Path(first.output_dir) / "checkpoint-4")) == 0
+    assert [entry["step"] for entry in metrics(second) if "loss" in entry] == [5]
+
+
+def test_a_run_that_has_ended_early_can_be_given_more(make: Make, tiny_data: Path, evaluations: Callable) -> None:
+    """Resumed as it was, it publishes again and takes no step; with more patience it goes on."""
+    evaluations(VALUES)
+    config = make(eval_data=str(tiny_data), eval_steps=1, early_stopping_patience=1)
+    assert train(config) == 0 and len(losses(config)) == 4
+    assert train(config, resume="") == 0 and len(losses(config)) == 4
+    assert train(replace(config, early_stopping_patience=3), resume="") == 0 and len(losses(config)) == 6
+
+
+def test_a_best_step_that_the_disk_did_not_take(
+    make: Make, tiny_data: Path, evaluations: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The next best that is there is published, and the miss is said."""
+    evaluations(VALUES)
+    real = loop.Saver.save
+
+    def full(self: Any, step: int, *args: Any, **options: Any) -> Path:
+        if step == 3:
+            raise UserError("output_dir: no room")
+        return real(self, step, *args, **options)
+
+    monkeypatch.setattr(loop.Saver, "save", full)
+    config = make(eval_data=str(tiny_data), **BEST)
+    assert train(config) == 0
+    assert same(weights(config.output_dir), weights(Path(config.output_dir) / "checkpoint-6"))
+    assert "NOT saved" in (said := capsys.readouterr().out) and "step 3 was better" in said
+
+
+def test_time_ends_a_run_with_its_evaluation(make: Make, tiny_data: Path, capsys: pytest.CaptureFixture) -> None:
+    """After the time is over the step under way is the last: it is evaluated, saved and published."""
+    config = make(eval_data=str(tiny_data), max_minutes=1e-9)
+    assert train(config) == 0
+    assert [set(entry) & {"loss", "eval_loss"} for entry in metrics(config)] == [{"loss"}, {"eval_loss"}]
+    assert "max_minutes=1e-09 have passed" in capsys.readouterr().out
+    assert (Path(config.output_dir) / "model.safetensors").exists()
+    state = json.loads((Path(config.output_dir) / "checkpoint-1" / "keyhole_state.json").read_text())
+    assert state["selection"]["seconds"] > 0
+
+
+def test_a_metric_that_no_evaluation_has(make: Make, tiny_data: Path) -> None:
+    config = make(eval_data=str(tiny_data), eval_steps=1, metric_for_best_model="bleu")
+    with pytest.raises(UserError, match="metric_for_best_model=bleu: an evaluation here gives eval_loss, perplexity"):
+        train(config)
+
+
+def test_selection_without_evaluations_is_refused(make: Make) -> None:
+    with pytest.raises(UserError, match="load_best_model_at_end: is set but eval_data is not"):
+        make(load_best_model_at_end=True)
+
+
+NUMBERS = st.lists(st.floats(-5, 5) | st.just(float("nan")), min_size=1, max_size=12)
+
+
+def stepwise(values: list[float]) -> Iterator[tuple[int, dict[str, float]]]:
+    return ((step, {"eval_accuracy": value}) for step, value in enumerate(values, 1))
+
+
+@given(NUMBERS, st.integers(1, 4), st.booleans())
+def test_best_and_patience_equal_the_textbook_loop(values: list[float], patience: int, greater: bool) -> None:
+    """The running best and the counter that every trainer keeps, also when the state goes through a checkpoint."""
+    settings = SelectionSettings(metric="accuracy", greater=greater, patience=patience)
+    selection = Selection(settings)
+    best, best_step, waited = None, None, 0
+    for step, found in stepwise(values):
+        value = found["eval_accuracy"]
+        selection.note(step, found)
+        better = value == value and (best is None or (value > best if greater else value < best))
+        best, best_step, waited = (value, step, 0) if better else (best, best_step, waited + 1)
+        selection = Selection(settings, json.loads(json.dumps(selection.state_dict())))
+        assert selection.best_steps()[:1] == ([] if best_step is None else [best_step])
+        ends = best is not None and waited >= patience
+        assert (selection.out_of_patience() is not None) == ends
