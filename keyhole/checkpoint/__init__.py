@@ -1,6 +1,6 @@
 """Checkpoints and journals: what a run writes so that it can go on, and how it finds its way back.
 
-    state.py      checkpoint-N/: a Hugging Face directory, the optimizer's tensors, and keyhole_state.json
+    files.py      checkpoint-N/: a Hugging Face directory, the optimizer's tensors, and keyhole_state.json
     select.py     which checkpoints a directory holds, which of them are whole, and which are deleted
     snapshot/     a checkpoint that is written while training goes on
     journal/      a zeroth-order run as one record per step: format, writer, replay, and where to resume

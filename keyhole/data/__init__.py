@@ -2,7 +2,7 @@
 
 files, readers, columns          sources as files, and their rows
 formats, turns                   rows as chats or plain text
-chat_template, sandbox, answers  a chat as text by its template, and where its answers stand
+chat_template                    a chat as text, and where its answers stand; template_segments, sandbox: the program
 render                           text as tokens, and which of them are trained on
 collect, prepare, packing        samples that are cut, dropped, mixed and packed; report.py counts
 dataset, loader                  samples in memory, batches in a resumable order
@@ -10,7 +10,7 @@ settings, run, cache             the data of a run
 capacity, preview                what a model can take; samples for people
 """
 
-from keyhole.data.answers import plain_template
+from keyhole.data.chat_template import plain_template
 from keyhole.data.dataset import Dataset, Sample
 from keyhole.data.loader import Batch, EvalBatches, Loader, collate
 from keyhole.data.packing import check_packing, pack

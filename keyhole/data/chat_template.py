@@ -1,107 +1,294 @@
-"""A chat template at work: the text it writes, and who wrote which part of it.
+"""A chat as one text, and where in that text the answers stand.
 
-A chat template is a program in Jinja that comes with the model. The text is that of `apply_chat_template` (a test
-compares them). Before the program is compiled, statements are put into it that call the watch of the rendering
-(sandbox.py):
+The template is the tokenizer's own, or the one of the setting `chat_template`. An answer is *what the template writes
+for an assistant turn, after what the model is given*: words, reasoning, tool calls, and the end of the turn.
 
-    who      A template walks over the messages in a loop. A statement at the top of every loop body, and one after
-             every loop, note the position in the output, so each character is known to be written while the loop
-             stood at message i (`segments`), or outside of any.
-    marks    The text inside `{% generation %}` (`marked`): the template's own word for what the model says.
-    cost     What the program makes is paid for, so that no template eats memory or time.
+    turn i      what is written while the template's loop stands at message i (template_segments.py); for the last turn also
+                what is written after the loop. Earlier turns may be rewritten (reasoning that is dropped, a turn that
+                closes differently when it is the last): what counts is what stands in this text.
+    given       before = render(turns[:i], generation prompt on). Where `before` is a prefix of the text, the answer
+                begins behind it. A template may write earlier turns differently when they come last; then `before`
+                is no prefix, and only its part from turn i - 1 on is compared. Where that fails too, what the turn
+                has in common with the generation prompt counts as given.
+
+A template that marks its answers with `{% generation %}` is believed: exactly the marked text is trained on. Where a
+template has no loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes,
+the row is refused by name. A guess is never trained on.
+
+What the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, or text of a
+turn. A turn whose calls are missing is not trained on at all: it would teach to stop where the assistant went on.
+A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+
+Without a chat template chats are written with PLAIN_TEMPLATE, headings as Alpaca had them:
+
+    [bos] system text, ### Instruction: user text, ### Response: answer [eos]      a blank line after each
+
+Templates of Llama 3 take a `date_string`; they are given the one they fall back to. `strftime_now` gives the date
+that the run began.
 """
 
 import datetime
+import os
 import re
+from functools import cached_property
 from typing import Any, NamedTuple
 
-from jinja2 import nodes
-from jinja2.visitor import NodeTransformer
+from keyhole.data.formats import Example
+from keyhole.data.template_segments import Rendering, Template
+from keyhole.data.turns import FLAGS, Turn, call_as, called_names, is_trained, reasoning, words
+from keyhole.errors import UserError, printable
 
-from keyhole.data.sandbox import BUDGET, PER_CHARACTER, Runaway, Sandbox, Watch, size
-from keyhole.data.turns import REASONING
+PLAIN_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}{{ '### Response:\n' + message.content + eos_token + '\n\n' }}"
+    "{% elif message.role == 'user' %}{{ '### Instruction:\n' + message.content + '\n\n' }}"
+    "{% else %}{{ message.content + '\n\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
+)
+MARKER, VALUE = "Q0Z", "Z1Q"
+DATE = "26 Jul 2024"
 
-MOST_SOURCE = 2**20
+Span = tuple[int, int]
+Turns = list[Turn]
 
 
-class Rendering(NamedTuple):
-    """A text, and who wrote which part: (start, end, index of the message)."""
+class Lost(NamedTuple):
+    """Assistant turns of which the template leaves something out."""
+
+    calls: int = 0
+    reasoning: int = 0
+    text: int = 0
+
+
+class Rendered(NamedTuple):
+    """A text and the half-open character spans of its answers, end of turn included."""
 
     text: str
-    segments: list[tuple[int, int, int]]
-    marked: list[tuple[int, int]]
-    dated: bool = False  # the date was asked for
+    spans: list[Span]
+    lost: Lost = Lost()
+    marked: bool = False  # the template says by itself what is an answer
 
 
-class _Watched(NodeTransformer):
-    """Puts the statements that watch into a parsed template."""
-
-    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
-        self.generic_visit(node)
-        name = node.target.name if isinstance(node.target, nodes.Name) else None
-        item = nodes.Name(name, "load") if name else nodes.Const(None)
-        node.body.insert(0, _statement("turn", node.lineno, item, _literal(node.body)))
-        return [_statement("enter", node.lineno), node, _statement("leave", node.lineno)]
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        self.generic_visit(node)
-        node.body.insert(0, _statement("macro", node.lineno, literal=_literal(node.body)))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        node.nodes = [_watched("value", part, node.lineno) for part in node.nodes]
-        return node
-
-    def visit_List(self, node: nodes.Expr) -> nodes.Node:
-        self.generic_visit(node)
-        made = any(True for _ in node.find_all(nodes.Name)) and getattr(node, "ctx", "load") == "load"
-        return _watched("value", node, node.lineno) if made else node
-
-    visit_Tuple = visit_Dict = visit_List
+def bos_ids(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text by itself: [bos] or nothing."""
+    with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    return with_special[: with_special.index(without[0])] if without and without[0] in with_special else []
 
 
-def _literal(body: list[nodes.Node]) -> int:
-    """Characters that a body writes without being asked."""
-    return sum(len(data.data) for part in body for data in [*part.find_all(nodes.TemplateData)])
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Control tokens by id: those with a role (bos, eos, pad) and all added as special."""
+    named = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    return named | {i: t.content for i, t in tokenizer.added_tokens_decoder.items() if t.special}
 
 
-def _statement(name: str, lineno: int, item: nodes.Expr | None = None, literal: int = 0) -> nodes.Node:
-    return nodes.ExprStmt(_watched(name, item or nodes.Const(None), lineno, literal), lineno=lineno)
+def plain_template(tokenizer: Any) -> str:
+    """The template for tokenizers that have none; it writes bos where the tokenizer would."""
+    return ("{{ bos_token }}" if bos_ids(tokenizer) else "") + PLAIN_TEMPLATE
 
 
-def _watched(name: str, item: nodes.Expr, lineno: int, literal: int = 0) -> nodes.Filter:
-    """A filter that no template can name, since a name has no space; a filter costs less than a call."""
-    return nodes.Filter(item, f"watch {name}", [nodes.Const(literal)], [], None, None, lineno=lineno)
+class ChatTemplate:
+    """The chat template of a tokenizer, or the one given, or the plain one."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        source: str | None = None,
+        variables: dict[str, Any] | None = None,
+        date: datetime.date | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.tokenizer, self.given = tokenizer, source
+        self.is_plain = not source and not getattr(tokenizer, "chat_template", None)
+        self.date = date or datetime.date.today()
+        self.compiled: dict[str, Template] = {}
+        special = special_tokens(tokenizer)
+        longest_first = sorted(special.values(), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
+        eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template names it
+        self.variables = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
+        self.dated = False  # whether a template has asked for the date
+
+    def source(self, tools: list[Any] | None = None) -> str:
+        """The text of the template; some tokenizers have one for chats with tools and one for those without."""
+        if self.given:
+            return self.given
+        return plain_template(self.tokenizer) if self.is_plain else self.tokenizer.get_chat_template(None, tools)
+
+    def run(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering:
+        """The chat as text, and who wrote which part; raises what the template raises."""
+        source = self.source(tools)
+        if source not in self.compiled:
+            self.compiled[source] = Template(source, self.date)
+        done = self.compiled[source].render(turns, {"tools": tools, "add_generation_prompt": prompt, **self.variables})
+        self.dated |= done.dated
+        return done
+
+    def render(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> str:
+        """The chat as text; `prompt` appends what an answer begins after."""
+        return self.run(self._ready(turns), tools, prompt).text
+
+    def _try(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering | None:
+        """A rendering, or None where the template refuses such a chat (each raises what it likes)."""
+        try:
+            return self.run(turns, tools, prompt)
+        except Exception:
+            return None
+
+    def _ready(self, turns: Turns) -> Turns:
+        """The turns as the template is to see them: without our own keys, calls in the form it can write."""
+        plain = [{key: value for key, value in turn.items() if key not in FLAGS} for turn in turns]
+        calling = (turn for turn in plain if isinstance(turn.get("tool_calls"), list))
+        for turn in calling:
+            turn["tool_calls"] = [call_as(call, self.takes_text_arguments) for call in turn["tool_calls"]]
+        return plain
+
+    @cached_property
+    def takes_text_arguments(self) -> bool:
+        """Whether arguments of calls have to be JSON text: the template joins them to text, or prints Python's dict."""
+        call = {"type": "function", "id": "000000000", "function": {"name": MARKER, "arguments": {MARKER: VALUE}}}
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        done = self._try(chat, None)
+        if done is not None and f"{{'{MARKER}'" not in done.text:
+            return False
+        chat[1]["tool_calls"] = [call_as(call, True)]
+        as_text = self._try(chat, None)
+        return as_text is not None and f'\\"{MARKER}' not in as_text.text
+
+    @cached_property
+    def drops_content(self) -> bool:
+        """Whether the template writes turns without their text (vision models' want it in parts)."""
+        done = self._try([{"role": role, "content": MARKER} for role in ("user", "assistant")], None)
+        return done is not None and done.text.count(MARKER) < 2
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes after a question for the model to go on from."""
+        done = self._try([{"role": "user", "content": MARKER}], None, prompt=True)
+        return _after_last_turn(done) if done else ""
+
+    def answers(self, example: Example) -> Rendered:
+        """The whole chat, and its answers that are trained on."""
+        if not example.turns:
+            return Rendered("", [])
+        turns = self._ready(example.turns)
+        try:
+            done = self.run(turns, example.tools)
+        except Exception as error:
+            roles = printable(", ".join(turn["role"] for turn in turns), 200)
+            raise UserError(
+                f"{example.record.where}: the chat template cannot write this chat (roles: {roles}): "
+                f"{printable(str(error) or type(error).__name__, 400)}"
+            ) from None
+        spans, lost = [], Lost()
+        for i in (i for i, turn in enumerate(example.turns) if is_trained(turn)):
+            found = self._answer(example, turns, i, done)
+            missing = _missing(turns[i], "".join(done.text[a:b] for a, b in found))
+            lost = Lost(*(x + y for x, y in zip(lost, missing, strict=True)))
+            spans += [] if missing.calls else found
+        return Rendered(done.text, spans, lost, bool(done.marked))
+
+    def _answer(self, example: Example, turns: Turns, i: int, done: Rendering) -> list[Span]:
+        if done.marked:
+            return self._marked(turns, i, done)
+        found = self._written(turns, example.tools, i, done)
+        said = words(turns[i])
+        if not found or (said and not any(said in done.text[a:b] for a, b in found)):
+            found = self._by_prefix(turns, example.tools, i, done.text) or found
+        calls_only = bool(turns[i].get("tool_calls")) and not said
+        if (not found and not calls_only) or self.drops_content:
+            raise UserError(
+                f"{example.record.where}: cannot find turn {i + 1} (assistant) in what the chat template "
+                "writes; give the turn weight 0, or write the chat out as prompt and completion"
+            )
+        return found
+
+    def _marked(self, turns: Turns, i: int, done: Rendering) -> list[Span]:
+        """The marks inside of turn i; where turns are not known, the marks of all answers in their order."""
+        own = [(a, b) for a, b, owner in done.segments if owner == i]
+        if own:
+            return [mark for mark in done.marked if any(a <= mark[0] < b for a, b in own)]
+        assistants = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
+        in_order = len(assistants) == len(done.marked) and not done.segments
+        return [done.marked[assistants.index(i)]] if in_order else []
+
+    def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
+        """What the template wrote at turn i, from where the model goes on."""
+        parts = [(a, b) for a, b, owner in done.segments if owner == i]
+        if not parts:
+            return []
+        last = i + 1 == len(turns)
+        end = len(done.text) if last else self._with_stop(done.text, parts[-1][1])
+        parts[-1] = (parts[-1][0], end)
+        start = self._start(turns, tools, i, done, parts[0][0])
+        parts = [(max(a, start), b) for a, b in parts if b > start]
+        for k in range(i + 1, len(turns)):
+            if turns[k]["role"] != "tool":
+                break
+            parts = self._without_result(turns[k]["content"].strip(), k, parts, done)
+        return parts
+
+    def _with_stop(self, text: str, end: int) -> int:
+        """An answer that closes with nothing of its own ends with the stop token that follows (GLM: <|user|>)."""
+        following = self.special.match(text, end)
+        stops = following is not None and following[0] in self.stops
+        closed = any(match.end() == len(text[:end].rstrip()) for match in self.special.finditer(text[:end]))
+        return following.end() if stops and not closed else end
+
+    def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
+        """Where answer i begins: behind what the model is given. begin: where turn i does."""
+        text, before = done.text, self._try(turns[:i], tools, prompt=True) if i else None
+        if before is None:
+            return begin + self._shared(text[begin:], self.generation_prompt)
+        if text.startswith(before.text):
+            return len(before.text)
+        firsts = [next((a for a, _, owner in which.segments if owner == i - 1), None) for which in (done, before)]
+        if None not in firsts:
+            given, here = before.text[firsts[1] :], text[firsts[0] :]
+            behind = firsts[0] + self._shared(here, given)
+            if here.startswith(given) or behind > begin:
+                return behind
+        return begin + self._shared(text[begin:], _after_last_turn(before))
+
+    def _shared(self, text: str, given: str) -> int:
+        """How far the text begins with what was given; a part of it counts up to its last whole token."""
+        if text.startswith(given):
+            return len(given)
+        shared = os.path.commonprefix([text, given])
+        tokens = [match.end() for match in self.special.finditer(shared)]
+        if not tokens:
+            return len(shared)
+        space = re.compile(r"\s*").match(shared, tokens[-1])
+        return space.end()
+
+    def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
+        """The parts without the result of a tool that turn k holds, if it is written here and not at turn k."""
+        at_home = any(result in done.text[a:b] for a, b, owner in done.segments if owner == k)
+        at = next((p for a, b in parts if (p := done.text.find(result, a, b)) >= 0), -1)
+        if not result or at_home or at < 0:
+            return parts
+        a, b = next(part for part in parts if part[0] <= at < part[1])
+        opening = [m for m in self.special.finditer(done.text, a, at)]
+        closing = self.special.search(done.text, at + len(result), b)
+        left = at if not opening else opening[-1].end() if opening[-1][0] in self.stops else opening[-1].start()
+        right = closing.end() if closing else at + len(result)
+        kept = [(a, left), (right, b)]
+        return [p for part in parts for p in (kept if part == (a, b) else [part]) if p[1] > p[0]]
+
+    def _by_prefix(self, turns: Turns, tools: list[Any] | None, i: int, text: str) -> list[Span]:
+        before = self._try(turns[:i], tools, prompt=True)
+        upto = self._try(turns[: i + 1], tools) if i + 1 < len(turns) else None
+        end = len(text) if i + 1 == len(turns) else len(upto.text) if upto and text.startswith(upto.text) else 0
+        start = len(before.text) if before and text.startswith(before.text) else end
+        return [(start, end)] if start < end else []
 
 
-class Template:
-    """A compiled chat template."""
-
-    def __init__(self, source: str, date: datetime.date) -> None:
-        if len(source) > MOST_SOURCE:
-            raise Runaway(f"a template of {len(source):,} characters; {MOST_SOURCE:,} are the most")
-        self.source = source
-        self.sandbox = Sandbox()
-        self.sandbox.date = datetime.datetime(date.year, date.month, date.day)
-        self.program = self.sandbox.from_string(_Watched().visit(self.sandbox.parse(source)))
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether the template says by itself what the model generates."""
-        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
-
-    def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Rendering:
-        """Runs the template. Whatever it raises comes through; Runaway when it does too much."""
-        messages = [_with_reasoning(message) for message in messages]
-        budget = BUDGET + PER_CHARACTER * size([messages, variables], BUDGET)
-        watch = self.sandbox.watch = Watch(messages, budget)
-        pieces = self.program.generate(messages=messages, documents=None, **variables)
-        text = "".join([watch.write(piece) for piece in pieces])
-        return Rendering(text, watch.segments, watch.marked, watch.dated)
+def _after_last_turn(done: Rendering) -> str:
+    return done.text[max((end for _, end, _ in done.segments), default=len(done.text)) :]
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which the reasoning stands under each name that templates read it by."""
-    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+def _missing(turn: Turn, said: str) -> Lost:
+    """What of a turn is not in the text that was written for it."""
+    calls = any(name not in said for name in called_names(turn))
+    return Lost(int(calls), int(reasoning(turn) not in said), int(words(turn) not in said))

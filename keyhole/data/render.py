@@ -1,6 +1,6 @@
 """Examples into token ids, and which of them are trained on.
 
-    chat            text and answer spans from the template (answers.py), tokenised once, nothing added:
+    chat            text and answer spans from the template (chat_template.py), tokenised once, nothing added:
                     the template has written bos itself, so it is never doubled
     plain text      [bos] prompt answer eos; bos only where the tokenizer adds one, neither if already there
 
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from keyhole.data.answers import ChatTemplate, Lost, Rendered, bos_ids, special_tokens
+from keyhole.data.chat_template import ChatTemplate, Lost, Rendered, bos_ids, special_tokens
 from keyhole.data.formats import Example
 from keyhole.data.settings import PrepareSettings
 from keyhole.data.turns import is_trained

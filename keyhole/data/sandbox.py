@@ -12,7 +12,7 @@ they are made, so one that holds itself twice, sixty times over, is stopped at a
 
 The functions are those that Transformers gives its templates: `tojson`, `raise_exception`, `strftime_now`, and the tag
 `generation`. `strftime_now` answers with the date it is given, not with the clock: a run that goes on tomorrow must
-find the tokens of today. Who wrote which part of the text (`Watch`): chat_template.py.
+find the tokens of today. Who wrote which part of the text (`Watch`): template_segments.py.
 """
 
 import datetime

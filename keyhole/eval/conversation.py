@@ -25,8 +25,8 @@ import torch
 from transformers import LogitsProcessor, TextStreamer
 
 from keyhole import assets
-from keyhole.data.answers import ChatTemplate
 from keyhole.data.capacity import check_ids, context_length
+from keyhole.data.chat_template import ChatTemplate
 from keyhole.errors import NonFinite, UserError
 from keyhole.eval.rows import not_finite
 from keyhole.loading import load

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from keyhole.data.answers import ChatTemplate, bos_ids
 from keyhole.data.capacity import check_ids, check_max_length, context_length
+from keyhole.data.chat_template import ChatTemplate, bos_ids
 from keyhole.data.dataset import IGNORED, Sample
 from keyhole.errors import UserError
 from keyhole.eval.rows import not_finite, score_rows

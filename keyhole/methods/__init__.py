@@ -1,7 +1,7 @@
 """How weights are updated: a folder per method (base.py says what belongs in it), and this table of their rows.
 
 memory.py, weight_decay.py and dropout.py are what several methods share. A new method is its folder, its row below, and
-its test. Nothing here imports torch.
+its test. This file and every traits.py import no torch.
 """
 
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD

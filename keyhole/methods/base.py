@@ -6,7 +6,7 @@ A method lives in one folder:
     method.py    a subclass of Method (further files as its ideas need them)
     memory.py    the bytes that it needs, as functions of shapes
 
-and on one line of the table in methods/__init__.py. Config, plan, training, checkpoint, demo, bench and docs read the
+It has one line in the table of methods/__init__.py. Config, plan, training, checkpoint, demo, bench and docs read the
 row; no other file knows a method by its name (tests/test_layers.py).
 """
 

@@ -9,7 +9,7 @@ A unit is a whole block when that is a small copy, else a run of its matrices of
 larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
 GPU. When even that is too large for the budget, a unit is a run of at most the size of the largest matrix: a smaller
 one would need the same slots, and three slots of small units are not far enough ahead. A matrix that alone exceeds
-layout.TILE_NUMEL elements is cut by rows where the method allows it. Compiled zeroth-order passes want whole blocks.
+find.TILE_NUMEL elements is cut by rows where the method allows it. Compiled zeroth-order passes want whole blocks.
 
 Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link works
 ahead, but only as far as there are slots. Whole blocks in turn would need slots for a block; single units do not.

@@ -25,9 +25,9 @@ import torch
 from safetensors import SafetensorError
 
 from keyhole.checkpoint import select
+from keyhole.checkpoint.files import OWN_FILES, About, save_checkpoint
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
-from keyhole.checkpoint.state import OWN_FILES, About, save_checkpoint
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method

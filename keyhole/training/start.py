@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from keyhole.checkpoint import select
+from keyhole.checkpoint.files import About, method_state
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
-from keyhole.checkpoint.state import About, method_state
 from keyhole.config import TrainConfig, resolve, to_yaml
 from keyhole.config.data import data_settings
 from keyhole.data import Data, load_data

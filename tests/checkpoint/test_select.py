@@ -7,7 +7,7 @@ import pytest
 
 import keyhole
 from keyhole.checkpoint import select
-from keyhole.checkpoint.state import About, save_checkpoint
+from keyhole.checkpoint.files import About, save_checkpoint
 from keyhole.errors import UserError
 
 

@@ -1,97 +1,149 @@
-"""A chat template may do what templates do, and not eat memory or time."""
+"""All that the assistant wrote is trained, whatever the template does to it; what is lost is counted."""
 
-import datetime
+import json
+from typing import Any
 
 import pytest
 
-from keyhole.data.chat_template import Template
+from keyhole.data.chat_template import ChatTemplate
 from keyhole.data.files import Record
 from keyhole.data.formats import normalise
 from keyhole.data.render import Renderer
-from keyhole.data.sandbox import BUDGET, Runaway
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
+from tests.data.test_render import trained_text
 
-DAY = datetime.date(2025, 3, 4)
-GROW = "{% set ns = namespace(x='x') %}{% for i in range(70) %}{% set ns.x = GROWN %}{% endfor %}{{ ns.x }}"
-HOSTILE = {
-    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loop that writes": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
-    "product": "{{ 'x' * 10**12 }}",
-    "product of lists": "{{ ['x' * 1000000] * 1000000 }}",
-    "doubled by +": GROW.replace("GROWN", "ns.x + ns.x"),
-    "doubled by ~": GROW.replace("GROWN", "ns.x ~ ns.x"),
-    "a list that holds itself twice": GROW.replace("GROWN", "[ns.x, ns.x]"),
-    "a dict that holds itself twice": GROW.replace("GROWN", "{'a': ns.x, 'b': ns.x}"),
-    "squared": GROW.replace("'x'", "10").replace("GROWN", "ns.x * ns.x"),
-    "power": "{{ 10 ** 10 ** 10 }}",
-    "padding": "{{ 'x' | center(10000000000) }}",
-    "padding by a method": "{{ 'x'.ljust(10000000000) }}",
-    "format %": "{{ '%10000000000d' % 1 }}",
-    "format {}": "{{ '{:10000000000}'.format(1) }}",
-    "replace": "{{ ('x' * 100000).replace('x', 'y' * 100000) }}",
-    "join": "{{ range(99999) | join('y' * 1000000) }}",
-    "macro that calls itself": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
-    "indent": "{{ ('x\n' * 100000) | indent(100000) }}",
-    "JSON": "{{ ([1] * 10000) | tojson(indent='x' * 1000000) }}",
-    "text kept aside": "{% set y %}{% for i in range(99999) %}" + "y" * 10_000 + "{% endfor %}{% endset %}",
-    "constant": "{% set a = 'x' | center(10000000000) %}",
-    "endless recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-}
+ARGUMENTS = {"city": "Paris", "days": 2}
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_template_that_loops_or_multiplies_is_stopped(source: str) -> None:
-    """Before it has taken memory or time; the error names the row."""
-    renderer = Renderer(tokenizer(chats.CHATML), PrepareSettings(chat_template=source))
-    example = normalise(Record("data.jsonl", "line", 7, {"messages": chat("Hi", "A.")}), "messages")
-    with pytest.raises(UserError, match="line 7: the chat template cannot write this chat"):
-        renderer([example])
+def call(arguments: Any = ARGUMENTS, **turn: Any) -> dict[str, Any]:
+    """An assistant turn that calls a tool."""
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+    return {"role": "assistant", "content": "", "tool_calls": calls} | turn
 
 
-def test_an_honest_template_is_far_from_the_bound() -> None:
-    """A chat of 400 turns, in a template that looks at all turns at each turn."""
-    source = "{% for m in messages %}{% for n in messages %}{% if n.role == 'x' %}{% endif %}{% endfor %}"
-    source += "{{ m.role ~ ': ' ~ m.content | trim ~ '\n' }}{{ messages | length }}{% endfor %}"
-    template = Template(source, DAY)
-    template.render(chat(*["word " * 50] * 400), {})
-    assert template.sandbox.watch.left > BUDGET / 2
+def talk(**turn: Any) -> list[dict[str, Any]]:
+    """Question, call, result, answer."""
+    question, result = {"role": "user", "content": "Weather?"}, {"role": "tool", "content": "sunny, 20"}
+    return [question, call(**turn), result, {"role": "assistant", "content": "Sun."}]
 
 
-def test_the_budget_grows_with_the_text() -> None:
-    """Ten million characters pass through a template that touches them ten times."""
-    source = "{% for m in messages %}{{ (m.content | trim).replace('a', 'b') + '' }}{% endfor %}"
-    assert len(Template(source, DAY).render([{"role": "user", "content": "a" * 10**7}], {}).text) == 10**7
+def trained(template: str | None, messages: list[dict[str, Any]], **how: Any) -> tuple[list[str], Any]:
+    """The trained stretches of a chat, and what the template lost."""
+    tok = tokenizer(template)
+    example = normalise(Record("data.jsonl", "line", 7, {"messages": messages}), "messages")
+    tokens = Renderer(tok, PrepareSettings(**how))([example])[0]
+    return trained_text(tok, tokens), tokens.lost
 
 
-def test_each_character_belongs_to_a_message() -> None:
-    """What is written at a turn of the loop is that message's, also when an inner loop runs over other messages."""
-    source = "head{% for m in messages %}{{ m.content }}{% for n in messages[1:] %}{{ n.role[0] }}{% endfor %}!"
-    source += "{% endfor %}tail"
-    done = Template(source, DAY).render(chat("A", "B"), {})
-    assert done.text == "headAa!Ba!tail"
-    assert [(done.text[a:b], i) for a, b, i in done.segments] == [
-        ("A", 0),
-        ("a", 1),
-        ("!", 0),
-        ("B", 1),
-        ("a", 1),
-        ("!", 1),
-    ]
+WRITTEN = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call><|im_end|>'
 
 
-def test_the_date_is_the_one_it_is_given() -> None:
-    """strftime_now does not look at the clock; whether it was called is known."""
-    done = Template("{{ strftime_now('%d %b %Y') }}", DAY).render([], {})
-    assert (done.text, done.dated) == ("04 Mar 2025", True)
-    assert not Template("x", DAY).render([], {}).dated
+@pytest.mark.parametrize("arguments", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "JSON text"])
+def test_tool_calls_are_trained_and_results_are_not(arguments: Any) -> None:
+    """The whole call with its end is an answer; arguments as text are not encoded a second time."""
+    found, lost = trained(chats.CALLING, talk(arguments=arguments))
+    assert found == [WRITTEN, "Sun.<|im_end|>"] and not any(lost)
 
 
-def test_a_template_has_no_way_out() -> None:
-    """Attributes of Python's own objects stay closed."""
-    with pytest.raises(Exception, match="unsafe"):
-        Template("{{ ''.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}", DAY).render([], {})
-    with pytest.raises(Runaway, match="1,048,577 characters"):
-        Template("x" * (2**20 + 1), DAY)
+@pytest.mark.parametrize("arguments", [{"a": 1}, '{"a": 1}'], ids=["object", "JSON text"])
+def test_a_template_that_joins_arguments_gets_them_as_text(arguments: Any) -> None:
+    """Such a template fails on an object; it is found out, and both forms are written alike."""
+    found, _ = trained(chats.JOINING, talk(arguments=arguments))
+    assert found == ['<call>weather {"a": 1}', "Sun.</s>"]
+
+
+def test_calls_that_a_template_drops_are_not_trained_as_an_empty_turn() -> None:
+    """The turn would teach to stop at once; it is left out and counted, with what it said before the call."""
+    found, lost = trained(chats.CHATML, talk())
+    assert found == ["Sun.<|im_end|>"] and lost.calls == 1
+    found, lost = trained(chats.CHATML, talk(content="Let me see."))
+    assert found == ["Sun.<|im_end|>"] and lost.calls == 1
+
+
+def test_a_result_inside_the_assistants_turn_is_cut_out() -> None:
+    """A template that writes the tool's result where the call stands does not make it an answer."""
+    found, _ = trained(chats.AHEAD, talk())
+    assert found == ["call:weather", "<|end|>", "Sun.<|end|>"]
+
+
+def test_reasoning_is_trained_where_it_is_written_and_counted_where_it_is_not() -> None:
+    """The thought of the last answer is part of it; that of an earlier one is dropped by the template."""
+    said = [*chat("Hi"), {"role": "assistant", "content": "A.", "reasoning": "hm"}]
+    found, lost = trained(chats.CALLING, said)
+    assert found == ["<think>\nhm\n</think>\n\nA.<|im_end|>"] and lost.reasoning == 0
+    found, lost = trained(chats.CALLING, [*said, *chat("More?", "B.")])
+    assert found == ["A.<|im_end|>", "B.<|im_end|>"] and lost.reasoning == 1
+    _, lost = trained(chats.THINKING, chat("Hi", "<think>well</think>\n\nA.", "More?", "B."))
+    assert lost.reasoning == 1 and lost.text == 0
+
+
+def test_the_end_of_an_answer_does_not_depend_on_what_follows() -> None:
+    """A template that closes no turn: a stop token of the model that follows is the end, any other is not."""
+    said = chat("Hi", "A.", "More?", "B.")
+    assert trained(chats.JOINING, said)[0] == ["A.", "B.</s>"]
+    stop = tokenizer().convert_tokens_to_ids("<|user|>")
+    assert trained(chats.JOINING, said, stop_token_ids=(stop,))[0] == ["A.<|user|>", "B.</s>"]
+    assert trained(chats.CHANNELS, said)[0] == ["<|system|>final\nA.<|end|>", "<|system|>final\nB.</s>"]
+
+
+def test_a_template_that_marks_its_answers_is_believed() -> None:
+    """Exactly what stands inside {% generation %} is trained, without turns of weight 0; no end is added."""
+    said = chat("Hi", "A.", "More?", "B.")
+    assert trained(chats.MARKED, said)[0] == ["A.<|end|>", "B.<|end|>"]
+    said[1]["weight"] = 0
+    assert trained(chats.MARKED, said)[0] == ["B.<|end|>"]
+    bare = chats.MARKED.replace("{{ '<|end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|end|>' }}")
+    assert trained(bare, said)[0] == ["B."]
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}])
+def test_a_turn_is_taken_out_by_weight_or_train(flag: dict[str, Any]) -> None:
+    """In messages and in ShareGPT's turns alike; the other answer is trained."""
+    tok = tokenizer(chats.CHATML)
+    sharegpt = [{"from": "human" if i % 2 == 0 else "gpt", "value": text} for i, text in enumerate("abcd")]
+    sharegpt[1] |= flag
+    messages = chat(*"abcd")
+    messages[1] |= flag
+    for layout, turns in (("conversations", sharegpt), ("messages", messages)):
+        example = normalise(Record("f", "line", 1, {layout: turns}), layout)
+        assert trained_text(tok, Renderer(tok)([example])[0]) == ["d<|im_end|>"]
+
+
+def test_the_template_of_a_setting_replaces_the_tokenizers() -> None:
+    """As text; with the variables of chat_template_kwargs, here one that adds a word."""
+    given = chats.BARE + "{{ 'bye' if polite }}"
+    assert trained(chats.CHATML, chat("Hi", "A."), chat_template=given)[0] == ["A.\n</s>"]
+    more = {"chat_template": given, "chat_template_kwargs": {"polite": True}}
+    assert trained(chats.CHATML, chat("Hi", "A."), **more)[0] == ["A.\nbye</s>"]
+
+
+def test_a_template_with_a_mistake_names_the_row() -> None:
+    """A syntax error is the user's to mend, not a traceback."""
+    with pytest.raises(UserError, match=r"line 7: the chat template cannot write this chat.*unexpected '}'"):
+        trained(chats.CHATML, chat("Hi", "A."), chat_template="{{ messages } }}")
+
+
+@pytest.mark.parametrize("end", [None, True, False])
+def test_the_end_token_can_be_left_out(end: bool | None) -> None:
+    """Of prompt and completion none is added, of a chat none is trained; by default both are."""
+    tok = tokenizer(chats.CLOSING)
+    renderer = Renderer(tok, PrepareSettings(train_end_token=end))
+    pair = normalise(Record("f", "line", 1, {"prompt": "Answer:", "completion": " yes"}), "prompt_completion")
+    talk = normalise(Record("f", "line", 2, {"messages": chat("Hi", "A.")}), "messages")
+    texts = [trained_text(tok, tokens) for tokens in renderer([pair, talk])]
+    assert texts == ([[" yes"], ["A."]] if end is False else [[" yes</s>"], ["A.<|end|>\n</s>"]])
+
+
+def test_texts_are_those_of_transformers() -> None:
+    """Every template here, with and without the generation prompt, writes what apply_chat_template writes."""
+    names = [name for name, value in vars(chats).items() if name.isupper() and isinstance(value, str)]
+    assert len(names) >= 12
+    for name in names:
+        tok = tokenizer(getattr(chats, name))
+        for prompt in (False, True):
+            ours = ChatTemplate(tok).render(chat("Hi", " A.\n", "More?"), None, prompt)
+            options = {"tokenize": False, "add_generation_prompt": prompt, "date_string": "26 Jul 2024"}
+            assert ours == tok.apply_chat_template(chat("Hi", " A.\n", "More?"), **options), name

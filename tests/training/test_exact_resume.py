@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from keyhole.checkpoint.files import _dump
 from keyhole.checkpoint.journal import format as journal
-from keyhole.checkpoint.state import _dump
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig
 from keyhole.training import loop, start

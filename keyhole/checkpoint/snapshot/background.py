@@ -6,7 +6,7 @@ A snapshot must hear of a change before it happens. How it does is a trait of th
     step     all weights change in one update, and the method calls a hook before it
     never    changes are not announced: the next step waits until everything is copied or written
 
-The files are those of a checkpoint that is waited for (checkpoint/state.py), byte for byte.
+The files are those of a checkpoint that is waited for (checkpoint/files.py), byte for byte.
 """
 
 import threading
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from keyhole.checkpoint.files import TENSORS, About, split_state, write_state
 from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
 from keyhole.checkpoint.snapshot.page_writer import BUFFER_BYTES
 from keyhole.checkpoint.snapshot.snapshot import PAGE_WRITERS, Cancelled, Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source, event_on, segments_of
-from keyhole.checkpoint.state import TENSORS, About, split_state, write_state
 from keyhole.disk.files import replace_directory, staged
 from keyhole.disk.tensors import Files, Spec, lay_out
 from keyhole.machine.host import host_memory

@@ -7,7 +7,7 @@ A matrix of a block gives the optimizer d_P d_Q numbers, any other tensor all it
                  then SLOTS steps of one unit on their way back
     projectors   r numbers per row of both sides of a matrix, in fp32
     learning     one matrix's fit while its block is at work: [d, W] in fp32 four times (W its longer side), and a part
-                 of dY and X; other kinds than blocks have dense projectors and a graph, about three times that
+                 of dY and X; projectors of another kind than `blocks` are fitted dense, by autograd: three times that
 
 Llama-7B, d = 2048: 1.19 G numbers (blocks 0.93 G, embedding and head 0.13 G each), 8.89 GiB of moments.
 

@@ -16,7 +16,7 @@ it gets all of them, oldest first, and has the same bits as if it had been home 
     waiting          the updates that some home lacks, oldest first (4 (1 + q) bytes each)
     at_home[unit]    how many of these the home of a unit has had; it is owed the others
 
-None is had twice, also after a step that broke off between units. Replaying a run from its journal is the same thing:
+No update is applied twice, even if a step is aborted between units. Replaying a run from its journal is the same thing:
 all updates on one unit, then all on the next.
 Frozen tensors are left out: a unit is cut into spans that are trained and spans that are not, and where there is weight
 decay, into spans that decay and spans that do not (weight_decay.py). A packed unit (8 bit) that is one trained span is

@@ -282,7 +282,7 @@ def _check(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> N
     """Refuses models that cannot be differentiated block by block as they were loaded."""
     engine = model.engine
     if any(home.dtype == PACKED for home in engine.homes):
-        raise UserError("wire: fp8 weights have no gradient to add up in; use bf16, fp16 or fp32")
+        raise UserError("wire: packed weights have no gradient to add up in; use bf16, fp16 or fp32")
     if activations == "none" and engine.streamed:
         raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
     needed = max((sum(u.index in engine.streamed for u in units) for units in units_of.values()), default=0)

@@ -5,8 +5,8 @@
                            per element; the spine, the table and the head keep the dtype of compute
 
 A unit in a plain format is used where it lies. A packed unit is bytes. Its codec unpacks it for a forward pass or a
-checkpoint, packs it when it is loaded, and applies a zeroth-order update to it, with stochastic rounding; the passes
-then see what was packed, so the weights of a run are always those at home.
+checkpoint, packs it when it is loaded, and applies a zeroth-order update to it, with stochastic rounding. The passes
+use the values as packed, so the weights of a run are always those at home.
 
 A new plain format is a line in PLAIN, a new packed one a codec in CODECS with its kernels in ops/.
 """

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.checkpoint.files import About
 from keyhole.checkpoint.snapshot.background import Background
-from keyhole.checkpoint.state import About
 from keyhole.errors import UserError
 from keyhole.methods.zo.write_back import CALM, EVERY, WriteBack
 from tests.methods.zo.loops import EPS, SEED, equal, load, weights

@@ -1,0 +1,107 @@
+"""A chat template at work: the text it writes, and who wrote which part of it.
+
+A chat template is a program in Jinja that comes with the model. The text is that of `apply_chat_template` (a test
+compares them). Before the program is compiled, statements are put into it that call the watch of the rendering
+(sandbox.py):
+
+    who      A template walks over the messages in a loop. A statement at the top of every loop body, and one after
+             every loop, note the position in the output, so each character is known to be written while the loop
+             stood at message i (`segments`), or outside of any.
+    marks    The text inside `{% generation %}` (`marked`): the template's own word for what the model says.
+    cost     What the program makes is paid for, so that no template eats memory or time.
+"""
+
+import datetime
+import re
+from typing import Any, NamedTuple
+
+from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
+
+from keyhole.data.sandbox import BUDGET, PER_CHARACTER, Runaway, Sandbox, Watch, size
+from keyhole.data.turns import REASONING
+
+MOST_SOURCE = 2**20
+
+
+class Rendering(NamedTuple):
+    """A text, and who wrote which part: (start, end, index of the message)."""
+
+    text: str
+    segments: list[tuple[int, int, int]]
+    marked: list[tuple[int, int]]
+    dated: bool = False  # the date was asked for
+
+
+class _Watched(NodeTransformer):
+    """Puts the statements that watch into a parsed template."""
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:
+        self.generic_visit(node)
+        name = node.target.name if isinstance(node.target, nodes.Name) else None
+        item = nodes.Name(name, "load") if name else nodes.Const(None)
+        node.body.insert(0, _statement("turn", node.lineno, item, _literal(node.body)))
+        return [_statement("enter", node.lineno), node, _statement("leave", node.lineno)]
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, _statement("macro", node.lineno, literal=_literal(node.body)))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        node.nodes = [_watched("value", part, node.lineno) for part in node.nodes]
+        return node
+
+    def visit_List(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        made = any(True for _ in node.find_all(nodes.Name)) and getattr(node, "ctx", "load") == "load"
+        return _watched("value", node, node.lineno) if made else node
+
+    visit_Tuple = visit_Dict = visit_List
+
+
+def _literal(body: list[nodes.Node]) -> int:
+    """Characters that a body writes without being asked."""
+    return sum(len(data.data) for part in body for data in [*part.find_all(nodes.TemplateData)])
+
+
+def _statement(name: str, lineno: int, item: nodes.Expr | None = None, literal: int = 0) -> nodes.Node:
+    return nodes.ExprStmt(_watched(name, item or nodes.Const(None), lineno, literal), lineno=lineno)
+
+
+def _watched(name: str, item: nodes.Expr, lineno: int, literal: int = 0) -> nodes.Filter:
+    """A filter that no template can name, since a name has no space; a filter costs less than a call."""
+    return nodes.Filter(item, f"watch {name}", [nodes.Const(literal)], [], None, None, lineno=lineno)
+
+
+class Template:
+    """A compiled chat template."""
+
+    def __init__(self, source: str, date: datetime.date) -> None:
+        if len(source) > MOST_SOURCE:
+            raise Runaway(f"a template of {len(source):,} characters; {MOST_SOURCE:,} are the most")
+        self.source = source
+        self.sandbox = Sandbox()
+        self.sandbox.date = datetime.datetime(date.year, date.month, date.day)
+        self.program = self.sandbox.from_string(_Watched().visit(self.sandbox.parse(source)))
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template says by itself what the model generates."""
+        return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
+
+    def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Rendering:
+        """Runs the template. Whatever it raises comes through; Runaway when it does too much."""
+        messages = [_with_reasoning(message) for message in messages]
+        budget = BUDGET + PER_CHARACTER * size([messages, variables], BUDGET)
+        watch = self.sandbox.watch = Watch(messages, budget)
+        pieces = self.program.generate(messages=messages, documents=None, **variables)
+        text = "".join([watch.write(piece) for piece in pieces])
+        return Rendering(text, watch.segments, watch.marked, watch.dated)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which the reasoning stands under each name that templates read it by."""
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
