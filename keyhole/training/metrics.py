@@ -5,8 +5,8 @@ late: while the host waits for step t, step t + 1 is already queued, and the dev
 page-locked memory right behind the step, so that reading them waits for that step and not for the one queued since. On
 a CPU there is nothing to wait for. `drain` reads what is left, before an evaluation, a save, or the end. What has been
 read goes into metrics.jsonl, then, if it is good, into the journal (`done`), then to tracker and display (`show`).
-metrics.jsonl, tracker and display may fail, and the run goes on. A kill between the first two leaves a line that the resumed run
-writes again; the other order would leave a replayed step without its line.
+metrics.jsonl, tracker and display may fail, and the run goes on. A kill between the first two leaves a line that the
+resumed run writes again; the other order would leave a replayed step without its line.
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,

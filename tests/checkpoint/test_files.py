@@ -57,7 +57,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(state, "write_tensors", fail)
+    monkeypatch.setattr(files, "write_tensors", fail)
     with pytest.raises(OSError):
         write(path, model)
     assert verify(path) == before

@@ -89,7 +89,7 @@ def test_a_save_that_is_waited_for_flushes_the_journal_first(make: Make, monkeyp
     disk."""
     events, sync, rename = [], Writer.sync, files.replace_directory
     monkeypatch.setattr(Writer, "sync", lambda self: (sync(self), events.append(("flushed", self.synced))))
-    monkeypatch.setattr(state, "replace_directory", lambda new, path: (events.append(path.name), rename(new, path)))
+    monkeypatch.setattr(files, "replace_directory", lambda new, path: (events.append(path.name), rename(new, path)))
     train(make(method="zo", max_steps=3, save_steps=2, background_save=False, journal_sync=1000))
     assert events[:4] == [("flushed", 2), "checkpoint-2", ("flushed", 3), "checkpoint-3"]
 
