@@ -4,8 +4,8 @@ The template is the tokenizer's own, or the one of the setting `chat_template`. 
 for an assistant turn, after what the model is given*: words, reasoning, tool calls, and the end of the turn.
 
     turn i      what is written while the template's loop stands at message i (template_segments.py); for the last turn
-                also what is written after the loop. Earlier turns may be rewritten (reasoning that is dropped, a turn that
-                closes differently when it is the last): what counts is what stands in this text.
+                also what is written after the loop. Earlier turns may be rewritten (reasoning that is dropped, a turn
+                that closes differently when it is the last): what counts is what stands in this text.
     given       before = render(turns[:i], generation prompt on). Where `before` is a prefix of the text, the answer
                 begins behind it. A template may write earlier turns differently when they come last; then `before`
                 is no prefix, and only its part from turn i - 1 on is compared. Where that fails too, what the turn
