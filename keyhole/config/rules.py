@@ -16,9 +16,15 @@ from pathlib import Path
 
 from keyhole import assets
 from keyhole.config.faults import Finding
-from keyhole.config.fields import sections
+from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.methods import METHODS, streaming_methods
+
+OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
+OF_FILES = (
+    "data_format", "columns", "train_on", "chat_template", "chat_template_kwargs", "template_date", "dedup",
+    "data_cache",
+)  # fmt: skip
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -29,17 +35,27 @@ def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding
 
 
 def _faults(config: TrainConfig) -> Iterator[Finding]:
-    for key in ("model", "train_data", "eval_data", "output_dir"):
+    for key in ("model", "train_data", "eval_data", "task", "task_data", "output_dir"):
         for path in _as_list(getattr(config, key)):
             if unset := re.search(r"\$\{?(\w+)", _expanded(path)):
                 yield Finding(key, f"found `{path}`, but there is no variable {unset[1]} in the environment")
     if config.max_steps is None and config.num_train_epochs is None:
         yield Finding("max_steps", "set max_steps or num_train_epochs: the run has no end")
-    if config.eval_steps is not None and config.eval_data is None:
-        yield Finding("eval_steps", "is set but eval_data is not; set eval_data, or eval_steps=null")
+    if config.train_data is None and config.task is None:
+        yield Finding("train_data", "missing; set train_data (files) or task (a public task by name, such as sst2)")
+    if config.task is not None:
+        for key in ("train_data", "eval_data"):
+            if getattr(config, key) is not None:
+                yield Finding(key, "is set and so is task, which has data of its own; remove one of them")
+    elif config.loss != "tokens":
+        yield Finding("loss", f"{config.loss} needs a task with candidates; set task, or loss=tokens")
+    if config.packing and config.loss == "candidates":
+        yield Finding("packing", "does not go with loss=candidates: a row is one candidate; set packing=false")
+    if config.eval_steps is not None and config.eval_data is None and config.task is None:
+        yield Finding("eval_steps", "is set but eval_data is not; set eval_data or task, or eval_steps=null")
     for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
-        if getattr(config, key) and config.eval_data is None:
-            yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data and eval_steps")
+        if getattr(config, key) and config.eval_data is None and config.task is None:
+            yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data or task")
     if config.packing and config.max_length is None:
         yield Finding("packing", "needs max_length: it is the length of a packed row")
     if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
@@ -66,6 +82,9 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
                 yield Finding(f"{name}.{key}", f"has no effect: {why}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
+    unread = OF_FILES if config.task is not None else OF_TASKS
+    for key in (key for key in unread if getattr(config, key) != settings()[key].default):
+        yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")
     row = METHODS[config.method]
     if config.journal_sync != 1 and not row.journaled:
         keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
@@ -92,6 +111,7 @@ def _fill(config: TrainConfig) -> TrainConfig:
         model=assets.locate(_expanded(config.model), assets.MODEL),
         output_dir=_expanded(config.output_dir),
         train_data=_locate_all(config.train_data, assets.TRAIN),
+        task_data=None if config.task_data is None else _expanded(config.task_data),
         eval_data=_locate_all(config.eval_data, assets.TEST),
         learning_rate=rate,
         num_train_epochs=epochs,

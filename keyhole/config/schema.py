@@ -41,13 +41,27 @@ class RunConfig:
     """Hugging Face model directory or hub id, or `demo` for the embedded model."""
     method: MethodName
     """How the weights are updated; its settings are in the section of the same name."""
-    train_data: str | list[str]
-    """File, glob or hub id, or a list of them (JSON, JSONL, CSV, Parquet); `demo` is the embedded task."""
     output_dir: str
     """Where the trained model goes (a Hugging Face directory), with checkpoint-N/ and run/ inside."""
 
+    train_data: str | list[str] | None = None
+    """File, glob or hub id, or a list of them (JSON, JSONL, CSV, Parquet); `demo` is the embedded task."""
     eval_data: str | list[str] | None = None
     """Held-out data, same forms as train_data; null = no evaluation."""
+    task: str | list[str] | None = None
+    """Public task by name (sst2, rte, ...), or a task file, or a list: instead of train_data. See docs/tasks.md."""
+    task_data: str | None = None
+    """Directory with a folder of files for each task; null = the hub, through `datasets`."""
+    task_splits: dict[str, str] | None = None
+    """Files of the splits, such as {train: "val[:2270]", test: "val[2270:]"} or {boolq.train: ...}; null = as usual."""
+    num_train: Count | None = 1000
+    """Questions of each task to train on, drawn by seed; null = all."""
+    num_dev: Annotated[int, Limit(0, MOST)] = 500
+    """Questions of each task's training split that are held out to choose a model (two of five at most)."""
+    num_eval: Count | None = 1000
+    """Questions of each task to be judged by, the same for every seed; null = all."""
+    loss: Literal["tokens", "candidates"] = "tokens"
+    """tokens = of the right answer; candidates = choosing it, by mean log-likelihood (MeZO's; tasks with a choice)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and of the arithmetic; null = that of the model's files, if method and device can use it."""
     wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None

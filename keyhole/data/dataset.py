@@ -10,6 +10,9 @@ for:
                        nothing is predicted from one sample into the next
     row.position_ids   0, 1, 2, ... from the beginning of every sample (packed rows only)
 
+A data set of *questions* has a row per question, and in it a sample per candidate, of which one is right. Such a row
+is not one text: the loader asks for its samples, and as a single sample it is its right candidate.
+
 `fingerprint` is a hash of everything a batch is made of. A resumed run compares it, because going on at
 "sample 512" means nothing in other data.
 """
@@ -89,6 +92,7 @@ class Dataset(Sequence[Sample]):
         *,
         lengths: Sequence[int] | None = None,
         rows: Sequence[list[int]] | None = None,
+        questions: tuple[list[list[int]], list[int]] | None = None,
         sources: Sequence[int] = (),
         report: Report | None = None,
         where: Sequence[str] | None = None,
@@ -98,8 +102,9 @@ class Dataset(Sequence[Sample]):
         chat_template: str | None = None,
     ) -> None:
         """ids and trained: an array per sample, or one of all samples together with their lengths. rows: the samples
-        of each packed row; None gives every sample a row of its own. sources: from which source a sample came.
-        chat_template: that of the chats, where it is not the tokenizer's."""
+        of each packed row; None gives every sample a row of its own. questions: the samples of each question, and which
+        of them is right. sources: from which source a sample came. chat_template: that of the chats, where it is not
+        the tokenizer's."""
         if lengths is None:
             lengths = [len(x) for x in ids]
             ids = np.concatenate([*ids, np.zeros(0, dtype=np.int32)]).astype(np.int32)
@@ -109,6 +114,9 @@ class Dataset(Sequence[Sample]):
         self.trained[self.starts[:-1]] = False
         self.packed = rows is not None
         self.rows: Sequence[list[int]] = rows if rows is not None else _OneEach(len(self.lengths))
+        self.right: list[int] | None = None  # of a question's samples
+        if questions is not None:
+            self.rows, self.right = questions
         self.sources = sources
         self.report = report or Report()
         self.where = where or [f"sample {i + 1}" for i in range(len(self.lengths))]
@@ -119,11 +127,19 @@ class Dataset(Sequence[Sample]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        parts = [slice(self.starts[i], self.starts[i + 1]) for i in self.rows[index]]
+        samples = self.rows[index] if self.right is None else [self.rows[index][self.right[index]]]
+        return self._joined(samples)
+
+    def candidates(self, index: int) -> list[Sample]:
+        """The samples of a question."""
+        return [self._joined([i]) for i in self.rows[index]]
+
+    def _joined(self, samples: list[int]) -> Sample:
+        parts = [slice(self.starts[i], self.starts[i + 1]) for i in samples]
         ids = [token for part in parts for token in self.ids[part].tolist()]
         trained = [flag for part in parts for flag in self.trained[part].tolist()]
         labels = [token if flag else IGNORED for token, flag in zip(ids, trained, strict=True)]
-        positions = [t for i in self.rows[index] for t in range(self.lengths[i])] if self.packed else None
+        positions = [t for i in samples for t in range(self.lengths[i])] if self.packed else None
         return Sample(ids, labels, positions)
 
     def __iter__(self) -> Iterator[Sample]:
@@ -133,11 +149,22 @@ class Dataset(Sequence[Sample]):
         """Tokens in a row, without making it."""
         return sum(self.lengths[i] for i in self.rows[index])
 
+    def choose(self, rows: list[int]) -> None:
+        """Keeps these rows, in this order; one may stand in it several times."""
+        self.right = None if self.right is None else [self.right[i] for i in rows]
+        self.rows = [self.rows[i] for i in rows]
+
+    def most_samples(self, rows: int) -> int:
+        """The most samples that so many rows can have in a batch: candidates of questions count one by one."""
+        sizes = sorted((len(row) for row in self.rows), reverse=True) if self.right is not None else [1] * len(self)
+        return sum(sizes[:rows])
+
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that change with any token, mask, boundary or row, and with packing."""
+        """32 hex digits that change with any token, mask, boundary, row or right answer, and with packing."""
         digest = hashlib.blake2b(bytes([self.packed]), digest_size=16)
         rows = np.array([i for row in self.rows for i in (*row, -1)], dtype=np.int64)
-        for part in (self.starts, self.ids, self.trained, rows):
+        right = [] if self.right is None else [np.array(self.right, dtype=np.int64)]
+        for part in (self.starts, self.ids, self.trained, rows, *right):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()

@@ -16,6 +16,9 @@ Micro-batches are padded on the right to their longest row (to a multiple of `pa
 default, which matrix units like), with attention_mask 0 and label -100 there. Packed batches have no
 attention mask: their padding is one more sample at the end of the row, with positions from 0, that nobody
 is trained on and nobody sees.
+
+Rows that are questions become batches with all their candidates as rows, question by question, and two more tensors
+[rows]: `question` (0, 0, 1, 1, ...) and `answer` (1 for the right candidate). batch_size counts questions.
 """
 
 from collections.abc import Iterator
@@ -65,6 +68,17 @@ def collate(samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = 
     return batch
 
 
+def make_batch(dataset: Dataset, rows: list[int], pad_to_multiple_of: int) -> Batch:
+    """The rows of a data set as one batch."""
+    if dataset.right is None:
+        return collate([dataset[i] for i in rows], dataset.pad_token_id, pad_to_multiple_of)
+    groups = [dataset.candidates(i) for i in rows]
+    batch = collate([sample for group in groups for sample in group], dataset.pad_token_id, pad_to_multiple_of)
+    question = [q for q, group in enumerate(groups) for _ in group]
+    answer = [int(k == dataset.right[i]) for i, group in zip(rows, groups, strict=True) for k in range(len(group))]
+    return batch | {"question": torch.tensor(question), "answer": torch.tensor(answer)}
+
+
 class Loader:
     """An endless iterator of steps, each a list of micro-batches."""
 
@@ -108,7 +122,7 @@ class Loader:
         return [self._batch(rows[i : i + self.batch_size]) for i in range(0, len(rows), self.batch_size)]
 
     def _batch(self, rows: list[int]) -> Batch:
-        return collate([self.dataset[i] for i in rows], self.dataset.pad_token_id, self.pad_to_multiple_of)
+        return make_batch(self.dataset, rows, self.pad_to_multiple_of)
 
     __next__ = next_step
 
@@ -118,8 +132,9 @@ class Loader:
     def where(self, most: int = 4) -> str:
         """Where the samples of the last step came from, for error messages."""
         samples = [i for row in self._last for i in self.dataset.rows[row]]
-        names = [self.dataset.where[i] for i in samples[:most]]
-        return "; ".join(names) + (f"; and {len(samples) - most} more" if len(samples) > most else "")
+        names = samples if self.dataset.right is None else [self.dataset.rows[row][0] for row in self._last]
+        shown = "; ".join(self.dataset.where[i] for i in names[:most])
+        return shown + (f"; and {len(names) - most} more" if len(names) > most else "")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs; plain JSON."""
@@ -133,8 +148,8 @@ class Loader:
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
-                f"{len(self.dataset):,} now, or other tokens); restore train_data, the tokenizer, "
-                "chat_template and the settings of the data, or start anew in another output_dir"
+                f"{len(self.dataset):,} now, or other tokens); restore train_data or task, the "
+                "tokenizer, chat_template and the settings of the data, or start anew in another output_dir"
             )
         for key in ("seed", "shuffle"):
             if state[key] != getattr(self, key):

@@ -67,7 +67,7 @@ def tokenise(
             break
     report.template = _template_line(renderer, collector)
     foreign = collector.chats and (renderer.template.given or renderer.template.is_plain)
-    return collector.dataset(_pad_token_id(tokenizer), renderer.template.source() if foreign else None)
+    return collector.dataset(pad_token_id(tokenizer), renderer.template.source() if foreign else None)
 
 
 def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None = None, seed: int = 0) -> Dataset:
@@ -79,7 +79,7 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
         rows = pack([data.lengths[i] for i in members], how.max_length)
         data.rows, data.packed = [[members[k] for k in row] for row in rows], True
     elif chosen is not None:
-        data.rows = [[i] for i in chosen]
+        data.choose(chosen)
     if not data.rows:
         raise UserError("train_weights: no sample is left; give a source a weight above 0")
     report.packed, report.rows = how.packing, len(data.rows)
@@ -87,8 +87,8 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
 
 
 def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
-    """Samples in the order of their sources, each as often as the weight of its source says."""
-    sources, chosen, told = np.array(data.sources), [], []
+    """Rows in the order of their sources, each as often as the weight of its source says."""
+    sources, chosen, told = np.array([data.sources[row[0]] for row in data.rows]), [], []
     for source, weight in enumerate(weights):
         own = np.flatnonzero(sources == source)
         whole, part = divmod(weight, 1)
@@ -150,7 +150,7 @@ def _template_line(renderer: Renderer, collector: Collector) -> str:
     return f"{kind}; answers end with {ends or 'no special token'}{dated}"
 
 
-def _pad_token_id(tokenizer: Any) -> int:
+def pad_token_id(tokenizer: Any) -> int:
     """Any valid id will do: padding is masked."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(i for i in candidates if i is not None)

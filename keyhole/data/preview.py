@@ -46,7 +46,8 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids:
     start = 0
     for is_trained, group in groupby(trained):
         run = token_ids[start : start + len(list(group))]
-        yield from _run(tokenizer, run, start, is_trained, color, show_ids)
+        word, green = ("TRAINED", color) if is_trained else ("read", False)
+        yield from run_lines(tokenizer, run, start, word, color=green, show_ids=show_ids)
         start += len(run)
     cut = dataset.cuts.get(index)
     if cut is not None and cut.before:
@@ -56,7 +57,10 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids:
         yield f"  cut      {cut.tokens} tokens after these, {cut.trained} of them trained: {shown}"
 
 
-def _run(tokenizer: Any, run: list[int], start: int, is_trained: bool, color: bool, show_ids: bool) -> Iterator[str]:
+def run_lines(
+    tokenizer: Any, run: list[int], start: int, word: str, *, color: bool = False, show_ids: bool = True
+) -> Iterator[str]:
+    """A run of tokens that begins at `start`, with a word in front that says what they are."""
     gap = len(run) - 2 * SHOWN
     pieces = [run] if gap <= SHOWN else [run[:SHOWN], run[-SHOWN:]]
     at = [start, start + len(run) - SHOWN]
@@ -64,8 +68,8 @@ def _run(tokenizer: Any, run: list[int], start: int, is_trained: bool, color: bo
         if i == 1:
             yield f"           ... {gap} more ..."
         text = "|".join(_words(tokenizer, piece))
-        text = f"{GREEN}{text}{RESET}" if color and is_trained else text
-        yield f"  {'TRAINED' if is_trained else 'read':8} {at[i]:>5}  {text}"
+        text = f"{GREEN}{text}{RESET}" if color else text
+        yield f"  {word:8} {at[i]:>5}  {text}"
         if show_ids:
             yield f"  {'ids':8}        {' '.join(map(str, piece))}"
 

@@ -106,8 +106,9 @@ def _open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
 
 
 @contextmanager
-def _open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    with _open_bytes(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as text:
+def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> Iterator[TextIO]:
+    """A text file, unpacked if need be. encoding: None is UTF-8."""
+    with _open_bytes(path) as file, io.TextIOWrapper(file, encoding or "utf-8-sig", newline=newline) as text:
         yield text
 
 
@@ -153,29 +154,33 @@ def _load(text: str, path: Path, line: int | None) -> Any:
 
 
 def _jsonl(path: Path) -> Iterator[Record]:
-    with _open_text(path) as file:
+    with open_text(path) as file:
         for number, line in enumerate(_lines(file, path), 1):
             if line.strip():
                 yield _object(_load(line.rstrip(), path, number), path, "line", number)
 
 
-def _json(path: Path) -> Iterator[Record]:
+def load_json(path: Path) -> Any:
+    """The one JSON value of a file; None where the file is empty."""
     if path.stat().st_size > MOST_JSON_BYTES:
         raise UserError(
             f"{path}: {path.stat().st_size:,} bytes in one JSON value; write it as JSONL, an object per line"
         )
-    with _open_text(path) as file:
+    with open_text(path) as file:
         text = file.read(MOST_JSON_BYTES)
-    if not text.strip():
-        return
+    return _load(text.rstrip(), path, None) if text.strip() else None
+
+
+def _json(path: Path) -> Iterator[Record]:
     try:
-        value = _load(text.rstrip(), path, None)
+        value = load_json(path)
     except UserError as error:
-        cause = error.__cause__
-        if isinstance(cause, json.JSONDecodeError) and cause.msg == "Extra data" and text.lstrip().startswith("{"):
-            yield from _jsonl(path)  # one object per line after all
-            return
-        raise
+        if not is_lines(error):
+            raise
+        yield from _jsonl(path)
+        return
+    if value is None:
+        return
     if not isinstance(value, list):
         keys = f" with keys {listed(value)}" if isinstance(value, dict) else ""
         raise UserError(
@@ -184,6 +189,13 @@ def _json(path: Path) -> Iterator[Record]:
         )
     for number, item in enumerate(value, 1):
         yield _object(item, path, "item", number)
+
+
+def is_lines(error: UserError) -> bool:
+    """Whether JSON could not be read because the file has one object per line after all."""
+    cause = error.__cause__
+    extra = isinstance(cause, json.JSONDecodeError) and cause.msg == "Extra data"
+    return extra and cause.doc.lstrip().startswith("{")
 
 
 def _fault(error: json.JSONDecodeError) -> str:
@@ -197,7 +209,7 @@ def _fault(error: json.JSONDecodeError) -> str:
 
 def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
-    with _open_text(path, newline="") as file:
+    with open_text(path, newline="") as file:
         lines = _lines(file, path)
         first = next(lines, "")
         others = [mark for mark in ";\t" if mark in first] if "," not in first else []

@@ -2,6 +2,8 @@
 
     load_data(settings) -> Data: a resumable loader of train_data, batches of eval_data, and the report
 
+Instead of files a run may name tasks (data/tasks/): their rows, the questions of dev and test.
+
 Both sets are prepared in the same way. Evaluation is never packed: it has no use for it, and its loss then
 does not depend on a setting of training. Both are compared with what the model can take (capacity.py), so that
 a text too long for it is refused here and not in the middle of the run.
@@ -24,19 +26,26 @@ from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.preview import preview_task
+from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.run import load_tasks
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
 class Data:
-    """Everything a run needs to know about its data. chat_template: the one to save with the model; None: its own."""
+    """Everything a run needs to know about its data. chat_template: the one to save with the model; None: its own.
+    dev, test: the questions of each task, where the run has tasks; eval has the right answers of dev then."""
 
     train: Loader
     eval: EvalBatches
     report: list[str]
     end_token_ids: list[int]
     chat_template: str | None = None
+    dev: tuple[Task, ...] = ()
+    test: tuple[Task, ...] = ()
 
 
 def load_tokenizer(model: str) -> Any:
@@ -54,8 +63,12 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     settings = replace(settings, template_date=settings.day.isoformat())  # one day, whenever midnight is
     tokenizer = tokenizer or load_tokenizer(settings.model)
     known = _model_config(settings.model)
-    train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
-    report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
+    tasks = load_tasks(settings, tokenizer, known) if settings.task else None
+    if tasks is not None:
+        train, report = tasks.train, [*tasks.report, *_step_lines(settings, len(tasks.train))]
+    else:
+        train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
+        report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
     about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
     loader = Loader(
         train,
@@ -66,6 +79,9 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         about=about,
     )
     batches = EvalBatches(None, settings.batch_size)
+    if tasks is not None:
+        batches = EvalBatches(tasks.held_out, settings.batch_size, padding_multiple(tasks.held_out, known))
+        return Data(loader, batches, report, train.end_token_ids, dev=tasks.dev, test=tasks.test)
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
@@ -78,6 +94,12 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
     """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads no more than these."""
     tokenizer = load_tokenizer(settings.model)
     known = _model_config(settings.model)
+    if settings.task:
+        tasks = load_tasks(settings, tokenizer, known)
+        encoder = Encoder(tokenizer, settings.max_length, "drop" if settings.overlong == "drop" else "truncate")
+        how = {"color": color, "end": settings.train_end_token}
+        shown = [preview_task(task, tokenizer, encoder, count, **how) for task in tasks.drawn]
+        return "\n".join([*tasks.report, "", *shown])
     dataset, lines = _prepare(settings, settings.train_data, TRAIN, tokenizer, known, samples=max(1, count))
     return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
 

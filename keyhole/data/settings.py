@@ -87,13 +87,20 @@ class PrepareSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(PrepareSettings):
-    """The data of a run."""
+    """The data of a run: train_data and eval_data, or tasks by name."""
 
     model: str
-    train_data: str | list[str]
+    train_data: str | list[str] | None = None
     eval_data: str | list[str] | None = None
     train_weights: list[float] | None = None
     data_cache: str | None = None
     batch_size: int = 8
     gradient_accumulation_steps: int = 1
     seed: int = 0
+    task: str | list[str] | None = None
+    task_data: str | None = None
+    task_splits: dict[str, str] | None = None
+    num_train: int | None = 1000
+    num_dev: int = 500
+    num_eval: int | None = 1000
+    loss: str = "tokens"

@@ -33,7 +33,7 @@ class Rendering(NamedTuple):
     dated: bool = False  # the date was asked for
 
 
-class _Watched(NodeTransformer):
+class Watched(NodeTransformer):
     """Puts the statements that watch into a parsed template."""
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
@@ -84,7 +84,7 @@ class Template:
         self.source = source
         self.sandbox = Sandbox()
         self.sandbox.date = datetime.datetime(date.year, date.month, date.day)
-        self.program = self.sandbox.from_string(_Watched().visit(self.sandbox.parse(source)))
+        self.program = self.sandbox.from_string(Watched().visit(self.sandbox.parse(source)))
 
     @property
     def has_marks(self) -> bool:

@@ -8,25 +8,19 @@ For prompt x and candidate c of n tokens, with p the model's next-token probabil
 chooses by the sum. `margin` is the average over questions of mean(right) - max mean(wrong): it moves before
 the accuracy does. `loss` is the NLL per token of the right candidates; `chance` the accuracy of guessing.
 
-Where does the candidate begin? Prompt and candidate are tokenised as one text, because apart they would give
-tokens that the model has never seen. The prompt ends where the tokens of (prompt + candidate) stop agreeing
-with those of the prompt alone, for the candidate where that happens first, so that all candidates are judged
-from the same place on. Text is preceded by bos where the tokenizer adds one, as in training. A prompt too
-long for the model loses its beginning; how many did is in the result.
+Rows of tokens are those of training (data/tasks/encode.py). A prompt too long for the model loses its beginning; how
+many did is in the result.
 """
 
-import os.path
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from keyhole.data.capacity import check_ids, check_max_length, context_length
-from keyhole.data.chat_template import ChatTemplate, bos_ids
-from keyhole.data.dataset import IGNORED, Sample
-from keyhole.errors import UserError
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.question import Question, Task
 from keyhole.eval.rows import not_finite, score_rows
-from keyhole.eval.tasks import Question, Task
 from keyhole.model.model import Model
 
 
@@ -85,66 +79,3 @@ def _check_finite(model: Model, questions: list[Question], sums: list[torch.Tens
     if bad:
         share = f"{len(bad)} of {len(questions)} questions"
         raise not_finite(model, f"{bad[0].where}: scores that are not finite ({share})")
-
-
-class Encoder:
-    """Questions into rows of tokens, one row per candidate."""
-
-    def __init__(self, tokenizer: Any, max_length: int | None = None) -> None:
-        if tokenizer is None:
-            raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
-        self.tokenizer, self.max_length = tokenizer, max_length
-        self.bos = bos_ids(tokenizer)
-        self.template = ChatTemplate(tokenizer)
-        self.truncated = 0
-
-    def encode(self, questions: list[Question]) -> list[list[Sample]]:
-        """The rows of each question. All texts go through the tokenizer in one call."""
-        prompts = [self._prompt(question) for question in questions]
-        texts = [p + c for p, q in zip(prompts, questions, strict=True) for c in ("", *q.candidates)]
-        tokens = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
-        return [self._rows(q, [next(tokens) for _ in range(1 + len(q.candidates))]) for q in questions]
-
-    def _prompt(self, question: Question) -> str:
-        if isinstance(question.prompt, str):
-            return question.prompt
-        try:
-            return self.template.render(question.prompt, None, prompt=True)
-        except Exception as error:  # templates raise what they like
-            raise UserError(f"{question.where}: the chat template cannot write the prompt: {error}") from None
-
-    def _rows(self, question: Question, tokens: list[list[int]]) -> list[Sample]:
-        alone, *full = tokens
-        begin = min(len(os.path.commonprefix([alone, ids])) for ids in full)
-        for ids, candidate in zip(full, question.candidates, strict=True):
-            if len(ids) <= begin:
-                raise UserError(f"{question.where}: candidate {candidate!r} adds no token to the prompt")
-        before = self._before(question, full[0][:begin])
-        rows = [self._cut(question, [*before, *ids], len(before) + begin, len(before)) for ids in full]
-        longest = max(len(before) + len(ids) for ids in full)
-        self.truncated += self.max_length is not None and longest > self.max_length
-        return rows
-
-    def _before(self, question: Question, prompt_ids: list[int]) -> list[int]:
-        """bos as in training; something must stand before the first scored token, or nothing predicts it."""
-        is_chat = not isinstance(question.prompt, str)
-        if self.bos and not is_chat and prompt_ids[: len(self.bos)] != self.bos:
-            return self.bos
-        if prompt_ids:
-            return []
-        first = [i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None]
-        if not first:
-            raise UserError(f"{question.where}: an empty prompt, and the tokenizer has no bos to begin with")
-        return first[:1]
-
-    def _cut(self, question: Question, ids: list[int], begin: int, keep: int) -> Sample:
-        """The row with its candidate trained; a long prompt loses its beginning, except for `keep` tokens."""
-        surplus = len(ids) - self.max_length if self.max_length else 0
-        if surplus > 0:
-            if begin - keep <= surplus:
-                raise UserError(
-                    f"{question.where}: a candidate has {len(ids) - begin} tokens; the model takes "
-                    f"{self.max_length} in all"
-                )
-            ids, begin = ids[:keep] + ids[keep + surplus :], begin - surplus
-        return Sample(ids, [IGNORED] * begin + ids[begin:])

@@ -14,35 +14,14 @@ stands for the embedded task. A wrong row is refused with its file and line befo
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from keyhole import assets
 from keyhole.data.files import Record, read
 from keyhole.data.render import check_text
+from keyhole.data.tasks.question import Question, Task, Turns
 from keyhole.errors import UserError, listed
-
-Turns = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Question:
-    """One row: what is asked, what may be answered, which answer is right, and where it was found."""
-
-    prompt: str | Turns
-    candidates: tuple[str, ...]
-    answer: int
-    where: str = "question"
-
-
-@dataclass(frozen=True)
-class Task:
-    """Questions under one name."""
-
-    name: str
-    questions: list[Question]
 
 
 def is_task(source: str) -> bool:

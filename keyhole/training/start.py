@@ -228,7 +228,7 @@ def _tokens(batches: Loader | EvalBatches) -> int:
     """Tokens of the largest micro-batch, padding included."""
     multiple = batches.pad_to_multiple_of
     width = -(-longest_row(batches.dataset) // multiple) * multiple
-    return min(batches.batch_size, len(batches.dataset)) * width
+    return batches.dataset.most_samples(batches.batch_size) * width
 
 
 def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:

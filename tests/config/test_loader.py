@@ -179,7 +179,7 @@ def test_all_faults_are_collected_with_their_lines() -> None:
 def test_missing_keys_are_named_with_their_meaning() -> None:
     """A required key that is absent is listed with its doc line."""
     message = faults_of("method: zo")
-    for key in ("model", "train_data", "output_dir"):
+    for key in ("model", "output_dir"):
         assert f"{key}: missing" in message and table.settings()[key].doc in message
     assert "method: missing" not in message
 

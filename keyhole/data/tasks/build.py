@@ -1,0 +1,104 @@
+"""A row of a data set as a question: names computed, prompt and candidates written, the right answer found.
+
+A label is compared as text (`columns.spelled`): true, "True" and 1 are spellings like `entailment`, and the task file
+says which belong to which candidate. A label that is none of them is refused with its row, never guessed: a data set
+whose 0 and 1 are the other way round would train the opposite.
+"""
+
+import math
+from typing import Any
+
+from keyhole.data.readers import Record
+from keyhole.data.render import check_text
+from keyhole.data.tasks.columns import spelled
+from keyhole.data.tasks.question import Question
+from keyhole.data.tasks.spec import CHOICE, TaskSpec
+from keyhole.errors import UserError, listed
+
+MOST_CANDIDATES = 1000
+
+
+def build(record: Record, spec: TaskSpec) -> Question | None:
+    """The question of one row that has the task's columns; None where its answer is empty."""
+    try:
+        return _choice(record, spec) if spec.kind == CHOICE else _free(record, spec)
+    except UserError as error:
+        raise UserError(f"{record.where}: {error}") from None
+
+
+def _names(record: Record, spec: TaskSpec) -> dict[str, Any]:
+    row = dict(record.row)
+    for name, expression in spec.let.items():
+        row[name] = expression.run(row)
+    return row
+
+
+def _choice(record: Record, spec: TaskSpec) -> Question:
+    row = _names(record, spec)
+    raw = _candidates(row, spec)
+    right = _right(row, raw, spec)
+    texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
+    prompt = spec.prompt.run(row)
+    check_text("\n".join([prompt, *texts]), "the row")
+    value = None if spec.value is None else _number(row[spec.value], spec.value)
+    return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value)
+
+
+def _candidates(row: dict[str, Any], spec: TaskSpec) -> list[str]:
+    found = spec.candidates if isinstance(spec.candidates, tuple) else spec.candidates.run(row)
+    texts = list(found) if isinstance(found, tuple | list) else []
+    if not 2 <= len(texts) <= MOST_CANDIDATES or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"candidates: expected 2 to {MOST_CANDIDATES} texts, found {found!r:.80}")
+    if len(set(texts)) < len(texts):
+        raise UserError(f"candidates: two of them are the same: {listed(texts)}")
+    return texts
+
+
+def _right(row: dict[str, Any], candidates: list[str], spec: TaskSpec) -> list[int]:
+    """The indices of the right candidates, the first that is named first."""
+    if spec.right is None:
+        return [_label(row["label"], len(candidates), spec)]
+    named = spec.right.run(row)
+    named = named if isinstance(named, list) else [named]
+    found = list(dict.fromkeys(candidates.index(text) for text in named if text in candidates))
+    if not found:
+        raise UserError(f"right: none of {listed(named)} is one of the candidates {listed(candidates)}")
+    return found
+
+
+def _label(value: Any, count: int, spec: TaskSpec) -> int:
+    spellings = spec.labels or tuple((str(i),) for i in range(count))
+    found = [i for i, words in enumerate(spellings) if spelled(value) in words]
+    if not found or found[0] >= count:
+        known = "; ".join(" or ".join(words) for words in spellings)
+        raise UserError(f"label: found {value!r:.60}, expected {known}")
+    return found[0]
+
+
+def _free(record: Record, spec: TaskSpec) -> Question | None:
+    row = _names(record, spec)
+    prompt, answer = spec.prompt.run(row), spec.answer.run(row)
+    check_text(f"{prompt}\n{answer}", "the row")
+    if not answer.strip():
+        return None
+    if spec.program is not None:
+        return Question(prompt, (answer,), 0, record.where, references=(spec.program.run({**row, "completion": MARK}),))
+    references = spec.references.run(row) if spec.references is not None else [answer.strip()]
+    references = references if isinstance(references, list) else [references]
+    texts = tuple(str(text) for text in references)
+    if not texts:
+        raise UserError("references: the list is empty; there is no right answer")
+    return Question(prompt, (answer,), 0, record.where, references=texts)
+
+
+MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # where a model's text goes in a program
+
+
+def _number(value: Any, column: str) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserError(f"{column}: expected a number, found {value!r:.60}")
+    return number

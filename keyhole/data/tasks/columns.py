@@ -1,0 +1,83 @@
+"""The columns of a row under the task's own names, whichever download the row comes from.
+
+lists opened     `rows: [data, data.paragraphs]`: the row is repeated for each item of the list at a path, and the
+                 item stands where the list stood. A path that leads to no list is passed over, so that rows that
+                 are flat already (Hugging Face's) need no other file.
+names            `question: [question, passage.questions.question]`: the first that is there; dots lead into
+                 objects, unless a column is really called so
+no label         rows whose label is missing, -1, - or empty (the test sets of benchmarks, MNLI's disputed pairs)
+                 are no questions: left out and counted
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from keyhole.data.readers import Record
+from keyhole.data.tasks.spec import TaskSpec
+from keyhole.errors import UserError, listed
+
+MISSING = object()
+NO_LABEL = ("", "-", "-1", "none", "null")
+
+
+def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
+    """Rows with the task's columns, and nothing else. left_out: counts those without a label."""
+    column = spec.value or "label"
+    for record in records:
+        for row in _opened([record.row], spec.rows):
+            picked = _pick(replace(record, row=row), spec)
+            if column in spec.columns and spelled(picked.row[column]) in NO_LABEL and column not in spec.optional:
+                left_out["without a label"] += 1
+            else:
+                yield picked
+
+
+def spelled(value: Any) -> str:
+    """A label as text: true and True are one, so are 1, 1.0 and "1"."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    text = str(value).strip().lower()
+    return text[:-2] if text.endswith(".0") and text[:-2].removeprefix("-").isdecimal() else text
+
+
+def lookup(row: Any, path: str) -> Any:
+    """The value of a column or at a dotted path; MISSING where there is none."""
+    if isinstance(row, dict) and path in row:
+        return row[path]
+    head, dot, rest = path.partition(".")
+    return lookup(row[head], rest) if dot and isinstance(row, dict) and head in row else MISSING
+
+
+def _opened(rows: list[dict[str, Any]], paths: tuple[str, ...]) -> list[dict[str, Any]]:
+    for path in paths:
+        rows = [opened for row in rows for opened in _items(row, path)]
+    return rows
+
+
+def _items(row: dict[str, Any], path: str) -> list[dict[str, Any]]:
+    if path == "*":
+        values = list(row.values())
+        return values if values and all(isinstance(value, dict) for value in values) else [row]
+    found = lookup(row, path)
+    return [_with(row, path.split("."), item) for item in found] if isinstance(found, list) else [row]
+
+
+def _with(row: dict[str, Any], path: list[str], item: Any) -> dict[str, Any]:
+    """A copy of the row with another value at a path."""
+    return {**row, path[0]: _with(row[path[0]], path[1:], item) if len(path) > 1 else item}
+
+
+def _pick(record: Record, spec: TaskSpec) -> Record:
+    picked = {}
+    for name, aliases in spec.columns.items():
+        value = next((found for alias in aliases if (found := lookup(record.row, alias)) is not MISSING), MISSING)
+        if value is MISSING and name not in spec.optional:
+            also = f" (also called {listed(aliases[1:])})" if len(aliases) > 1 else ""
+            raise UserError(
+                f"{record.where}: task {spec.name} needs the column {aliases[0]}{also}; found: {listed(record.row)}. "
+                f"Rename it, or write a task file of your own with `columns: {{{name}: ...}}` (docs/tasks.md)"
+            )
+        picked[name] = None if value is MISSING else value
+    return replace(record, row=picked)

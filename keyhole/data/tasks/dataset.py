@@ -1,0 +1,89 @@
+"""Questions as rows to train on, by one of two losses.
+
+    tokens        one row per question: the prompt, and the right answer, whose tokens are trained
+    candidates    one row per question with all its candidates as samples; the loss compares them (model/objective.py).
+                  Of several right candidates the first is kept: the others are neither right nor wrong there
+
+Both have the tokens that scoring has (encode.py).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from keyhole.data.dataset import IGNORED, Dataset, Sample
+from keyhole.data.prepare import pad_token_id
+from keyhole.data.report import Report
+from keyhole.data.settings import DataSettings
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.question import Question, Task
+from keyhole.data.tasks.spec import CHOICE
+from keyhole.errors import UserError
+
+TOKENS, CANDIDATES = "tokens", "candidates"
+
+
+def ends(task: Task, train_end_token: bool | None) -> bool:
+    """Whether the token that ends a text is trained: as the setting says, else as the task does."""
+    return task.spec.end_token if train_end_token is None else train_end_token
+
+
+def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, loss: str) -> Dataset:
+    """All questions of the tasks; a question's source is the place of its task in the list."""
+    encoder = Encoder(tokenizer, how.max_length, how.overlong)
+    samples: list[Sample] = []
+    rows: list[list[int]] = []
+    right, sources, where, dropped = [], [], [], 0
+    for source, task in enumerate(tasks):
+        if loss == CANDIDATES and task.spec.kind != CHOICE:
+            raise UserError(
+                f"loss: candidates needs a choice; the answers of task {task.name} are free text: set loss=tokens"
+            )
+        end = ends(task, how.train_end_token)
+        for question, encoded in zip(task.questions, encoder.encode(task.questions, end), strict=True):
+            kept = _kept(question, loss) if encoded else []
+            dropped += not kept
+            if not kept:
+                continue
+            rows.append(list(range(len(samples), len(samples) + len(kept))))
+            right.append(kept.index(question.answer))
+            samples += [encoded[i] for i in kept]
+            sources += [source] * len(kept)
+            where += [question.where] * len(kept)
+    if not samples:
+        raise UserError(f"task: no question is left to train on; all are longer than max_length={how.max_length}")
+    data = Dataset(
+        [np.array(sample.input_ids, dtype=np.int32) for sample in samples],
+        [np.array(sample.labels) != IGNORED for sample in samples],
+        questions=(rows, right) if loss == CANDIDATES else None,
+        sources=sources,
+        where=where,
+        report=_report(tasks, samples, encoder, dropped),
+        end_token_ids=[tokenizer.eos_token_id] if any(ends(task, how.train_end_token) for task in tasks) else [],
+        pad_token_id=pad_token_id(tokenizer),
+    )
+    return data
+
+
+def _kept(question: Question, loss: str) -> list[int]:
+    """The candidates that become samples; none where no choice is left."""
+    if loss == TOKENS:
+        return [question.answer]
+    kept = [i for i in range(len(question.candidates)) if i not in question.also]
+    return kept if len(kept) > 1 else []
+
+
+def _report(tasks: Sequence[Task], samples: list[Sample], encoder: Encoder, dropped: int) -> Report:
+    lengths = [len(sample.input_ids) for sample in samples]
+    cut = encoder.overlong == "truncate"
+    return Report(
+        read=sum(len(task.questions) for task in tasks),
+        samples=len(samples),
+        tokens=sum(lengths),
+        trained_tokens=sum(label != IGNORED for sample in samples for label in sample.labels),
+        longest=max(lengths),
+        truncated=encoder.truncated if cut else 0,
+        cut_prompts=encoder.truncated if cut else 0,
+        dropped_overlong=dropped,
+        max_length=encoder.max_length,
+    )

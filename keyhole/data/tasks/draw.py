@@ -1,0 +1,112 @@
+"""Which questions train, which choose the model (dev), and which judge it (test): drawn by seed.
+
+As in MeZO, train and dev are drawn from the training split and do not share a row; test is drawn from the validation
+set, whose answers are public.
+
+    order    a permutation of the rows that is a pure function of the seed (loader.order)
+    train    its first num_train rows
+    dev      the next num_dev; where there are fewer than num_train + num_dev rows, dev takes its number first, but no
+             more than two of five rows (CB: 250 rows, num_dev 100 -> 150 to train, as MeZO has it)
+    test     num_eval rows drawn with seed 0 whatever the seed of the run, so that all runs answer the same questions
+
+Only what is drawn is rendered: 1,500 of QQP's 364,000 rows.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from keyhole.data.loader import order
+from keyhole.data.readers import Record
+from keyhole.data.tasks.build import build
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.places import Split, find_splits, read_split
+from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.spec import SPLITS, TaskSpec
+from keyhole.errors import UserError
+
+TEST_SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """How many questions of each kind; None: all there are."""
+
+    train: int | None = 1000
+    dev: int = 500
+    test: int | None = 1000
+    seed: int = 0
+
+
+def load_task(
+    name: str, task_data: str | None, numbers: Numbers, splits: dict[str, str] | None = None, *, training: bool = True
+) -> dict[str, Task]:
+    """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits."""
+    spec = read_spec(name)
+    places = find_splits(spec, task_data, _own(splits, spec.name))
+    test = {"test": _test(spec, places["test"], numbers)}
+    if training and "train" in places:
+        return _train(spec, places, numbers) | test
+    if training:
+        raise UserError(
+            f"task_data: task {spec.name} has rows to be judged by ({places['test']}), and none to train on: add a "
+            "file train.jsonl, or divide the one there is: task_splits: "
+            f'{{train: "{_base(places["test"])}[:-1000]", test: "{_base(places["test"])}[-1000:]"}}'
+        )
+    return test
+
+
+def _own(given: dict[str, str] | None, name: str) -> dict[str, str]:
+    """The splits that the setting names for this task: `train`, or `boolq.train` where there are several tasks."""
+    found = {}
+    for key, value in (given or {}).items():
+        task, _, split = key.rpartition(".")
+        if split not in SPLITS:
+            raise UserError(f"task_splits: found {key}, expected {', '.join(SPLITS)}, or of one task: {name}.train")
+        if task in ("", name):
+            found[split] = value
+    return found
+
+
+def _base(place: Split) -> str:
+    return place.names[0].rpartition("/")[2].partition(".")[0]
+
+
+def _train(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> dict[str, Task]:
+    records, note = _read(spec, places["train"])
+    rows = order(len(records), numbers.seed, 0)
+    if "dev" in places:
+        others, other_note = _read(spec, places["dev"])
+        chosen = order(len(others), numbers.seed, 0)[: numbers.dev]
+        dev = _task(spec, others, chosen, places["dev"], other_note)
+        return {"train": _task(spec, records, rows[: numbers.train], places["train"], note), "dev": dev}
+    dev = min(numbers.dev, 2 * len(records) // 5)
+    train = min(len(records) - dev, len(records) if numbers.train is None else numbers.train)
+    return {
+        "train": _task(spec, records, rows[:train], places["train"], note),
+        "dev": _task(spec, records, rows[train : train + dev], places["train"], ""),
+    }
+
+
+def _test(spec: TaskSpec, place: Split, numbers: Numbers) -> Task:
+    records, note = _read(spec, place)
+    return _task(spec, records, np.sort(order(len(records), TEST_SEED, 0)[: numbers.test]), place, note)
+
+
+def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
+    left_out: Counter[str] = Counter()
+    records = read_split(spec, place, left_out)
+    note = "".join(f"; {count:,} {why} left out" for why, count in left_out.items() if count)
+    if not records:
+        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}")
+    return records, note
+
+
+def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:
+    questions = [question for i in chosen if (question := build(records[i], spec)) is not None]
+    if not questions:
+        raise UserError(f"task {spec.name}: no row of {place} has an answer")
+    note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
+    count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"
+    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}")

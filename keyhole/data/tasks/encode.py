@@ -1,0 +1,96 @@
+"""Questions into rows of tokens, one per candidate: the same for training and for scoring.
+
+Where does the candidate begin? Prompt and candidate are tokenised as one text, because apart they would give
+tokens that the model has never seen. The prompt ends where the tokens of (prompt + candidate) stop agreeing
+with those of the prompt alone, for the candidate where that happens first, so that all candidates are judged
+from the same place on. Text is preceded by bos where the tokenizer adds one.
+
+No end token follows a candidate: it would be half of what is trained, and teach nothing about the choice. A task in
+free text may ask for one (`end_token`). A row that is too long loses the beginning of its prompt; an answer in free
+text also its end, where it is longer than what half of a row, or a short prompt, leaves to it. What is too long may
+also be dropped or refused (`overlong`).
+"""
+
+import os.path
+from typing import Any
+
+from keyhole.data.chat_template import ChatTemplate, bos_ids
+from keyhole.data.dataset import IGNORED, Sample
+from keyhole.data.tasks.question import Question
+from keyhole.errors import UserError
+
+
+class Encoder:
+    """Questions into rows of tokens, one row per candidate."""
+
+    def __init__(self, tokenizer: Any, max_length: int | None = None, overlong: str = "truncate") -> None:
+        if tokenizer is None:
+            raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
+        self.tokenizer, self.max_length, self.overlong = tokenizer, max_length, overlong
+        self.bos = bos_ids(tokenizer)
+        self.template = ChatTemplate(tokenizer)
+        self.truncated = 0
+
+    def encode(self, questions: list[Question], end_token: bool = False) -> list[list[Sample]]:
+        """The rows of each question; none for a question that is dropped. All texts go through the tokenizer in one
+        call. end_token: each row ends with eos."""
+        prompts = [self._prompt(question) for question in questions]
+        texts = [p + c for p, q in zip(prompts, questions, strict=True) for c in ("", *q.candidates)]
+        tokens = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
+        end = [self.tokenizer.eos_token_id] if end_token and self.tokenizer.eos_token_id is not None else []
+        return [self._rows(q, [next(tokens) for _ in range(1 + len(q.candidates))], end) for q in questions]
+
+    def _prompt(self, question: Question) -> str:
+        if isinstance(question.prompt, str):
+            return question.prompt
+        try:
+            return self.template.render(question.prompt, None, prompt=True)
+        except Exception as error:  # templates raise what they like
+            raise UserError(f"{question.where}: the chat template cannot write the prompt: {error}") from None
+
+    def _rows(self, question: Question, tokens: list[list[int]], end: list[int]) -> list[Sample]:
+        alone, *full = tokens
+        begin = min(len(os.path.commonprefix([alone, ids])) for ids in full)
+        for ids, candidate in zip(full, question.candidates, strict=True):
+            if len(ids) <= begin:
+                raise UserError(f"{question.where}: candidate {candidate!r} adds no token to the prompt")
+        before = self._before(question, full[0][:begin])
+        longest = max(len(before) + len(ids) + len(end) for ids in full)
+        if self.max_length is not None and longest > self.max_length:
+            if self.overlong == "error":
+                raise UserError(
+                    f"{question.where}: {longest:,} tokens, more than max_length={self.max_length}; raise max_length, "
+                    "or set overlong to truncate or drop"
+                )
+            self.truncated += 1
+            if self.overlong == "drop":
+                return []
+        return [self._cut(question, [*before, *ids, *end], len(before) + begin, len(before)) for ids in full]
+
+    def _before(self, question: Question, prompt_ids: list[int]) -> list[int]:
+        """bos as in training; something must stand before the first scored token, or nothing predicts it."""
+        is_chat = not isinstance(question.prompt, str)
+        if self.bos and not is_chat and prompt_ids[: len(self.bos)] != self.bos:
+            return self.bos
+        if prompt_ids:
+            return []
+        first = [i for i in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id) if i is not None]
+        if not first:
+            raise UserError(f"{question.where}: an empty prompt, and the tokenizer has no bos to begin with")
+        return first[:1]
+
+    def _cut(self, question: Question, ids: list[int], begin: int, keep: int) -> Sample:
+        """The row with its candidate trained; a long prompt loses its beginning, except for `keep` tokens."""
+        surplus = len(ids) - self.max_length if self.max_length else 0
+        if surplus > 0 and len(question.candidates) == 1:
+            answer = max(self.max_length - begin, self.max_length // 2)  # what is left of the row, but half at least
+            ids = ids[: begin + answer]
+            surplus = len(ids) - self.max_length
+        if surplus > 0:
+            if begin - keep <= surplus:
+                raise UserError(
+                    f"{question.where}: a candidate has {len(ids) - begin} tokens; the model takes "
+                    f"{self.max_length} in all"
+                )
+            ids, begin = ids[:keep] + ids[keep + surplus :], begin - surplus
+        return Sample(ids, [IGNORED] * begin + ids[begin:])

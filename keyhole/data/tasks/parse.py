@@ -1,0 +1,193 @@
+"""Reads a task file into a TaskSpec, or says what is wrong with it: the file, the key, what was found and expected.
+
+Scalars are taken as the text in the file: YAML's guesses (`no` is False, `1.0` a number) would change label words.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keyhole.data.tasks.expressions import Expression, Text
+from keyhole.data.tasks.spec import CHOICE, LIBRARY, METRICS, SPLITS, TaskSpec, task_names
+from keyhole.errors import UserError, listed, printable
+
+MOST_BYTES = 2**18
+
+
+def read_spec(name: str) -> TaskSpec:
+    """The task of that name, or of that file."""
+    is_file = Path(name).suffix in (".yaml", ".yml")
+    if not is_file and name not in task_names():
+        raise UserError(f"task: no task `{name}`; there are {', '.join(task_names())}, and files such as my.yaml")
+    path = Path(name).expanduser() if is_file else LIBRARY / f"{name}.yaml"
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"task: {path}: larger than {MOST_BYTES:,} bytes; is it a task file?")
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"task: {path}: not UTF-8 text; is it a task file?") from None
+    except OSError as error:
+        raise UserError(f"task: {path}: cannot be read: {error.strerror}") from None
+    return parse_spec(text, path.stem, str(path) if is_file else name)
+
+
+def parse_spec(text: str, name: str, source: str) -> TaskSpec:
+    """A task file's text as a task. source: what messages call it."""
+    try:
+        given = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"task {source}: not valid YAML: {printable(str(error), 300)}") from None
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise UserError(f"task {source}: expected `key: value` lines, from `title:` to `metric:`")
+    if unknown := [key for key in given if key not in _READERS]:
+        raise UserError(f"task {source}: unknown key {listed(unknown)}; a task file may have {', '.join(_READERS)}")
+    if missing := [key for key in ("columns", "prompt", "metric") if key not in given]:
+        raise UserError(f"task {source}: {listed(missing)} is missing; see docs/tasks.md for a whole file")
+    values = {key: _READERS[key](value, f"task {source}: {key}") for key, value in given.items()}
+    values["metrics"] = values.pop("metric")
+    spec = TaskSpec(**{"name": name, "title": name, **values})
+    if fault := _fault(spec):
+        raise UserError(f"task {source}: {fault}")
+    return spec
+
+
+def _fault(spec: TaskSpec) -> str:
+    """What one key demands of another."""
+    if len({METRICS[metric] for metric in spec.metrics}) > 1:
+        return f"metric: {', '.join(spec.metrics)} do not go together: some choose, some generate"
+    if (spec.kind == CHOICE) != bool(spec.candidates):
+        other = "needs candidates" if spec.kind == CHOICE else "is for answers in free text, and there are candidates"
+        return f"metric: {spec.metric} {other}"
+    if spec.kind != CHOICE and spec.answer is None:
+        return f"answer: missing; {spec.metric} needs an answer in free text"
+    if spec.kind == CHOICE and spec.right is None and "label" not in spec.columns and "label" not in spec.let:
+        return "columns: label is missing (or say `right:`): it names the right candidate"
+    if spec.labels and isinstance(spec.candidates, tuple) and len(spec.labels) != len(spec.candidates):
+        return f"labels: {len(spec.labels)} of them for {len(spec.candidates)} candidates; give one list for each"
+    spellings = [word for words in spec.labels for word in words]
+    if twice := {word for word in spellings if spellings.count(word) > 1}:
+        return f"labels: {listed(sorted(twice))} stands for two candidates"
+    if isinstance(spec.candidates, tuple) and spec.candidates and len(set(spec.candidates)) < 2:
+        return "candidates: two different texts at least"
+    if ("pearson" in spec.metrics) != (spec.value is not None):
+        return "value: goes with metric pearson: the column with the number that is compared"
+    if ("pass@1" in spec.metrics) != (spec.program is not None):
+        return "program: goes with metric pass@1: the program that checks a completion"
+    if unknown := [name for name in (*spec.optional, *filter(None, [spec.value])) if name not in spec.columns]:
+        return f"{listed(unknown)}: not one of the columns {listed(spec.columns)}"
+    return ""
+
+
+class _Loader(yaml.BaseLoader):
+    """Every scalar as the text in the file; a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for key in keys if keys.count(key) > 1]:
+            raise ValueError(f"line {node.start_mark.line + 1}: {twice[0]} is given twice")
+        return super().construct_mapping(node, deep=True)
+
+
+def _text(value: Any, key: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{key}: expected text, found {value!r:.60}")
+    return value
+
+
+def _texts(value: Any, key: str) -> tuple[str, ...]:
+    return tuple(_text(item, key) for item in (value if isinstance(value, list) else [value]))
+
+
+def _candidates(value: Any, key: str) -> tuple[str, ...] | Expression:
+    return Expression(value, key) if isinstance(value, str) else _texts(value, key)
+
+
+def _labels(value: Any, key: str) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(value, list):
+        raise UserError(f"{key}: expected a list with the spellings of each label, found {value!r:.60}")
+    return tuple(tuple(word.strip().lower() for word in _texts(words, key)) for words in value)
+
+
+def _mapping(value: Any, key: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
+        raise UserError(f"{key}: expected names with values, such as {{sentence: text}}, found {value!r:.60}")
+    return value
+
+
+def _hub(value: Any, key: str) -> dict[str, str]:
+    found = {name: _text(item, f"{key}.{name}") for name, item in _mapping(value, key).items()}
+    if "dataset" not in found or not found.keys() <= {"dataset", "config", *SPLITS}:
+        raise UserError(f"{key}: expected dataset, config and splits (train, test, dev), found {listed(found)}")
+    return found
+
+
+def _splits(value: Any, key: str) -> tuple[dict[str, tuple[str, ...]], ...]:
+    layouts = [_mapping(item, key) for item in (value if isinstance(value, list) else [value])]
+    for layout in layouts:
+        if not layout.keys() <= set(SPLITS) or "test" not in layout:
+            raise UserError(f"{key}: expected train, test and perhaps dev, found {listed(layout)}")
+    return tuple({name: _texts(item, f"{key}.{name}") for name, item in layout.items()} for layout in layouts)
+
+
+def _metrics(value: Any, key: str) -> tuple[str, ...]:
+    found = _texts(value, key)
+    if unknown := [metric for metric in found if metric not in METRICS]:
+        raise UserError(f"{key}: found {listed(unknown)}, expected {', '.join(METRICS)}")
+    return found
+
+
+def _count(value: Any, key: str) -> int:
+    if not isinstance(value, str) or not value.isdecimal() or not 1 <= int(value[:9]) <= 10**6:
+        raise UserError(f"{key}: expected a whole number from 1 on, found {value!r:.60}")
+    return int(value)
+
+
+def _flag(value: Any, key: str) -> bool:
+    if value not in ("true", "false"):
+        raise UserError(f"{key}: expected true or false, found {value!r:.60}")
+    return value == "true"
+
+
+def _pattern(value: Any, key: str) -> str:
+    try:
+        re.compile(_text(value, key))
+    except re.error as error:
+        raise UserError(f"{key}: not a regular expression: {error}") from None
+    return value
+
+
+def _program(value: Any, key: str) -> Text:
+    return Text(_text(value, key), key)
+
+
+def _expression(value: Any, key: str) -> Expression:
+    return Expression(_text(value, key), key)
+
+
+_READERS = {
+    "title": _text,
+    "columns": lambda value, key: {name: _texts(item, f"{key}.{name}") for name, item in _mapping(value, key).items()},
+    "optional": _texts,
+    "header": _texts,
+    "rows": _texts,
+    "let": lambda value, key: {name: _expression(e, f"{key}.{name}") for name, e in _mapping(value, key).items()},
+    "prompt": _program,
+    "candidates": _candidates,
+    "candidate": _program,
+    "labels": _labels,
+    "right": _expression,
+    "value": _text,
+    "answer": _program,
+    "references": _expression,
+    "extract": _pattern,
+    "program": _program,
+    "stop": _texts,
+    "max_new_tokens": _count,
+    "end_token": _flag,
+    "metric": _metrics,
+    "hub": _hub,
+    "splits": _splits,
+    "folders": _texts,
+}

@@ -1,0 +1,43 @@
+"""Questions as the model will see them: the prompt in tokens, then every candidate, the right one marked.
+
+question 1 of 1,000 (sst2/train.tsv, row 42110): 4 tokens of prompt, 2 candidates
+  read         0  f|ancy| It| was
+  ids             ...
+  RIGHT        4   great
+  wrong        4   terrible
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from keyhole.data.dataset import IGNORED
+from keyhole.data.preview import run_lines
+from keyhole.data.tasks.dataset import ends
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.question import Task
+from keyhole.errors import printable
+
+
+def preview_task(task: Task, tokenizer: Any, encoder: Encoder, n: int, *, color: bool, end: bool | None) -> str:
+    """The first n questions. end: the setting train_end_token."""
+    lines: list[str] = []
+    for index, encoded in enumerate(encoder.encode(task.questions[:n], ends(task, end))):
+        lines += [*_question(task, index, encoded, tokenizer, color), ""]
+    return "\n".join(lines)
+
+
+def _question(task: Task, index: int, encoded: list, tokenizer: Any, color: bool) -> Iterator[str]:
+    question = task.questions[index]
+    place = f"question {index + 1} of {len(task.questions):,} ({printable(question.where, 300)})"
+    if not encoded:
+        yield f"{place}: longer than max_length, so it is dropped"
+        return
+    begin = next(t for t, label in enumerate(encoded[0].labels) if label != IGNORED)
+    yield f"{place}: {begin} tokens of prompt, {len(encoded)} candidates"
+    yield from run_lines(tokenizer, encoded[0].input_ids[:begin], 0, "read", show_ids=True)
+    rights = (question.answer, *question.also)
+    for i in sorted(range(len(encoded)), key=lambda i: i not in rights):
+        word = "RIGHT" if i in rights else "wrong"
+        row = encoded[i]
+        start = next(t for t, label in enumerate(row.labels) if label != IGNORED)
+        yield from run_lines(tokenizer, row.input_ids[start:], start, word, color=color and i in rights, show_ids=True)

@@ -1,0 +1,42 @@
+"""A question and its answers, whatever data set it came from."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from keyhole.data.tasks.spec import TaskSpec
+
+Turns = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked, what may be answered, which answer is right, and where it was found."""
+
+    prompt: str | Turns
+    candidates: tuple[str, ...]  # one alone: an answer in free text, which is generated or only trained on
+    answer: int  # index of the right candidate
+    where: str = "question"
+    also: tuple[int, ...] = ()  # further candidates that are right
+    references: tuple[str, ...] = ()  # right answers in free text; those of a program: the program that checks it
+    value: float | None = None  # the number that a regression is judged by
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions under one name. spec: None for a file that has its prompts and candidates written out."""
+
+    name: str
+    questions: list[Question]
+    spec: TaskSpec | None = None
+    about: str = ""  # where the questions come from, in one line
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any question, and with their order."""
+        digest = hashlib.blake2b(digest_size=8)
+        for q in self.questions:
+            parts = [q.prompt, q.candidates, q.answer, q.also, q.references, q.value]
+            digest.update(json.dumps(parts, ensure_ascii=True).encode() + b"\n")
+        return digest.hexdigest()

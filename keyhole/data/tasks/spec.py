@@ -1,0 +1,99 @@
+"""A task file: a data set as questions, declared in YAML. The shipped ones are in library/, anyone's own work the same.
+
+    title: The sentiment of a sentence (GLUE SST-2)
+    columns: {sentence: [sentence, text], label: label}   our name: its names in the data, the first that is there
+    prompt: "{{ sentence | trim }} It was"                Jinja over the columns
+    candidates: [" terrible", " great"]                   the texts of label 0, 1, ...
+    labels: [[0, negative], [1, positive]]                how the data may spell them; without: 0, 1, ...
+    metric: accuracy                                      or a list; the first is the task's own
+
+What else a file may say:
+
+    optional     columns that rows may lack (none then)
+    header       names of the cells of a CSV or TSV file without a header line
+    rows         paths of lists: a row is repeated for each item, which stands where the list stood; `*` stands for the
+                 values of an object whose values are all objects
+    let          further names, each a Jinja expression over the columns and the names before it
+    candidates   also one Jinja expression: a list of texts that differs from row to row
+    candidate    Jinja for one candidate, over the columns and `candidate`
+    right        Jinja expression: the right candidate, or a list of them (instead of a label)
+    value        the column with the number that `pearson` compares; candidates are numbers then
+    answer       Jinja: the answer in free text, which is trained on (instead of candidates)
+    references   Jinja expression: all answers that count as right; without: the answer
+    extract      a regular expression: the part of an answer that is compared, its last match
+    program      Jinja over the columns and `completion`: a program that ends without error if the completion is right
+    stop, max_new_tokens   where a generated answer ends
+    end_token    train the token that ends a text, too; for answers of many words
+    hub          {dataset, config, train, test}: id and splits on the Hugging Face hub
+    splits       {train, test, dev}: names of files, such as validation or val[:2270]; a list of such: the first whose
+                 files are there
+    folders      further names of the task's folder
+
+All values are read as the text that stands in the file, so `labels: [[no], [yes]]` means these words.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from keyhole.data.tasks.expressions import Expression, Text
+
+LIBRARY = Path(__file__).parent / "library"
+CHOICE, GENERATED, LIKELIHOOD = "choice", "generated", "likelihood"
+METRICS = {
+    "accuracy": CHOICE, "f1": CHOICE, "macro_f1": CHOICE, "matthews": CHOICE, "pearson": CHOICE,
+    "exact_match": GENERATED, "token_f1": GENERATED, "exact_number": GENERATED, "pass@1": GENERATED,
+    "perplexity": LIKELIHOOD,
+}  # fmt: skip
+LOWER_IS_BETTER = ("perplexity",)
+SPLITS = ("train", "dev", "test")
+USUAL_SPLITS = ({"train": ("train",), "test": ("validation",)}, {"train": ("train",), "test": ("test",)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What a task file says."""
+
+    name: str
+    title: str
+    columns: dict[str, tuple[str, ...]]
+    prompt: Text
+    metrics: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    header: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    let: dict[str, Expression] = field(default_factory=dict)
+    candidates: tuple[str, ...] | Expression = ()
+    candidate: Text | None = None
+    labels: tuple[tuple[str, ...], ...] = ()
+    right: Expression | None = None
+    value: str | None = None
+    answer: Text | None = None
+    references: Expression | None = None
+    extract: str | None = None
+    program: Text | None = None
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int = 64
+    end_token: bool = False
+    hub: dict[str, str] = field(default_factory=dict)
+    splits: tuple[dict[str, tuple[str, ...]], ...] = USUAL_SPLITS
+    folders: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """How answers are found: chosen, generated, or not at all (their likelihood is the result)."""
+        return METRICS[self.metrics[0]]
+
+    @property
+    def metric(self) -> str:
+        """The task's own metric."""
+        return self.metrics[0]
+
+
+def task_names() -> list[str]:
+    """The shipped tasks."""
+    return sorted(path.stem for path in LIBRARY.glob("*.yaml"))
+
+
+def is_task_name(name: str) -> bool:
+    """Whether the name is that of a shipped task, or of a task file."""
+    return name in task_names() or Path(name).suffix in (".yaml", ".yml")

@@ -1,0 +1,112 @@
+"""The rows of a task's files as the original downloads have them, which is not how training data look.
+
+    .tsv .txt    cells between tabs, no quoting: a quotation mark is part of a sentence, as in GLUE's files
+    .csv         quoted cells
+    no header    recognised by a first line without any known column, where the task file names the cells (`header`)
+    .txt .label  without a tab: one column, `line`; Latin-1 where it is not UTF-8 (TREC)
+    .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
+    the others   as in readers.py; .gz for all kinds of text
+
+A few lines of GLUE's files have a cell too many or too few. They are left out and counted, as everyone does; a file
+with more than one such line in a hundred is refused.
+"""
+
+import csv
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+from keyhole.data.readers import MOST_ROW_BYTES, Record, is_lines, kind_of, load_json, open_text, read_file
+from keyhole.data.tasks.spec import TaskSpec
+from keyhole.errors import UserError, listed
+
+LINES = (".txt", ".label")
+MOST_BROKEN = 0.01
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says how a task's file is read, without .gz; "" for a file that is none of ours."""
+    name = Path(path.stem) if path.suffix.lower() == ".gz" else path
+    return name.suffix.lower() if name.suffix.lower() in LINES else kind_of(path)
+
+
+def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
+    """All rows of a file. left_out: counts those that are broken."""
+    suffix = suffix_of(path)
+    if suffix in LINES and "\t" not in _first_line(path):
+        return _lines(path)
+    if suffix in (".tsv", ".csv", *LINES):
+        return _cells(path, spec, left_out)
+    return _json(path) if suffix == ".json" else read_file(path)
+
+
+def _json(path: Path) -> Iterator[Record]:
+    try:
+        value = load_json(path)
+    except UserError as error:
+        if not is_lines(error):
+            raise
+        value = None
+    if isinstance(value, dict):
+        yield Record(str(path), "item", 1, value)
+    else:
+        yield from read_file(path)
+
+
+def _encoding(path: Path) -> str | None:
+    """None where the file is UTF-8; Latin-1 otherwise, in which any byte is a letter."""
+    try:
+        with open_text(path) as file:
+            while file.read(2**20):
+                pass
+    except UnicodeDecodeError:
+        return "latin-1"
+    return None
+
+
+def _first_line(path: Path) -> str:
+    with open_text(path, encoding=_encoding(path)) as file:
+        return file.readline(MOST_ROW_BYTES)
+
+
+def _lines(path: Path) -> Iterator[Record]:
+    with open_text(path, encoding=_encoding(path)) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield Record(str(path), "line", number, {"line": line.strip()})
+
+
+def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
+    csv.field_size_limit(MOST_ROW_BYTES)
+    comma = suffix_of(path) == ".csv"
+    with open_text(path, newline="" if comma else "\n", encoding=_encoding(path)) as file:
+        rows = csv.reader(file, skipinitialspace=True) if comma else (line.rstrip("\r\n").split("\t") for line in file)
+        first = next(rows, [])
+        names = _names(path, first, spec)
+        good = broken = 0
+        for number, cells in enumerate(chain([first] if names is not first else [], rows), 1):
+            if len(cells) == len(names):
+                good += 1
+                yield Record(str(path), "row", number, dict(zip(names, cells, strict=True)))
+            elif any(cell.strip() for cell in cells):
+                broken += 1
+        left_out["broken"] += broken
+        if broken > MOST_BROKEN * (good + broken):
+            raise UserError(
+                f"{path}: {broken:,} of {good + broken:,} lines do not have {len(names)} cells ({listed(names)}); "
+                "TSV is read without quoting, CSV with it: is the suffix right?"
+            )
+
+
+def _names(path: Path, first: list[str], spec: TaskSpec) -> list[str]:
+    """The names of the cells: the first line itself, or the task's where the first line is a row already."""
+    known = {alias for aliases in spec.columns.values() for alias in aliases}
+    if known & set(first) or not spec.header:
+        return first
+    if len(first) == len(spec.header):
+        return list(spec.header)
+    raise UserError(
+        f"{path}: the first line has none of the columns {listed(sorted(known))}, and {len(first)} cells: a file "
+        f"without a header has {len(spec.header)} ({listed(spec.header)})"
+    )
