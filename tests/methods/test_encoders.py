@@ -32,17 +32,16 @@ def make(name: str, model: keyhole.Model) -> Method:
 
 @pytest.mark.parametrize("encoder", NAMES)
 @pytest.mark.parametrize("labels", [3, 1], ids=["classification", "regression"])
-@pytest.mark.parametrize(
-    "name, rule", [("lomo", "SGD"), ("lsp", "AdamW"), ("adamw", "AdamW"), ("adam-offload", "AdamW")]
-)
-def test_equals_the_textbook_loop(name: str, rule: str, encoder: str, labels: int) -> None:
+@pytest.mark.parametrize("name", ["lomo", "lsp", "adamw", "adam-offload"])
+def test_equals_the_textbook_loop(name: str, encoder: str, labels: int) -> None:
     """Four steps over two micro-batches, with Hugging Face's own loss; lsp in the whole space is AdamW."""
     ours, theirs = load(encoder, labels), load(encoder, labels).module
     how: dict[str, Any] = {"lomo": {}, "lsp": {"d": 256, "eps": EPS}}.get(name, {"eps": EPS})
     method = METHODS[name].load()(ours, lr=1e-2, **how)
-    optimizer = getattr(torch.optim, rule)(
-        theirs.parameters(), lr=1e-2, weight_decay=0.0, **({"eps": EPS} if rule == "AdamW" else {})
-    )
+    if name == "lomo":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(theirs.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0, eps=EPS)
     for t in range(4):
         loss = plain_loss(theirs, micro_batches(t, labels))
         loss.backward()

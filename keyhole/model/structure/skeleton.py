@@ -124,7 +124,7 @@ def check_decoder(config: Any) -> Any:
     if why:
         encoder = ""
         if not config.is_encoder_decoder and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            encoder = ", or train it to classify texts (head=classification, num_labels=2)"
+            encoder = ", or head=classification, num_labels=2"
         raise UserError(f"model: {name} is not a decoder: {why}; {CHOOSE}{encoder}")
     return config
 
