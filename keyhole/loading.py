@@ -25,7 +25,7 @@ from keyhole.methods.baselines.saved_adapter import SavedAdapter
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
 from keyhole.model.structure.layout import Layout, Unit
-from keyhole.model.structure.skeleton import build, read_config
+from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.format import PACKED, Wire
@@ -55,6 +55,8 @@ def load(
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,
+    head: str | None = None,
+    num_labels: int | None = None,
     **engine_options: Any,
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
@@ -64,6 +66,8 @@ def load(
     tf32 lets float32 products run in TF32, for the whole process.
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
+    head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
+    decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
     adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
@@ -75,7 +79,7 @@ def load(
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     device = choose_device(device)
     model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
-    config = read_config(model, trust_remote_code)
+    config = read_config(model, trust_remote_code, head, num_labels)
     directory = None if model is config else find_directory(model)
     workload = workload or Workload()
     choice = choose_dtype(dtype, config, device, workload.method)
@@ -83,7 +87,7 @@ def load(
     with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
         torch.default_generator.manual_seed(seed)
         module = build(config, dtype, trust_remote_code)
-    if directory is not None and (directory / "generation_config.json").exists():
+    if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
         module.generation_config = read_generation_config(directory)
     formats = Wire(dtype, wire)
     layout, placed = place(module, placement, gpu_memory, formats, device, workload)
@@ -95,14 +99,18 @@ def load(
     source = None if directory is None else str(model)
     tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
     loaded = Model(module, layout, engine, formats, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
+    std = getattr(config, "initializer_range", None) or 0.02
     if init == "random":
         _pin(loaded, touch=True)
-        std = getattr(config, "initializer_range", None) or 0.02
         fill_random(loaded, std, seed)
     else:
         if directory is None:
             raise UserError('a config object has no weights: pass init="random", or a model directory')
-        fill_from(loaded, directory, dtype)
+        fresh = fill_from(loaded, directory, dtype, fresh_head=head is not None)
+        fill_random(loaded, std, seed, only=fresh)
+        if fresh:
+            names = ", ".join(tensor.name for tensor in fresh)
+            placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
         _pin(loaded, touch=False)
     loaded.binding.bind_homes()
     if adapter and directory is not None and (directory / "adapter").is_dir():

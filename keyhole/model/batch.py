@@ -72,13 +72,9 @@ def check(batch: Batch, row_count: int) -> None:
         if x.is_floating_point():
             raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
     mask = batch.get("attention_mask")
-    if mask is not None and mask.device.type == "cpu" and not bool(((mask == 0) | (mask == 1)).all()):
-        raise UserError(
-            f"batch: attention_mask holds {int(mask.min())} to {int(mask.max())}; 0 and 1 are needed (samples that "
-            "share a row are told apart by position_ids that restart at 0)"
-        )
-    _check_tokens("input_ids", batch["input_ids"], row_count)
-    _check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
+    check_mask(mask)
+    check_tokens("input_ids", batch["input_ids"], row_count)
+    check_tokens("labels", batch["labels"], row_count, f", or {IGNORED} where nothing is trained")
     if found := [name for name in PER_ROW if name in batch]:
         if len(found) < len(PER_ROW):
             raise UserError(f"batch: {found[0]} alone; a choice between candidates needs {' and '.join(PER_ROW)}")
@@ -97,14 +93,22 @@ def check_alike(batches: list[Batch]) -> None:
         )
 
 
-def _check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "") -> None:
+def check_mask(mask_BT: torch.Tensor | None) -> None:
+    """Refuses a mask of other numbers than 0 and 1. Tensors on a GPU are not read: that would wait."""
+    if mask_BT is not None and mask_BT.device.type == "cpu" and not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
+        raise UserError(
+            f"batch: attention_mask holds {int(mask_BT.min())} to {int(mask_BT.max())}; 0 and 1 are needed (samples "
+            "that share a row are told apart by position_ids that restart at 0)"
+        )
+
+
+def check_tokens(name: str, x_BT: torch.Tensor, row_count: int, or_else: str = "", has: str = "tokens") -> None:
     """Refuses tokens that the model does not have. Tensors on a GPU are not read: that would wait."""
     tokens = x_BT[x_BT != IGNORED] if or_else and x_BT.device.type == "cpu" else x_BT
     if tokens.device.type == "cpu" and tokens.numel():
         low, high = (int(value) for value in torch.aminmax(tokens))
         if low < 0 or high >= row_count:
-            has = f"the model has tokens 0 to {row_count - 1}{or_else}"
-            raise UserError(f"batch: {name} holds {low} to {high}; {has}")
+            raise UserError(f"batch: {name} holds {low} to {high}; the model has {has} 0 to {row_count - 1}{or_else}")
 
 
 def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
@@ -126,13 +130,13 @@ def to_device(batch: Batch, device: torch.device) -> DeviceBatch:
         candidates = places(batch["question"], batch["answer"], row_N)
         candidates = replace(
             candidates,
-            **{name: _move(x, device) for name, x in vars(candidates).items() if isinstance(x, torch.Tensor)},
+            **{name: move(x, device) for name, x in vars(candidates).items() if isinstance(x, torch.Tensor)},
         )
     return DeviceBatch(
-        inputs={name: _move(x, device) for name, x in inputs.items()},
-        index_N=_move(index_N, device),
-        target_N=_move(flat[index_N], device),
-        row_N=_move(row_N, device),
+        inputs={name: move(x, device) for name, x in inputs.items()},
+        index_N=move(index_N, device),
+        target_N=move(flat[index_N], device),
+        row_N=move(row_N, device),
         row_count=labels_BT.shape[0],
         token_count=index_N.numel(),
         packed=packed,
@@ -146,7 +150,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x on the device, ready for the kernels that are launched from here on."""
     if device.type != "cuda" or x.device.type != "cpu":
         return x.to(device)
     stream, kernels = _stream(device), torch.cuda.current_stream(device)

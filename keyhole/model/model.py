@@ -7,7 +7,7 @@
     engine    the homes of the units, and what moves them (offload/engine.py)
     homes     the weights as parameters, where they live (model/weights/homes.py)
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
-    head      hidden states -> logits, in chunks (model/forward/head.py)
+    head      hidden states -> logits, in chunks (model/forward/head.py), or a classifier's logits (classification.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
@@ -26,8 +26,10 @@ import torch
 from torch import nn
 
 from keyhole import ops
+from keyhole.errors import UserError
 from keyhole.model.attached import Addon, Attached, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
+from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward.binding import Binding
 from keyhole.model.forward.fused_relu import fuse_relu
 from keyhole.model.forward.generate import Generation
@@ -39,6 +41,7 @@ from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.structure.skeleton import is_classifier
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
@@ -71,7 +74,8 @@ class Model:
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
         self.pinned = False
         self.graphs: BlockGraphs | None = None
-        self.head = Head(module)
+        self.classifies = is_classifier(module.config)
+        self.head = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
         self.addon: Addon | None = None
@@ -105,6 +109,10 @@ class Model:
     def to_device(self, batch: Batch | list[Batch]) -> list[DeviceBatch]:
         """One batch or the micro-batches of a step, checked and sent."""
         batches = as_list(batch)
+        if self.classifies:
+            for one in batches:
+                self.head.check(one, self.layout.table.shape[0])
+            return [self.head.to_device(one, self.device) for one in batches]
         for one in batches:
             check(one, self.layout.table.shape[0])
         check_alike(batches)
@@ -123,7 +131,9 @@ class Model:
             raise
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
-        """[N, H] hidden states at the positions that predict a trained token."""
+        """[N, H] hidden states at the positions that predict a trained token; of a classifier its logits, [B, L]."""
+        if self.classifies:
+            return self.head.logits(batch)
         hidden_BTH = self.head.decoder(**batch.inputs, use_cache=False)[0]
         return hidden_BTH.flatten(0, 1)[batch.index_N]
 
@@ -209,20 +219,31 @@ class Model:
         with self.sweep("evaluate"):
             spine = self.acquire_weights(self.layout.spine)
             hidden = self.lockstep(batches, serve, lambda i, ids_M: self.table_rows(ids_M).to(self.dtype))
-            running = [RunningNLL(b.target_N) for b in batches]
-            for unit in self.layout.head_units:
-                self.binding.bind_head(unit, self.acquire_weights(unit), spine)
-                for state, x in zip(running, hidden, strict=True):
-                    self.head.add_nll(state, x, unit.rows[0])
-                self.engine.release(unit.index)
-        results = [_by_row(state.nll_N(), b) for state, b in zip(running, batches, strict=True)]
+            found = self._nll_of(hidden, batches, spine)
+        results = [_by_row(nll_N, b) for nll_N, b in zip(found, batches, strict=True)]
         return results[0] if isinstance(batch, Mapping) else results
+
+    def _nll_of(
+        self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The loss of every trained token of every pass, or of every row."""
+        if self.classifies:
+            return [self.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
+        running = [RunningNLL(b.target_N) for b in batches]
+        for unit in self.layout.head_units:
+            self.binding.bind_head(unit, self.acquire_weights(unit), spine)
+            for state, x in zip(running, hidden, strict=True):
+                self.head.add_nll(state, x, unit.rows[0])
+            self.engine.release(unit.index)
+        return [state.nll_N() for state in running]
 
     @torch.no_grad()
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
         """HF generation; a streamed model crosses the link once per token, for all rows of the batch."""
+        if self.classifies:
+            raise UserError(f"model: {type(self.module).__name__} classifies texts and cannot write any")
         self.apply_deferred()
         input_ids = input_ids.to(self.device)
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(self.device)

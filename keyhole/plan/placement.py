@@ -263,10 +263,11 @@ def _reasons(layout: Layout, placed: Placement, placement: str, costs: Costs, de
     cut = len(blocks) // layout.block_count if layout.block_count else 0
     away = host_bytes(layout, placed.streamed, formats)
     total = sum(formats.home_bytes(u) for u in layout.units)
+    head = f"{'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks"
     lines = [
         f"units: {layout.block_count} x {layout.block_class}"
         + (f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB or one matrix" if cut > 1 else "")
-        + f"; head {'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks",
+        + (f"; head {head}" if layout.head_units else "; the head of a classifier stays on the device"),
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]

@@ -92,7 +92,9 @@ class TorchMethod(Method):
         with _checkpoint_blocks(self.model.module) if self.activations == "block" else nullcontext():
             hidden_NH = self.model.hidden(batch)
         head, chosen = self.model.head, batch.candidates
-        if chosen is None:
+        if self.model.classifies:
+            loss = head.nll(hidden_NH, batch.target_N).sum() / loss_count
+        elif chosen is None:
             loss = head.loss_sum(hidden_NH, batch.target_N) / loss_count
         else:
             loss = loss_sum(head.nll_N(hidden_NH, batch.target_N), chosen) / loss_count

@@ -181,6 +181,9 @@ def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:
     refusals here and below name the key without its section."""
     names = {id(m): name for name, m in model.module.named_modules()}
     inside = [names[id(m)] for block in find_blocks(model.module) for m in block.modules() if _is_linear(m)]
+    if model.classifies:  # a fresh head must learn too
+        base = {id(m) for m in model.module.base_model.modules()}
+        inside += [name for name, m in model.module.named_modules() if _is_linear(m) and id(m) not in base]
     if asked is not None:
         asked = [asked] if isinstance(asked, str) else asked
         found = {word: [n for n in inside if n == word or n.endswith(f".{word}")] for word in asked}

@@ -162,7 +162,19 @@ class ZO(Method):
         return rows
 
     def _losses(self, hidden: list[torch.Tensor], batches: list[DeviceBatch]) -> torch.Tensor:
-        """[q, 2] mean losses: the head's chunks are visited once, all passes use each."""
+        """[q, 2] mean losses of the passes."""
+        micro, head = len(batches), self.model.head
+        if self.model.classifies:
+            nll = [head.nll(x, batches[p % micro].target_N) for p, x in enumerate(hidden)]
+            self.model.binding.bind_homes()
+        else:
+            nll = self._visit_head(hidden, batches)
+        parts = [loss_sum(nll_N, batches[p % micro].candidates) for p, nll_N in enumerate(nll)]
+        sums = torch.stack(parts).view(self.directions, 2, micro)
+        return sums.sum(dim=2) / max(1, sum(b.loss_count for b in batches))
+
+    def _visit_head(self, hidden: list[torch.Tensor], batches: list[DeviceBatch]) -> list[torch.Tensor]:
+        """The nll of every trained token, per pass: the head's chunks are visited once, all passes use each."""
         micro = len(batches)
         running = [RunningNLL(batches[p % micro].target_N) for p in range(len(hidden))]
         for unit in self.model.layout.head_units:
@@ -171,9 +183,7 @@ class ZO(Method):
                 for p in range((2 * i + sign) * micro, (2 * i + sign + 1) * micro):
                     self.model.head.add_nll(running[p], hidden[p], unit.rows[0])
         self.model.binding.bind_homes()
-        parts = [loss_sum(state.nll_N(), batches[p % micro].candidates) for p, state in enumerate(running)]
-        sums = torch.stack(parts).view(self.directions, 2, micro)
-        return sums.sum(dim=2) / max(1, sum(b.loss_count for b in batches))
+        return [state.nll_N() for state in running]
 
     def _defer(self, losses_q2: torch.Tensor) -> None:
         """Turns losses into the pending update, on the device. Non-finite losses give no update."""

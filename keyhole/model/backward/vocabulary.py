@@ -54,6 +54,7 @@ class VocabularyGradients:
         self.weights: list[torch.Tensor | None] = []  # of tokens in the loss, per pass; None: all 1
         self.scales: list[torch.Tensor] = []  # the gradient of the loss by the nll of tokens: a scalar, or [N]
         self.embedded: dict[int, _Embedded] = {}
+        self.labels: list[torch.Tensor] = []  # of a classifier, per pass
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
         """[M, H] rows of the table for a pass, a leaf where they are trained."""
@@ -68,15 +69,23 @@ class VocabularyGradients:
         """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass."""
         self.hidden, self.spine = hidden, spine
         self.loss_count = max(1, sum(b.loss_count for b in batches))
+        if self.model.classifies:
+            self.labels = [b.target_N for b in batches]
+            losses = [(self.model.head.nll(x, b.target_N), None) for x, b in zip(hidden, batches, strict=True)]
+        else:
+            losses = [(nll_N, b.candidates) for nll_N, b in zip(self._visit_head(batches), batches, strict=True)]
+        self.weights = [token_weights(*one) for one in losses]
+        return torch.stack([loss_sum(*one) for one in losses]).sum() / self.loss_count
+
+    def _visit_head(self, batches: list[DeviceBatch]) -> list[torch.Tensor]:
+        """The nll of every trained token, per pass."""
         self.running = [RunningNLL(b.target_N) for b in batches]
         for unit in self.layout.head_units:
             self.model.binding.bind_head(unit, self.model.acquire_weights(unit), self.spine)
             for state, hidden_NH in zip(self.running, self.hidden, strict=True):
                 self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
             self.model.engine.release(unit.index)
-        losses = [(state.nll_N(), b.candidates) for state, b in zip(self.running, batches, strict=True)]
-        self.weights = [token_weights(*one) for one in losses]
-        return torch.stack([loss_sum(*one) for one in losses]).sum() / self.loss_count
+        return [state.nll_N() for state in self.running]
 
     def restart(self, loss_scale: float) -> None:
         """Before a reverse of loss_scale * loss."""
@@ -87,7 +96,10 @@ class VocabularyGradients:
 
     def reverse_head(self, turns: list[HandOver]) -> list[torch.Tensor]:
         """Gradients of the hidden states, [N, H] per pass; gradients of an untied head are handed over on the way, made
-        anew for each of the turns."""
+        anew for each of the turns. Of a classifier: gradients of the logits."""
+        if self.model.classifies:
+            passes = zip(self.hidden, self.labels, self.scales, strict=True)
+            return [self.model.head.nll_grad(*one).to(one[0].dtype) for one in passes]
         units, bias = self.layout.head_units, self.model.head.linear.bias
         bias_grad_V = None if bias is None else bias.new_zeros(units[-1].rows[1])  # at the moment it is that of a chunk
         trained = units[0].tensors[0].param.requires_grad and not self.layout.tied

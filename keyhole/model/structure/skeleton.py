@@ -5,10 +5,12 @@ Matrices are created on the meta device, so building a model of any size takes n
 that code knows their values. Afterwards each matrix is replaced by a tensor of its shape that takes no memory, which
 `Model` points to real memory later (a meta tensor could not be re-pointed).
 
-Only decoders are built. Transformers also makes a "causal" model from the config of an encoder (BERT), whose attention
-sees the tokens that it should predict: such a model trains to a loss of 0 and has learned nothing.
+Decoders are built, and models that classify texts: their architecture is called ...ForSequenceClassification, or a head
+is asked for (model/classification.py). Transformers also makes a "causal" model from the config of an encoder (BERT),
+whose attention sees the tokens that it should predict: such a model trains to a loss of 0 and has learned nothing.
 """
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ from keyhole.model.structure.config_file import check_config_file, check_impleme
 from keyhole.model.structure.source import check_name, find_file, is_local
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
+CLASSIFIER = "ForSequenceClassification"
 
 
 @contextmanager
@@ -41,12 +44,15 @@ def _matrices_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def read_config(model: Any, trust_remote_code: bool = False) -> Any:
-    """The HF config of a directory, a hub id, or a config object handed in."""
+def read_config(
+    model: Any, trust_remote_code: bool = False, head: str | None = None, num_labels: int | None = None
+) -> Any:
+    """The HF config of a directory, a hub id, or a config object handed in. head="classification": of a model that
+    gives each text one of num_labels labels (1: a number), whatever the files were made for."""
     from transformers import AutoConfig, PretrainedConfig
 
     if isinstance(model, PretrainedConfig):
-        return check_decoder(model)
+        return check_model(_with_head(model, head, num_labels))
     check_name(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").exists():
@@ -57,12 +63,55 @@ def read_config(model: Any, trust_remote_code: bool = False) -> Any:
     except Exception as error:  # values of the wrong type, keys of another version: each family raises its own
         why = str(error) or type(error).__name__
         raise UserError(f"model: the config of {model} cannot be read: {why}") from error
-    return check_decoder(found)
+    return check_model(_with_head(found, head, num_labels))
+
+
+def is_classifier(config: Any) -> bool:
+    """Whether a config is that of a model that classifies texts."""
+    return (getattr(config, "architectures", None) or [""])[0].endswith(CLASSIFIER)
+
+
+def _with_head(config: Any, head: str | None, num_labels: int | None) -> Any:
+    """The config, or a copy of it with the head that was asked for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if head is None and num_labels is None:
+        return config
+    if head != "classification":
+        raise UserError(f"head: {head!r} with num_labels {num_labels!r}; head=classification, or neither, is needed")
+    if num_labels is None and not is_classifier(config):
+        raise UserError("num_labels: how many labels there are is needed with head=classification (1: a number)")
+    if num_labels is not None and (isinstance(num_labels, bool) or not isinstance(num_labels, int) or num_labels < 1):
+        raise UserError(f"num_labels: {num_labels!r}; a whole number of at least 1 is needed")
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(f"head: transformers knows no classifier of type {config.model_type!r}; leave head out")
+    config = copy.deepcopy(config)
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    if num_labels is not None and num_labels != config.num_labels:
+        config.num_labels, config.problem_type = num_labels, None
+    return config
+
+
+def check_model(config: Any) -> Any:
+    """The config itself; refused if it is neither that of a decoder nor that of a classifier."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if not is_classifier(config):
+        return check_decoder(config)
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise UserError(
+            f"model: {config.architectures[0]} is no encoder or decoder with a head that transformers knows; choose "
+            "BERT, RoBERTa, MPNet, or a causal language model"
+        )
+    return config
 
 
 def check_decoder(config: Any) -> Any:
     """The config itself; refused if it is not that of a decoder."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    )
 
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     why = ""
@@ -73,7 +122,10 @@ def check_decoder(config: Any) -> Any:
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(config, "auto_map", None):
         why = f"transformers knows no causal language model of type {config.model_type!r}"
     if why:
-        raise UserError(f"model: {name} is not a decoder: {why}; {CHOOSE}")
+        encoder = ""
+        if not config.is_encoder_decoder and type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            encoder = ", or head=classification, num_labels=2"
+        raise UserError(f"model: {name} is not a decoder: {why}; {CHOOSE}{encoder}")
     return config
 
 
@@ -90,18 +142,23 @@ def _looks_ahead(config: Any) -> str:
     return next((f"{key} is {value}" for key, value in found.items() if value in bidirectional[key]), "")
 
 
+def auto_class(config: Any) -> Any:
+    """The class of Transformers that makes modules for a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+
+
 def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
     """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory."""
-    from transformers import AutoModelForCausalLM
-
-    check_decoder(config)
+    check_model(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         check_implementation("_attn_implementation", getattr(part, "_attn_implementation", None), type(part).__name__)
     with _matrices_on_meta():
         try:
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            module = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except Exception as error:  # the family's own code, on numbers that do not go together
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error

@@ -16,18 +16,19 @@ from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_ten
 from keyhole.errors import UserError
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
-from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.structure.skeleton import auto_class, saved_buffers
 
 Target = FlatTensor | torch.Tensor
 
 
-def fill_from(model: Model, directory: Path, dtype: torch.dtype) -> None:
-    """Fills every parameter and saved buffer of the model from a directory."""
+def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: bool = False) -> list[FlatTensor]:
+    """Fills every parameter and saved buffer of the model from a directory. fresh_head: tensors of a classifier's head
+    may be absent from the files; they are returned, unfilled."""
     stored = stored_tensors(directory)
-    names = match_names(model.module, model.layout, stored)
+    may_lack = _head_names(model.module) if fresh_head else frozenset()
+    names = match_names(model.module, model.layout, stored, may_lack)
     if names is None:
-        _fill_by_transformers(model, directory, dtype)
-        return
+        return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
     targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
     for file in sorted({stored[name].file for name in names.values()}):
@@ -35,6 +36,14 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype) -> None:
         for name, in_file in names.items():
             if stored[in_file].file == file:
                 _fill(model, targets[name], shard.get_tensor(in_file))
+    return [tensor for tensor in model.layout.tensors if tensor.name not in names]
+
+
+def _head_names(module: nn.Module) -> frozenset[str]:
+    """Parameters outside of the pretrained part, and its pooling, which some encoders are published without."""
+    prefix = f"{module.base_model_prefix}."
+    names = [name for name, _ in module.named_parameters()]
+    return frozenset(name for name in names if not name.startswith(prefix) or f"{prefix}pooler." in name)
 
 
 def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
@@ -44,8 +53,11 @@ def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
         target.copy_(tensor)
 
 
-def match_names(module: nn.Module, layout: Layout, stored: Mapping[str, Stored]) -> dict[str, str] | None:
-    """Name in the module -> name in the files; None where a parameter has none, and Transformers must know how."""
+def match_names(
+    module: nn.Module, layout: Layout, stored: Mapping[str, Stored], may_lack: frozenset[str] = frozenset()
+) -> dict[str, str] | None:
+    """Name in the module -> name in the files; None where a parameter has none, and Transformers must know how.
+    may_lack: parameters that are left out where they have none."""
     aliases: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(param), []).append(name)
@@ -55,9 +67,9 @@ def match_names(module: nn.Module, layout: Layout, stored: Mapping[str, Stored])
         known = aliases[id(tensor.param)]
         known = [*known, *(n.removeprefix(prefix) for n in known), *(prefix + n for n in known)]
         found = next((name for name in known if name in stored), None)
-        if found is None:
+        if found is None and tensor.name not in may_lack:
             return None
-        names[tensor.name] = found
+        names |= {} if found is None else {tensor.name: found}
     for name in saved_buffers(module):
         found = next((n for n in (name, name.removeprefix(prefix), prefix + name) if n in stored), None)
         names |= {} if found is None else {name: found}
@@ -66,7 +78,7 @@ def match_names(module: nn.Module, layout: Layout, stored: Mapping[str, Stored])
 
 def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, str], directory: Path) -> None:
     """UserError where a tensor in the files has another shape than the config says."""
-    for tensor in layout.tensors:
+    for tensor in (t for t in layout.tensors if t.name in names):
         found = stored[names[tensor.name]]
         if found.shape != tuple(tensor.shape):
             file, expected = directory / found.file, tuple(tensor.shape)
@@ -85,22 +97,25 @@ def check_weights(module: nn.Module, layout: Layout, directory: Path) -> str:
     return f"weights: {count}, complete and of the shapes that the config says"
 
 
-def _fill_by_transformers(model: Model, directory: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
-
+def _fill_by_transformers(
+    model: Model, directory: Path, dtype: torch.dtype, may_lack: frozenset[str]
+) -> list[FlatTensor]:
     how = {"dtype": dtype, "use_safetensors": not is_pickled(directory), "weights_only": True, "local_files_only": True}
     try:
-        other, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True, **how)
+        how |= {"config": model.config} if model.classifies else {}
+        other, info = auto_class(model.config).from_pretrained(directory, output_loading_info=True, **how)
     except Exception as error:  # the files are damaged in a way that only the family's own code sees
         why = " ".join(str(error).split())
         raise UserError(f"model: Transformers cannot load {directory}: {why} ({type(error).__name__})") from error
-    if missing := sorted(info["missing_keys"]):
+    fresh = may_lack & set(info["missing_keys"])
+    if missing := sorted(set(info["missing_keys"]) - fresh):
         raise UserError(f"model: {directory} lacks {missing[0]} ({len(missing)} tensors); is it the right checkpoint?")
     theirs = dict(other.named_parameters(remove_duplicate=False))
-    for tensor in model.layout.tensors:
+    for tensor in (t for t in model.layout.tensors if t.name not in fresh):
         source = theirs.pop(tensor.name)
         model.homes.fill(tensor, lambda home, source=source: home.copy_(source.data))
         source.data = source.data.new_empty(0)
     buffers = dict(other.named_buffers())
     for name, buffer in saved_buffers(model.module).items():
         buffer.copy_(buffers[name])
+    return [tensor for tensor in model.layout.tensors if tensor.name in fresh]

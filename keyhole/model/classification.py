@@ -1,0 +1,134 @@
+"""Models that classify a text: an encoder (BERT, RoBERTa, MPNet, MiniLM) or a decoder with a small head per text.
+
+    logits = module(input_ids, ...)                     [B, L], through the module's own code, head and pooling too
+    nll_b  = cross entropy of row b with its label      by `problem_type` of the config, as in Hugging Face:
+             mean over l of (logits - label)^2          regression, the default where L = 1
+             mean over l of binary cross entropy        multi_label_classification
+    loss   = 1/B sum_b nll_b                            B: rows of all micro-batches of a step
+
+The head is small: it belongs to the spine (structure/layout.py), and there are no units of a vocabulary. So what passes
+return is logits instead of hidden states, rows take the place of trained tokens, and all else is as for a decoder:
+blocks come and go, are perturbed, run again, updated. A batch has `labels` of one number per row ([B, L] for several
+labels), and may have token_type_ids where the model knows them.
+
+A head that the weight files lack (an encoder as it was pretrained) is drawn: matrices from N(0, initializer_range^2) by
+the seed, vectors as the module's own code sets them.
+Legend: B rows, T positions, L labels.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from keyhole.errors import UserError
+from keyhole.model.batch import Batch, DeviceBatch, check_mask, check_tokens, move
+
+REGRESSION, MULTI_LABEL = "regression", "multi_label_classification"
+PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def problem_of(config: Any) -> str:
+    """Hugging Face's problem_type: as the config says, or by the number of labels."""
+    return config.problem_type or (REGRESSION if config.num_labels == 1 else "single_label_classification")
+
+
+class ClassificationHead:
+    """Logits of a whole module, their loss, and the batches that it takes. It has no units: `linear` is None."""
+
+    linear = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.config, self.problem = module, module.config, problem_of(module.config)
+        takes = inspect.signature(module.forward).parameters
+        self.takes = PER_TOKEN if "token_type_ids" in takes else PER_TOKEN[:2]
+        self.options = {"use_cache": False} if "use_cache" in takes else {}  # a block that runs again would add to it
+        self.type_count = getattr(module.config, "type_vocab_size", None) or 1
+        named = [m for name, m in module.named_modules() if name.endswith("position_embeddings")]
+        tables = [m for m in named if isinstance(m, nn.Embedding)]
+        first = [0 if m.padding_idx is None else m.padding_idx + 1 for m in tables]  # RoBERTa's: behind the padding's
+        self.longest = min((m.num_embeddings - k for m, k in zip(tables, first, strict=True)), default=None)
+
+    def logits(self, batch: DeviceBatch) -> torch.Tensor:
+        """[B, L]"""
+        return self.module(**batch.inputs, **self.options).logits
+
+    def nll(self, logits_BL: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[B], in float32. Autograd can differentiate it."""
+        logits_BL = logits_BL.float()
+        if self.problem == REGRESSION:
+            return (logits_BL - labels.view(logits_BL.shape)).square().mean(dim=1)
+        if self.problem == MULTI_LABEL:
+            return F.binary_cross_entropy_with_logits(logits_BL, labels, reduction="none").mean(dim=1)
+        return F.cross_entropy(logits_BL, labels, reduction="none")
+
+    def nll_grad(self, logits_BL: torch.Tensor, labels: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """[B, L]: the gradient of scale * sum(nll) by the logits."""
+        leaf = logits_BL.detach().requires_grad_()
+        with torch.enable_grad():
+            total = self.nll(leaf, labels).sum()
+        return torch.autograd.grad(total, leaf, scale)[0]
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def check(self, batch: Batch, row_count: int) -> None:
+        """UserError for what cannot be trained on. row_count: of the embedding."""
+        if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+            found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")
+        if unknown := [str(name) for name in batch if name not in (*self.takes, "labels")]:
+            raise UserError(
+                f"batch: {', '.join(unknown)}: not used by {type(self.module).__name__}, and nothing is left out in "
+                f"silence; a batch may hold {', '.join(self.takes)} and labels"
+            )
+        shape = tuple(getattr(batch["input_ids"], "shape", ()))
+        for name, x in ((name, batch[name]) for name in self.takes if name in batch):
+            if not isinstance(x, torch.Tensor) or x.ndim != 2 or tuple(x.shape) != shape or x.numel() == 0:
+                found = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise UserError(f"batch: {name} is {found}; tensors of one shape [rows, length] are needed")
+            if x.is_floating_point():
+                raise UserError(f"batch: {name} is {x.dtype}; integers are needed")
+        if self.longest is not None and shape[1] > self.longest:
+            raise UserError(f"batch: rows have {shape[1]} tokens; the model has positions for {self.longest}")
+        check_mask(batch.get("attention_mask"))
+        check_tokens("input_ids", batch["input_ids"], row_count)
+        if "token_type_ids" in batch:
+            check_tokens("token_type_ids", batch["token_type_ids"], self.type_count, has="types")
+        self._check_labels(batch["labels"], shape[0])
+
+    def _check_labels(self, labels: Any, rows: int) -> None:
+        count, kind = self.config.num_labels, self.problem
+        wide = kind == MULTI_LABEL or (kind == REGRESSION and count > 1)
+        shape = (rows, count) if wide else (rows,)
+        if not isinstance(labels, torch.Tensor) or tuple(labels.shape) != shape:
+            found = tuple(labels.shape) if isinstance(labels, torch.Tensor) else type(labels).__name__
+            raise UserError(f"batch: labels is {found}; {shape} is needed: one label per row ({kind}, {count} labels)")
+        if labels.device.type != "cpu":  # reading it would wait
+            return
+        if kind == REGRESSION or kind == MULTI_LABEL:
+            if not bool(torch.isfinite(labels).all()):
+                raise UserError("batch: labels holds NaN or infinity; finite numbers are needed")
+        elif labels.is_floating_point():
+            raise UserError(f"batch: labels is {labels.dtype}; integers are needed ({kind}, {count} labels)")
+        else:
+            check_tokens("labels", labels, count, has="labels")
+
+    def to_device(self, batch: Batch, device: torch.device) -> DeviceBatch:
+        """Its rows take the place of trained tokens. A mask of ones says nothing, and costs kernels."""
+        labels, mask = batch["labels"], batch.get("attention_mask")
+        labels = labels.long() if self.problem not in (REGRESSION, MULTI_LABEL) else labels.float()
+        inputs = {name: batch[name] for name in self.takes if name in batch and name != "attention_mask"}
+        if mask is not None and not bool(mask.all()):
+            inputs["attention_mask"] = mask
+        row_N = torch.arange(labels.shape[0], device=labels.device)
+        return DeviceBatch(
+            inputs={name: move(x, device) for name, x in inputs.items()},
+            index_N=move(row_N, device),
+            target_N=move(labels, device),
+            row_N=move(row_N, device),
+            row_count=labels.shape[0],
+            token_count=labels.shape[0],
+        )

@@ -1,0 +1,122 @@
+"""Every method on encoders with a head for classification: the textbook loop, and streamed == resident."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole import ops
+from keyhole.methods import METHODS
+from keyhole.methods.base import Method
+from tests.methods.test_objective import EPS, OWN
+from tests.model.encoders import batch, config, plain_loss
+from tests.model.streaming import streamed
+
+NAMES = ["bert", "roberta", "mpnet"]
+STREAMED = [name for name in METHODS if METHODS[name].streams]
+
+
+def load(name: str, labels: int = 3, **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name, labels), init="random", **{"device": "cpu", **options})
+
+
+def micro_batches(t: int, labels: int = 3) -> list[dict[str, torch.Tensor]]:
+    return [batch(4, 2 * t, labels), batch(2, 2 * t + 1, labels)]
+
+
+def make(name: str, model: keyhole.Model) -> Method:
+    own = OWN.get(name, {}) | ({"d": 8} if name == "lsp" else {})
+    return METHODS[name].load()(model, lr=1e-3, **own)
+
+
+@pytest.mark.parametrize("encoder", NAMES)
+@pytest.mark.parametrize("labels", [3, 1], ids=["classification", "regression"])
+@pytest.mark.parametrize("name", ["lomo", "lsp", "adamw", "adam-offload"])
+def test_equals_the_textbook_loop(name: str, encoder: str, labels: int) -> None:
+    """Four steps over two micro-batches, with Hugging Face's own loss; lsp in the whole space is AdamW."""
+    ours, theirs = load(encoder, labels), load(encoder, labels).module
+    how: dict[str, Any] = {"lomo": {}, "lsp": {"d": 256, "eps": EPS}}.get(name, {"eps": EPS})
+    method = METHODS[name].load()(ours, lr=1e-2, **how)
+    if name == "lomo":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(theirs.parameters(), lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0, eps=EPS)
+    for t in range(4):
+        loss = plain_loss(theirs, micro_batches(t, labels))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(method.step(micro_batches(t, labels))) == pytest.approx(loss.item(), rel=1e-5)
+    method.flush()
+    expected = dict(theirs.named_parameters())
+    for key, tensor in ours.named_tensors():
+        off = float((tensor - expected[key].data).norm() / expected[key].data.norm().clamp(min=0.1))
+        assert off <= 1e-5, f"{key}: {off:.1e}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoder", NAMES)
+def test_zo_equals_the_textbook_loop(encoder: str) -> None:
+    """Three steps of MeZO with the same noise, perturbing all weights of an ordinary module in place."""
+    book, ours = load(encoder), load(encoder)
+    opt = keyhole.ZO(ours, lr=1e-3, eps=1e-2, seed=7)
+    for t in range(3):
+        z = ops.draw_noise(book.layout.numel, offset=0, seed=7, step=t, direction=0)
+        clean, losses = [tensor.param.data.clone() for tensor in book.layout.tensors], []
+        for sign in (1, -1):
+            for tensor, w in zip(book.layout.tensors, clean, strict=True):
+                tensor.param.data.copy_(w + sign * (1e-2 * z[tensor.start : tensor.stop].view(tensor.shape)))
+            losses.append(plain_loss(book.module, micro_batches(t)))
+        g = (losses[0] - losses[1]) / 2e-2
+        for tensor, w in zip(book.layout.tensors, clean, strict=True):
+            tensor.param.data.copy_(w - 1e-3 * g * z[tensor.start : tensor.stop].view(tensor.shape))
+        expected = float(sum(losses) / 2)
+        assert float(opt.step(micro_batches(t))) == pytest.approx(expected, rel=1e-5)
+    opt.flush()
+    found = dict(ours.named_tensors())
+    for name, tensor in book.named_tensors():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("encoder", NAMES)
+def test_streamed_equals_resident(encoder: str, name: str) -> None:
+    """Losses and weights to the bit."""
+    resident, found = load(encoder), []
+    for model in (streamed(resident, slot_count=3), resident):
+        method = make(name, model)
+        losses = [float(method.step(micro_batches(t))) for t in range(3)]
+        method.flush()
+        found.append((losses, dict(model.named_tensors())))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns(name: str) -> None:
+    """On one batch, the loss falls, with the model's own dropout where the method uses it."""
+    model = keyhole.load(config("bert", hidden_dropout_prob=0.1), init="random", device="cpu")
+    rates = {"zo": 1e-3, "adalomo": 1e-2, "galore": 1e-2, "lora": 1e-2, "lomo": 0.05, "sgd": 0.05, "lomo-lora": 0.05}
+    own = OWN.get(name, {}) | ({"directions": 8} if name == "zo" else {})
+    method, one = METHODS[name].load()(model, lr=rates.get(name, 3e-3), **own), batch(8)
+    before = float(model.nll(one)[0].mean())
+    for _ in range(30 if name == "zo" else 12):
+        method.step(one)
+    assert float(model.nll(one)[0].mean()) < before - 0.02
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", STREAMED)
+def test_gpu_streamed_equals_resident(name: str) -> None:
+    """The same on a device."""
+    found = []
+    for placement in ("resident", "stream"):
+        model = load("mpnet", device="cuda", placement=placement, workload=keyhole.Workload(method=name))
+        method = make(name, model)
+        losses = [float(method.step(micro_batches(t))) for t in range(4)]
+        method.flush()
+        found.append((losses, {key: tensor.cpu().clone() for key, tensor in model.named_tensors()}))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(tensor, found[1][1][key]) for key, tensor in found[0][1].items())
