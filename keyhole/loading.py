@@ -10,16 +10,20 @@ Peak host memory: the weights that live on the host, plus one shard of the file 
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # transformers needs it; its first import holds the frames of its callers, here none with a model
 import transformers
 from torch import nn
 
 from keyhole import assets
 from keyhole.errors import UserError
+from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods.base import Workload
 from keyhole.methods.baselines.saved_adapter import SavedAdapter
 from keyhole.model.model import Model
@@ -75,49 +79,75 @@ def load(
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
     _check_names(engine_options)
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    device = choose_device(device)
-    model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
-    config = read_config(model, trust_remote_code, head, num_labels)
-    directory = None if model is config else find_directory(model)
-    workload = workload or Workload()
-    choice = choose_dtype(dtype, config, device, workload.method)
-    dtype = choice.dtype
-    with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
-        torch.default_generator.manual_seed(seed)
-        module = build(config, dtype, trust_remote_code)
-    if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
-        module.generation_config = read_generation_config(directory)
-    formats = Wire(dtype, wire)
-    layout, placed = place(module, placement, gpu_memory, formats, device, workload)
-    placed.reasons.insert(0, str(choice))
-    homes = _reserve(layout, placed, formats, device)
-    _move_buffers(module, device)
-    engine_options.setdefault("slot_count", placed.slot_count)
-    engine = Engine(homes, placed.streamed, device, **engine_options)
-    source = None if directory is None else str(model)
-    tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
-    loaded = Model(module, layout, engine, formats, tokenizer=tokenizer, source=source, placed=placed, graphs=graphs)
-    std = getattr(config, "initializer_range", None) or 0.02
-    if init == "random":
-        _pin(loaded, touch=True)
-        fill_random(loaded, std, seed)
-    else:
-        if directory is None:
-            raise UserError('a config object has no weights: pass init="random", or a model directory')
-        fresh = fill_from(loaded, directory, dtype, fresh_head=head is not None)
-        fill_random(loaded, std, seed, only=fresh)
-        if fresh:
-            names = ", ".join(tensor.name for tensor in fresh)
-            placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
-        _pin(loaded, touch=False)
-    loaded.binding.bind_homes()
-    if adapter and directory is not None and (directory / "adapter").is_dir():
-        saved = SavedAdapter(loaded, directory / "adapter")
-        placed.adapter = saved.path
-        placed.reasons.append(str(saved))
-    return loaded
+    with _changes() as changes:
+        changes.set(matmul_precision(), "high" if tf32 else "highest")
+        device = choose_device(device)
+        model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
+        config = read_config(model, trust_remote_code, head, num_labels)
+        directory = None if model is config else find_directory(model)
+        workload = workload or Workload()
+        choice = choose_dtype(dtype, config, device, workload.method)
+        dtype = choice.dtype
+        with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
+            torch.default_generator.manual_seed(seed)
+            module = build(config, dtype, trust_remote_code)
+        if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
+            module.generation_config = read_generation_config(directory)
+        formats = Wire(dtype, wire)
+        layout, placed = place(module, placement, gpu_memory, formats, device, workload)
+        placed.reasons.insert(0, str(choice))
+        _limit_memory(changes, placed.budget_bytes, device)
+        homes = _reserve(layout, placed, formats, device)
+        _move_buffers(module, device)
+        engine_options.setdefault("slot_count", placed.slot_count)
+        engine = Engine(homes, placed.streamed, device, **engine_options)
+        source = None if directory is None else str(model)
+        tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
+        about = {"tokenizer": tokenizer, "source": source, "placed": placed}
+        loaded = Model(module, layout, engine, formats, **about, graphs=graphs, changes=changes)
+        std = getattr(config, "initializer_range", None) or 0.02
+        if init == "random":
+            _pin(loaded, touch=True)
+            fill_random(loaded, std, seed)
+        else:
+            if directory is None:
+                raise UserError('a config object has no weights: pass init="random", or a model directory')
+            fresh = fill_from(loaded, directory, dtype, fresh_head=head is not None)
+            fill_random(loaded, std, seed, only=fresh)
+            if fresh:
+                names = ", ".join(tensor.name for tensor in fresh)
+                placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
+            _pin(loaded, touch=False)
+        loaded.binding.bind_homes()
+        if adapter and directory is not None and (directory / "adapter").is_dir():
+            saved = SavedAdapter(loaded, directory / "adapter")
+            placed.adapter = saved.path
+            placed.reasons.append(str(saved))
+        return loaded
+
+
+@contextmanager
+def _changes() -> Iterator[Changes]:
+    """What loading changes in the process, for the model to put back; put back here if there will be no model.
+    Meanwhile Hugging Face shows no progress bars."""
+    bars = transformers.utils.logging
+    shown, changes = bars.is_progress_bar_enabled(), Changes()
+    bars.disable_progress_bar()
+    try:
+        yield changes
+    except BaseException:
+        changes.put_back()
+        raise
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+def _limit_memory(changes: Changes, budget: int | None, device: torch.device) -> None:
+    """Has the allocator refuse what goes beyond the budget."""
+    if budget is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        changes.set(memory_fraction(device), min(1.0, budget / total))
 
 
 def _check_source(model: Any) -> None:

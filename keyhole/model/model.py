@@ -27,6 +27,7 @@ from torch import nn
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
 from keyhole.model.classification import ClassificationHead
@@ -37,6 +38,7 @@ from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
 from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
 from keyhole.model.structure.find import find_blocks
@@ -67,6 +69,7 @@ class Model:
         source: str | None = None,
         placed: Placed | None = None,
         graphs: bool = True,
+        changes: Changes | None = None,
     ) -> None:
         self.module, self.layout, self.engine = module, layout, engine
         self.formats, self.dtype = formats, formats.dtype
@@ -82,6 +85,9 @@ class Model:
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
+        self.patches, self.changes = Patches(), changes or Changes()
+        self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
+        self._put_back.atexit = False  # the end of the process puts back everything
         self.homes = Homes(layout, engine.homes, formats, self.device)
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
@@ -295,8 +301,10 @@ class Model:
         save_model(self, Path(path))
 
     def close(self) -> None:
-        """Ends threads and gives page-locked memory back; the model cannot be used afterwards."""
+        """Ends threads, puts back what was changed in the process (machine/settings.py) and in the module, and gives
+        page-locked memory back; the model cannot be used afterwards. A model that is dropped does the same."""
         self._lockstep.close()
+        self._put_back()
         if self.engine.gate is not None:
             self.engine.gate.close()
         if self.pinned:
@@ -306,6 +314,11 @@ class Model:
     def describe(self) -> list[str]:
         """What the plan decided and why, one line per decision."""
         return [] if self.placed is None else self.placed.reasons
+
+
+def _put_back(patches: Patches, changes: Changes) -> None:
+    patches.take_out()
+    changes.put_back()
 
 
 def _by_row(nll_N: torch.Tensor, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:

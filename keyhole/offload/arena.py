@@ -8,16 +8,28 @@ is asked for huge pages: touching and pinning 2 MiB at a time instead of 4 KiB i
 
 Pages must be unpinned before they are unmapped; otherwise the driver takes the next mapping at the same address for
 pinned. So the mapping unpins itself when its last tensor is gone, whether or not anyone called `unpin`.
+
+Pinned pages stay out of processes that are forked (a DataLoader's workers, multiprocessing). After a fork, parent and
+child share their pages, and the first to write gets a new one. If that is the parent, the GPU goes on copying to and
+from the old page, and the two drift apart without an error; or the kernel, which knows that pages are pinned, copies
+all of them for the child at once, and memory for the weights is needed twice. Therefore MADV_DONTFORK while memory is
+pinned: the child does not have these pages at all. It would crash if it read the weights, so it must not; workers that
+prepare data do not. Memory that is not pinned is inherited as usual.
 """
 
 import mmap
+import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 
 import torch
 
 _pinned: dict[int, torch.device | None] = {}  # address of pinned memory -> the device that copies to and from it
+_mappings: "weakref.WeakValueDictionary[int, _Pages]" = weakref.WeakValueDictionary()  # by address
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pinned.clear)  # what is pinned is the parent's, and so is CUDA
 
 
 class _Pages(mmap.mmap):
@@ -42,6 +54,7 @@ def host_memory(size_bytes: int) -> torch.Tensor:
             pass
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     pages.address = flat.data_ptr()
+    _mappings[pages.address] = pages
     return flat
 
 
@@ -56,10 +69,12 @@ def pin(flat: torch.Tensor, device: torch.device | None = None) -> bool:
     if flat.numel() == 0 or not torch.cuda.is_available():
         return False
     size_bytes = flat.numel() * flat.element_size()
+    _inherited(flat.data_ptr(), False)  # before it is pinned: another thread may fork
     error = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), size_bytes, 0))
     if error == 0:
         _pinned[flat.data_ptr()] = device
         return True
+    _inherited(flat.data_ptr(), flat.data_ptr() not in _pinned)  # pinned already: stays so
     _forget_error(device)
     warnings.warn(
         f"the system refused to pin {size_bytes / 2**30:.2f} GiB of host memory (CUDA error {error}): "
@@ -79,6 +94,14 @@ def _unpin(address: int) -> None:
     if address in _pinned:
         torch.cuda.synchronize(_pinned.pop(address))
         torch.cuda.cudart().cudaHostUnregister(address)
+        _inherited(address, True)
+
+
+def _inherited(address: int, inherited: bool) -> None:
+    """Whether processes that are forked from now on have the mapping too."""
+    pages = _mappings.get(address)
+    if pages is not None and hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DOFORK if inherited else mmap.MADV_DONTFORK)
 
 
 def _forget_error(device: torch.device | None) -> None:

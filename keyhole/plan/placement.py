@@ -133,7 +133,6 @@ def place(
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
         _check_state(whole, resident, costs)
         resident.reasons = _reasons(whole, resident, placement, costs, device)
-        _enforce(budget, device)
         return whole, resident
     if not whole.of_kind("block"):
         raise UserError(
@@ -146,7 +145,6 @@ def place(
     placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, room.limit_bytes)
     _check_state(layout, placed, costs)
     placed.reasons = _reasons(layout, placed, placement, costs, device)
-    _enforce(budget, device)
     return layout, placed
 
 
@@ -227,12 +225,6 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
     if placement == "auto" and device.type == "cuda":
         return int(0.95 * torch.cuda.mem_get_info(device)[0])
     return None
-
-
-def _enforce(budget: int | None, device: torch.device) -> None:
-    if budget is not None and device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total), device)
 
 
 def _check_host(needed: int, placement: str) -> None:

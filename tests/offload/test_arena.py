@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,85 @@ del gone
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("unregistered\n", "")
+
+
+FORKS = """
+import os, torch
+from keyhole.offload import arena
+{cuda}
+pinned, plain, unpinned = (arena.host_memory(1 << 21) for _ in range(3))
+for flat in (pinned, plain, unpinned):
+    flat.fill_(7)
+assert arena.pin(pinned) and arena.pin(unpinned)
+arena.unpin(unpinned)
+address = pinned.data_ptr()
+def mapped(at):
+    ranges = [line.split()[0].split("-") for line in open("/proc/self/maps")]
+    return any(int(begin, 16) <= at < int(end, 16) for begin, end in ranges)
+assert mapped(address)
+if (child := os.fork()) == 0:
+    fine = not mapped(address) and plain[0] == 7 and unpinned[0] == 7
+    arena.unpin(pinned)  # as when a model is dropped in the child: CUDA, which is the parent's, is left alone
+    del pinned
+    os._exit(0 if fine else 1)
+assert os.waitpid(child, 0)[1] == 0, "the child"
+assert pinned[0] == 7
+pinned.fill_(9)
+{after}
+print("done")
+"""
+PRETENDED = """
+class Cudart:
+    cudaHostRegister = lambda self, *args: 0
+    def cudaHostUnregister(self, pointer):
+        assert os.getpid() == parent, "CUDA was called in the child"
+parent = os.getpid()
+torch.cuda.is_available, torch.cuda.cudart, torch.cuda.synchronize = lambda: True, Cudart, lambda device: None
+"""
+
+
+def forks(cuda: str, after: str) -> None:
+    """In a process of its own: pytest's has threads."""
+    program = FORKS.format(cuda=cuda, after=after)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and madvise")
+def test_pinned_memory_is_not_inherited_by_a_fork() -> None:
+    """A child has what is not pinned, and not what is; it works, and unpins nothing of its parent's."""
+    forks(PRETENDED, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpu_sees_what_is_written_after_a_fork() -> None:
+    """Pages that were shared with a child would be replaced by the first write, behind the GPU's back."""
+    forks("", 'assert torch.equal(pinned.to("cuda", non_blocking=True).cpu(), pinned)')
+
+
+def test_a_refusal_to_pin_is_inherited_as_before(cudart: Cudart) -> None:
+    """Memory that the system did not pin is ordinary memory, in children too."""
+    flat = arena.host_memory(4096)
+    cudart.registered.add(flat.data_ptr())
+    with pytest.warns(UserWarning, match="712"):
+        assert not arena.pin(flat)
+    assert "dc" not in flags(flat.data_ptr())
+    cudart.registered.clear()
+    assert arena.pin(flat) and "dc" in flags(flat.data_ptr())
+
+
+def flags(address: int) -> list[str]:
+    """The kernel's flags of a mapping; dc: do not copy on fork."""
+    found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            found = begin <= address < end
+        elif found and first == "VmFlags:":
+            return line.split()[1:]
+    pytest.skip("the kernel does not tell the flags of mappings")
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ class LoRA(TorchMethod):
         model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
-        self.merge, self.dropout, self.seed, self.step_count = merge, dropout, seed, 0
+        self.dropout, self.seed, self.step_count = dropout, seed, 0
         self._base: str | None = None
         self._require_plain(model)
         of_model = ModelDropout(model, seed, model_dropout)  # before there are adapters, which have their own
@@ -69,9 +69,9 @@ class LoRA(TorchMethod):
         self.layers = inject(model, config, seed)
         self.config = config
         adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        self._addon = Adapters(adapters, config, self.layers if merge else None, model.source)
         super().__init__(model, max_grad_norm, adapters, activations, of_model)
         self.optimizer = torch.optim.AdamW(self._groups(weight_decay, weight_decay_on), lr=lr)
-        self._over = {id(layer.base_layer.weight): layer for layer in self.layers.values()}
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters. Returns the loss, unread."""
@@ -94,22 +94,8 @@ class LoRA(TorchMethod):
     # -- what others see of it (model/attached.py) -----------------------------------------------------------------
 
     @property
-    def addon(self) -> "LoRA":
-        return self
-
-    @torch.no_grad()
-    def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
-        """The tensor as it is saved: with its adapter added, on the host, or as it is."""
-        layer = self._over.get(id(tensor.param))
-        if layer is None or not self.merge:
-            return home
-        return (home.float() + layer.get_delta_weight(ADAPTER).float()).to(home.dtype).cpu()
-
-    def write_files(self, path: Path) -> None:
-        """Adds the adapters in peft's own layout to a model directory, unless they are in its weights."""
-        if self.merge:
-            return
-        write_adapter(path, self.params, self.config, base=self.model.source)
+    def addon(self) -> "Adapters":
+        return self._addon
 
     def describe(self) -> list[str]:
         """For the start block."""
@@ -153,6 +139,35 @@ class LoRA(TorchMethod):
         weights = [layer.base_layer.weight.detach().double() for layer in self.layers.values()]
         ends = (weights[0], weights[-1])
         return all(abs(float(w.sum()) - s) <= 1e-9 * float(w.abs().sum()) for w, s in zip(ends, saved, strict=True))
+
+
+class Adapters:
+    """The addon of a model with adapters (model/attached.py). The model keeps it, so it holds neither method nor model.
+    merged: the layers whose adapters are saved in the weights; None: adapters are saved beside them, and `base` names
+    the model they belong to."""
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        config: Any,
+        merged: dict[str, nn.Module] | None = None,
+        base: str | None = None,
+    ) -> None:
+        self.params, self.config, self.base, self.merges = params, config, base, merged is not None
+        self._over = {id(layer.base_layer.weight): layer for layer in (merged or {}).values()}
+
+    @torch.no_grad()
+    def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is saved: with its adapter added, on the host, or as it is."""
+        layer = self._over.get(id(tensor.param))
+        if layer is None:
+            return home
+        return (home.float() + layer.get_delta_weight(ADAPTER).float()).to(home.dtype).cpu()
+
+    def write_files(self, path: Path) -> None:
+        """Adds the adapters in peft's own layout to a model directory, unless they are in its weights."""
+        if not self.merges:
+            write_adapter(path, self.params, self.config, self.base)
 
 
 def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base: str | None = None) -> None:

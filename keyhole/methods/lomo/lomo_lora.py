@@ -10,7 +10,6 @@ Both parts change, so they are saved apart: the model as an ordinary directory, 
 writes them, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") puts them together.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from keyhole.methods.baselines import lora
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.weight_decay import parameter_groups
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor
 
 
 class LOMOLoRA(LOMO):
@@ -52,6 +50,7 @@ class LOMOLoRA(LOMO):
             param.data = param.data.to(model.device)
         for param in trained:
             param.requires_grad_(True)
+        self._addon = lora.Adapters(self.adapters, self.config)
         super().__init__(model, lr, seed=seed, **options)
         self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
         groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
@@ -88,24 +87,12 @@ class LOMOLoRA(LOMO):
         self.optimizer.step()
         self._drop_extra_gradients()
 
-    @property
-    def params(self) -> dict[str, torch.nn.Parameter]:
-        """The adapters, for those who look whether they move."""
-        return self.adapters
-
     # -- what others see of it (model/attached.py) -----------------------------------------------------------------
 
     @property
-    def addon(self) -> "LOMOLoRA":
-        return self
-
-    def as_saved(self, tensor: FlatTensor, home: torch.Tensor) -> torch.Tensor:
-        """The model's own weights are saved as they are."""
-        return home
-
-    def write_files(self, path: Path) -> None:
-        """Adds the adapters in peft's own layout to a model directory."""
-        lora.write_adapter(path, self.adapters, self.config)
+    def addon(self) -> lora.Adapters:
+        """The adapters; the model's own weights are saved as they are."""
+        return self._addon
 
     def describe(self) -> list[str]:
         count = sum(p.numel() for p in self.adapters.values())

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from keyhole.machine.settings import Changes, compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.compiled_linear import linears_offer
 from keyhole.model.forward.compile import allow_recompiling
@@ -36,10 +36,10 @@ class Compiled:
     """Runs blocks compiled; one for all blocks of a model. offer: the device on which linear layers offer their
     gradients (compiled_linear.py); None where they do not."""
 
-    def __init__(self, backend: str = "inductor") -> None:
+    def __init__(self, backend: str, changes: Changes) -> None:
         self.offer: torch.device | None = None
-        allow_recompiling()
-        torch._functorch.config.donated_buffer = False  # or no graph could be reversed twice (exact clipping)
+        allow_recompiling(changes)
+        changes.set(compiler("torch._functorch", "donated_buffer"), False)  # or no graph could be reversed twice
         self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:

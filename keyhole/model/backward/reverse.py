@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.machine.settings import expandable_segments
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
@@ -57,9 +58,10 @@ class Reverse:
         self.units_of = {i: [u for u in model.layout.of_kind("block") if u.block == i] for i in range(len(self.blocks))}
         _check(model, activations, self.units_of)
         if model.device.type == "cuda":  # activations of many sizes come and go: pieces that fit nothing add up
-            _expandable_segments()
+            expandable_segments(model.changes)
         self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
-        self.compiled = Compiled(compiled if isinstance(compiled, str) else "inductor") if compiled else None
+        backend = compiled if isinstance(compiled, str) else "inductor"
+        self.compiled = Compiled(backend, model.changes) if compiled else None
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
         self.store = ActivationStore(model.device, to_host=activations == "host")
@@ -292,9 +294,3 @@ def _check(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> N
             f"of them on the device at the same time. Load with workload=keyhole.Workload(method=...), which plans for "
             f"it, or with slot_count={needed} or more"
         )
-
-
-def _expandable_segments() -> None:
-    """PYTORCH_ALLOC_CONF=expandable_segments:True, from here on."""
-    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-    change("expandable_segments:True")

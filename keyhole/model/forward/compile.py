@@ -15,10 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._dynamo.config
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.machine.settings import Changes, compiler
 from keyhole.model.structure.find import find_blocks
 
 RECOMPILES = 64
@@ -28,10 +28,11 @@ def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return type(block).forward(block, *args, **kwargs)
 
 
-def allow_recompiling() -> None:
+def allow_recompiling(changes: Changes) -> None:
     """All blocks share one function, with code for each kind of block, each varying dimension, and with or without a
     mask. torch gives up after 8, and the rest would run plain, depending on what ran first in this process."""
-    torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
+    limit = compiler("torch._dynamo", "recompile_limit")
+    changes.set(limit, max(RECOMPILES, limit.read()))
 
 
 def compile_forward(model: Any, backend: str = "inductor") -> None:
@@ -43,7 +44,7 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
         )
     if model.layout.tiled_layers:
         raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")
-    allow_recompiling()
+    allow_recompiling(model.changes)
     run, model_of = torch.compile(_forward, backend=backend), weakref.ref(model)
 
     def compiled(block: nn.Module, ordinary: Callable) -> Callable:
@@ -57,6 +58,6 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
 
     for i, block in enumerate(find_blocks(model.module)):
         if model.graphs is None:
-            block.forward = compiled(block, block.forward)
+            model.patches.forward(block, compiled(block, block.forward))
         else:  # a graph is recorded from compiled code, and compared with it
             model.graphs.ordinary[i] = compiled(block, model.graphs.ordinary[i])

@@ -35,8 +35,8 @@ def fuse_relu(model: Any) -> None:
     for block in find_blocks(model.module):
         if pair := relu_pair(block):
             layer, activation = pair
-            layer.forward = _product(weakref.ref(model), block, layer, activation)
-            activation.forward = _activation(activation)
+            model.patches.forward(layer, _product(weakref.ref(model), block, layer, activation))
+            model.patches.forward(activation, _activation(activation))
 
 
 def has_epilogue(x: torch.Tensor) -> bool:

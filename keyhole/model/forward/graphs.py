@@ -55,7 +55,7 @@ class BlockGraphs:
         self.warm_up_calls = WARM_UP_STEPS * len(blocks)
         self.ordinary = [block.forward for block in blocks]
         for i, (unit, block) in enumerate(zip(model.layout.of_kind("block"), blocks, strict=True)):
-            block.forward = self._wrap(unit, i)
+            model.patches.forward(block, self._wrap(unit, i))
 
     def _wrap(self, unit: Unit, i: int) -> Callable:
         vectors = self.model.binding.spine_of[unit.block]

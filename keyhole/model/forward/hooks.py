@@ -7,9 +7,11 @@ Without a conductor they do nothing. With one, a pass that enters
                                                          block_at_once: it first waits for all units of the block
     the input embedding                                  looks up rows that were gathered where the table lives
 
-Compiled code cannot stop inside a block: with block_at_once the hooks inside do nothing.
+Compiled code cannot stop inside a block: with block_at_once the hooks inside do nothing. Hooks hold the model
+weakly: the model holds the module, and the module its hooks.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -43,32 +45,38 @@ class Conductor(Protocol):
 
 def install_hooks(model: Any) -> None:
     """On every module that needs a unit to be bound, every block, and the input embedding."""
+    model_of = weakref.ref(model)
+
+    def conductor_of() -> Conductor | None:
+        owner = model_of()
+        return None if owner is None else owner.conductor
 
     def on_enter(unit: Unit) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
             if torch.compiler.is_compiling():  # the block's units were met before it was entered
                 return
-            current = model.conductor and model.conductor.current
-            if current and not model.conductor.block_at_once and current.unit is not unit:
+            conductor = conductor_of()
+            current = conductor and conductor.current
+            if current and not conductor.block_at_once and current.unit is not unit:
                 current.meet(unit)
 
         return hook
 
     def on_block(block: int, units: list[Unit]) -> Callable:
         def hook(module: nn.Module, args: tuple) -> None:
-            if model.conductor is None:
+            if (conductor := conductor_of()) is None:
                 return
-            for unit in units if model.conductor.block_at_once else ():
-                model.conductor.current.meet(unit)
-            model.binding.enter_block(block)
+            for unit in units if conductor.block_at_once else ():
+                conductor.current.meet(unit)
+            model_of().binding.enter_block(block)
 
         return hook
 
     def on_embed(module: nn.Module, args: tuple) -> tuple | None:
-        if model.conductor is None:
+        if (conductor := conductor_of()) is None:
             return None
         ids = args[0]
-        rows_MH = model.conductor.rows(model.conductor.current.index, ids.flatten())
+        rows_MH = conductor.rows(conductor.current.index, ids.flatten())
         if isinstance(rows_MH, nn.Parameter):  # a leaf of its own, for a pass that will be differentiated
             module._parameters["weight"] = rows_MH
         else:
@@ -78,7 +86,7 @@ def install_hooks(model: Any) -> None:
     blocks = model.layout.of_kind("block")
     for unit in blocks:
         for owner in unit.modules:
-            owner.register_forward_pre_hook(on_enter(unit))
+            model.patches.pre_hook(owner, on_enter(unit))
     for block, owner in enumerate(find_blocks(model.module)):  # after on_enter: the unit is bound by then
-        owner.register_forward_pre_hook(on_block(block, [u for u in blocks if u.block == block]))
-    model.embedding.register_forward_pre_hook(on_embed)
+        model.patches.pre_hook(owner, on_block(block, [u for u in blocks if u.block == block]))
+    model.patches.pre_hook(model.embedding, on_embed)

@@ -33,7 +33,8 @@ def compute_in_tiles(model: Any) -> None:
     for block in find_blocks(model.module):
         for layer in block.modules():
             if tiles := row_tiles(layer):
-                layer.forward = _forward(weakref.ref(model), layer, tiles, units.get(id(layer.weight)))
+                forward = _forward(weakref.ref(model), layer, tiles, units.get(id(layer.weight)))
+                model.patches.forward(layer, forward)
 
 
 def _forward(

@@ -1,0 +1,163 @@
+"""Settings of the process: changed while somebody holds them, then as they were."""
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.machine import settings
+from keyhole.machine.settings import Changes, Setting
+from tests.model.decoders import batch, config
+
+
+class Knob:
+    """A setting of a pretended process."""
+
+    def __init__(self) -> None:
+        self.value = "before"
+
+    def setting(self) -> Setting:
+        return Setting(lambda: self.value, lambda value: setattr(self, "value", value))
+
+
+@given(st.permutations(range(4)), st.lists(st.sampled_from("ab"), min_size=4, max_size=4))
+def test_holders_may_go_in_any_order(order: list[int], values: list[str]) -> None:
+    """The newest holder's value counts; when all are gone, the value from before the first is back."""
+    knob, holders = Knob(), [Changes() for _ in range(4)]
+    setting = knob.setting()
+    for holder, value in zip(holders, values, strict=True):
+        holder.set(setting, value)
+        assert knob.value == value
+    left = list(range(4))
+    for k in order:
+        holders[k].put_back()
+        holders[k].put_back()  # once is enough
+        left.remove(k)
+        assert knob.value == (values[left[-1]] if left else "before")
+
+
+def test_a_holder_may_change_its_mind() -> None:
+    """Set twice by one model, a setting is put back once, to what was before both."""
+    knob, holder = Knob(), Changes()
+    setting = knob.setting()
+    holder.set(setting, 1)
+    holder.set(setting, 2)
+    assert knob.value == 2
+    holder.put_back()
+    assert knob.value == "before"
+
+
+def test_what_somebody_else_set_meanwhile_stays() -> None:
+    """A value that is not ours is not ours to put back."""
+    knob, holder = Knob(), Changes()
+    holder.set(knob.setting(), 1)
+    knob.value = "theirs"
+    holder.put_back()
+    assert knob.value == "theirs"
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_a_model_puts_back_the_precision_of_products(end: str) -> None:
+    """Of two models that want different ones, in the order in which they go; and Hugging Face's progress bars are back
+    as soon as a model is loaded."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    transformers.utils.logging.enable_progress_bar()
+    try:
+        exact = [keyhole.load(config("llama"), init="random", device="cpu")]
+        fast = [keyhole.load(config("llama"), init="random", device="cpu", tf32=True)]
+        assert torch.get_float32_matmul_precision() == "high"
+        for models, left in ((fast, "highest"), (exact, "medium")):
+            if end == "close":
+                models[0].close()
+            else:
+                models.clear()
+            assert torch.get_float32_matmul_precision() == left
+        assert transformers.utils.logging.is_progress_bar_enabled()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_model_that_fails_to_load_changes_nothing() -> None:
+    """Neither the precision of products nor progress bars, whatever it was that failed."""
+    transformers.utils.logging.enable_progress_bar()
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(UserError):
+        keyhole.load(config("llama"), device="cpu", tf32=True)  # a config has no weights
+    assert torch.get_float32_matmul_precision() == before and transformers.utils.logging.is_progress_bar_enabled()
+
+
+def test_the_compilers_settings_go_with_the_model() -> None:
+    """Those that compiled blocks need, forward and backward."""
+    names = [("torch._dynamo", "recompile_limit"), ("torch._functorch", "donated_buffer")]
+
+    def found() -> list[object]:
+        return [settings.compiler(*name).read() for name in names]
+
+    before = found()
+    model = keyhole.load(config("llama"), init="random", device="cpu")
+    opt = keyhole.LOMO(model, 1e-3, compile="aot_eager")
+    opt.step(batch())
+    assert found() == [64, False] != before
+    model.close()
+    assert found() == before
+
+
+@pytest.mark.parametrize("users", ["", "garbage_collection_threshold:0.8"])
+def test_expandable_segments_are_put_back(users: str) -> None:
+    """Beside what the user's own text says, for as long as one of two models lives."""
+    said, change = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before, ours = said(), f"{users},expandable_segments:True".strip(",")
+    change(users)
+    try:
+        models = [Changes(), Changes()]
+        for model in models:
+            settings.expandable_segments(model)
+            assert said() == ours
+        models[0].put_back()
+        assert said() == ours
+        models[1].put_back()
+        assert said() == users
+        settings.expandable_segments(models[0])  # and again
+        assert said() == ours
+        models[0].put_back()
+    finally:
+        change(before)
+
+
+def test_what_the_user_says_of_expandable_segments_counts() -> None:
+    """A text that mentions them is left alone."""
+    said, change = torch._C._accelerator_getAllocatorSettings, torch._C._accelerator_setAllocatorSettings
+    before = said()
+    change("expandable_segments:False")
+    try:
+        settings.expandable_segments(Changes())
+        assert said() == "expandable_segments:False"
+    finally:
+        change(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_budget_goes_with_its_model() -> None:
+    """The allocator's limit and expandable segments, while two models live and afterwards."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    share, said = torch.cuda.get_per_process_memory_fraction, torch._C._accelerator_getAllocatorSettings
+    before, total = (share(device), said()), torch.cuda.get_device_properties(device).total_memory
+    models = []
+    for gib in (2, 1):
+        work = keyhole.Workload(method="lomo", tokens=64, passes=1)
+        one = keyhole.load(config("llama"), init="random", gpu_memory=f"{gib}GiB", workload=work, device=device)
+        keyhole.LOMO(one, 1e-3).step(batch())
+        models.append(one)
+        assert share(device) == pytest.approx(gib * 2**30 / total)
+        assert "expandable_segments" in said()
+    del one
+    models.pop().close()
+    assert share(device) == pytest.approx(2 * 2**30 / total)
+    models.clear()
+    assert share(device) == pytest.approx(before[0]) and said() == before[1]
+    torch.ones(2**20, device=device).add_(1)  # the allocator still works
