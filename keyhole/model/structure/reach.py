@@ -24,35 +24,44 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-TOKENS = 512  # some parts are used only from a length on
+LENGTHS = (512, 32)  # of the row, in tokens: some parts are used only from a length on, some models end before
 LARGE = 2**16  # elements of a constant whose values are not computed
+_tried: dict[tuple[type, str], tuple[str, frozenset[str]]] = {}
 
 
 def freeze_unreached(module: nn.Module) -> str:
     """Marks and freezes the parameters that no forward on tokens reaches. Returns why the forward could not be run, if
-    it could not: then none is."""
-    reached: set[int] = set()
-    try:
-        with torch.no_grad(), _noting_fetches(reached), _ShapesOfLarge():
-            module(input_ids=_tokens(module), use_cache=False)
-    except Exception as error:  # the family's own code
-        return " ".join(str(error).split())[:120] or type(error).__name__
-    for param in _never_reached(module, reached):
-        param.keyhole_unreached = True
-        param.requires_grad_(False)
-    return ""
+    it could not: then none is marked."""
+    key = type(module), module.config.to_json_string(use_diff=False)
+    if key not in _tried:
+        _tried[key] = _try(module)
+    why, unreached = _tried[key]
+    for name, param in module.named_parameters():
+        if name in unreached:
+            param.keyhole_unreached = True
+            param.requires_grad_(False)
+    return why
+
+
+def _try(module: nn.Module) -> tuple[str, frozenset[str]]:
+    """Why no forward can be run, and the names of what it does not reach."""
+    vocabulary, why = module.get_input_embeddings().weight.shape[0], ""
+    for length in LENGTHS:
+        reached: set[int] = set()
+        try:
+            with torch.no_grad(), _noting_fetches(reached), _ShapesOfLarge():
+                module(input_ids=torch.arange(length)[None] % min(64, vocabulary), use_cache=False)
+        except Exception as error:  # the family's own code
+            why = " ".join(str(error).split())[:120] or type(error).__name__
+            continue
+        never = {id(param) for param in _never_reached(module, reached)}
+        return "", frozenset(name for name, param in module.named_parameters() if id(param) in never)
+    return why, frozenset()
 
 
 def is_unreached(param: nn.Parameter) -> bool:
     """Whether no forward on tokens uses this parameter."""
     return getattr(param, "keyhole_unreached", False)
-
-
-def _tokens(module: nn.Module) -> torch.Tensor:
-    config = module.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or TOKENS
-    count = min(TOKENS, positions) if isinstance(positions, int) else TOKENS
-    return torch.arange(count)[None] % max(1, min(64, module.get_input_embeddings().weight.shape[0]))
 
 
 def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Parameter]:
@@ -106,9 +115,15 @@ class _ShapesOfLarge(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        is_mutable = func._schema.is_mutable
         if not any(_is_large_constant(x) for x in tree_leaves((args, kwargs))):
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError:  # it wants memory of its own for every element
+                if is_mutable:
+                    return args[0]
+                return func(*tree_map(_materialised, args), **tree_map(_materialised, kwargs))
+        if is_mutable:
             return args[0]
         if func.is_view:
             try:
@@ -122,6 +137,10 @@ class _ShapesOfLarge(TorchDispatchMode):
             except (RuntimeError, NotImplementedError):
                 continue
         return func(*args, **kwargs)  # its shape depends on values
+
+
+def _materialised(x: Any) -> Any:
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
 def _to_meta(x: Any, dtype: torch.dtype | None) -> Any:
