@@ -209,8 +209,8 @@ def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.dev
 
 def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
     """Of the gaps between aligned tensors: reserved memory may hold anything, and copies of them are looked at."""
-    starts = [tensor.start - unit.start for tensor in unit.tensors[1:]] + [unit.numel]
-    for tensor, begin in zip(unit.tensors, starts, strict=True):
+    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a spine may hold no tensor
+    for tensor, begin in zip(unit.tensors, starts[1:], strict=True):
         end = tensor.stop - unit.start
         if end < begin:
             home[end:begin] = 0

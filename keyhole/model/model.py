@@ -137,11 +137,12 @@ class Model:
             raise
 
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
-        """[N, H] hidden states at the positions that predict a trained token; of a classifier its logits, [B, L]."""
+        """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; of a
+        classifier its logits, [B, L]."""
         if self.classifies:
             return self.head.logits(batch)
-        hidden_BTH = self.head.decoder(**batch.inputs, use_cache=False)[0]
-        return hidden_BTH.flatten(0, 1)[batch.index_N]
+        hidden_BTD = self.head.decoder(**batch.inputs, use_cache=False)[0]
+        return self.head.transformed(hidden_BTD.flatten(0, 1)[batch.index_N])
 
     @contextmanager
     def _conducted_by(self, conductor: Conductor) -> Iterator[None]:

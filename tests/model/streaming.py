@@ -13,10 +13,15 @@ from keyhole.offload.engine import Engine
 
 
 def streamed(
-    resident: keyhole.Model, max_unit_numel: int | None = None, keep: tuple[str, ...] = (), **engine_options: Any
+    resident: keyhole.Model,
+    max_unit_numel: int | None = None,
+    keep: tuple[str, ...] = (),
+    config: Any = None,
+    **engine_options: Any,
 ) -> Model:
-    """The same weights, every unit behind the engine but the spine and the kinds named in `keep`."""
-    module = build(resident.config, resident.dtype)
+    """The same weights, every unit behind the engine but the spine and the kinds named in `keep`. config: of the whole,
+    where the module knows only a part of it."""
+    module = build(config or resident.config, resident.dtype)
     layout = find_layout(module, max_unit_numel)
     flat = torch.full((layout.numel,), float("nan"), dtype=resident.dtype)
     homes = split(flat, [unit.numel for unit in layout.units])

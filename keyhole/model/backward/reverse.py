@@ -137,8 +137,9 @@ class Reverse:
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
         grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
+        shared = self.tape.uses_graphs_between_blocks  # the end of the pass and a block may share a part of them
         for hidden_NH, grad_NH in zip(self.hidden, grads, strict=True):
-            torch.autograd.backward(hidden_NH, grad_NH, retain_graph=not last)
+            torch.autograd.backward(hidden_NH, grad_NH, retain_graph=shared or not last)
         grads.clear()
         self._reverse_blocks()
         self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))

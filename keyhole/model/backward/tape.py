@@ -14,12 +14,17 @@ that very tensor) is a small graph of its own, as are the embedding before the f
 Reverse is then: gradients of a block's outputs in, gradients of its inputs out, added to the outputs they came from.
 All micro-batches can go through a block, in any order, before the block below it is differentiated.
 
+Some models hand tensors from block to block in a mapping that all of them are given (Gemma 3n and 4: keys and values
+that later blocks use again). What lies in it is an input of every block, and what a block writes into it an output.
+
 A block that draws random numbers (dropout) starts its second run from the generator's state of the first.
 """
 
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +33,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import TensorWeakRef
 
+from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.compiled import Compiled, Saved
 
 ACTIVATIONS = ("none", "block", "host")
 Origin = tuple["Visit", int] | torch.Tensor
 """Where an input came from: an output of a block, by its place among the outputs, or a graph between blocks."""
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    """Stands where a mapping was among the arguments of a block."""
+
+    index: int
 
 
 class Visit:
@@ -51,29 +64,51 @@ class Visit:
 
     def enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs the block for the first time; returns its output, cut off."""
-        values, self.spec = tree_flatten((args, kwargs))
+        shared = [x for x in (*args, *kwargs.values()) if type(x) in (dict, UserDict)]
+        self.mapping_types = [type(mapping) for mapping in shared]
+        if shared:
+            place = {id(mapping): _Mapping(i) for i, mapping in enumerate(shared)}
+            args = tuple(place.get(id(x), x) for x in args)
+            kwargs = {name: place.get(id(x), x) for name, x in kwargs.items()}
+        values, self.spec = tree_flatten((args, kwargs, [dict(mapping) for mapping in shared]))
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 self.origins[i] = getattr(value, "keyhole_origin", value)
         if self.module.training:
             self.random = _random_state(_device_of(values))
         if self.has_graph:
-            return self._leave(self._with_graph(values))
-        with torch.no_grad():
-            output = self.forward(*args, **kwargs)
-        self.values = [self.store.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
-        return self._leave(output)
+            output, written = self._leave(self._with_graph(values))
+        else:
+            with torch.no_grad():
+                output = self._run(values)
+            self.values = [self.store.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
+            output, written = self._leave(output)
+        for mapping, new in zip(shared, written, strict=True):
+            mapping.update(new)
+        return output
+
+    def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
+        """The block's output, and what it wrote into the mappings that it was given; it gets copies of them."""
+        args, kwargs, entries = tree_unflatten(values, self.spec)
+        copies = [kind(one) for kind, one in zip(self.mapping_types, entries, strict=True)]
+        args = [copies[x.index] if isinstance(x, _Mapping) else x for x in args]
+        kwargs = {name: copies[x.index] if isinstance(x, _Mapping) else x for name, x in kwargs.items()}
+        output = self.forward(*args, **kwargs)
+        pairs = zip(copies, entries, strict=True)
+        return output, [{k: v for k, v in after.items() if v is not before.get(k)} for after, before in pairs]
 
     def _with_graph(self, values: list[Any]) -> Any:
         anchor = torch.zeros((), requires_grad=True)
         values = [
             _Entrance.apply(anchor, v.detach(), self, i) if i in self.origins else v for i, v in enumerate(values)
         ]
-        args, kwargs = tree_unflatten(values, self.spec)
         if self.compiled is None:
-            return self.forward(*args, **kwargs)
+            return self._run(values)
+        args, kwargs, _ = tree_unflatten(values, self.spec)
+        if self.mapping_types:
+            raise UserError("compile: blocks of this model hand tensors to each other in a mapping; set compile=false")
         self.saved = Saved(self.module, [values[i] for i in self.origins], self.store)
-        return self.compiled(self.module, args, kwargs, self.saved)
+        return self.compiled(self.module, args, kwargs, self.saved), []
 
     def _leave(self, output: Any) -> Any:
         values, spec = tree_flatten(output)
@@ -108,9 +143,8 @@ class Visit:
         return grads
 
     def _call(self, inputs: list[Any]) -> Any:
-        args, kwargs = tree_unflatten(inputs, self.spec)
         with torch.enable_grad(), _replayed(self.random):
-            return self.forward(*args, **kwargs)
+            return self._run(inputs)
 
     def prefetch(self) -> None:
         """Starts to bring back what is in host memory."""
@@ -199,6 +233,12 @@ class Tape:
             return visit.enter(args, kwargs)
 
         return call
+
+    @property
+    def uses_graphs_between_blocks(self) -> bool:
+        """Whether a block behind the first has inputs that other modules than blocks have made."""
+        visits = (visit for stop in self.stops[1:] for visit in stop.values())
+        return any(isinstance(origin, torch.Tensor) for visit in visits for origin in visit.origins.values())
 
     def restart(self) -> None:
         """Forgets all gradients, before another reverse."""

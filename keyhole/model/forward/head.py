@@ -3,17 +3,20 @@
 What a causal LM does after its decoder differs from model to model: a matrix product, sometimes a bias, a scale or a
 soft cap. We run the model's own forward with the decoder replaced, for that one call, by a stand-in that returns the
 hidden states we have. The rows of the head may be a chunk of the vocabulary: what follows the product acts on each
-logit alone, so a chunk of rows gives a chunk of logits.
-Legend: N tokens, H width, R rows of the vocabulary.
+logit alone, so a chunk of rows gives a chunk of logits. A head with a layer of its own before the product (BERT) is run
+in two parts, each with the model's own code: up to the product, once per pass, and from there on.
+Legend: N tokens, D width of the decoder, H width of the head, R rows of the vocabulary.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from keyhole.model.structure.find import find_decoder
+from keyhole.model.structure.reach import is_unreached
 from keyhole.ops.loss import RunningNLL
 
 HEAD_TOKENS = 4096  # logits exist for so many tokens at a time
@@ -41,13 +44,18 @@ def _decoder_returns(decoder: nn.Module, hidden_1NH: torch.Tensor) -> Iterator[N
         del decoder.forward
 
 
-def _find_decoder(module: nn.Module) -> nn.Module:
-    """What the causal LM calls for hidden states. Where Transformers' own lookup returns the LM itself (it does for
-    Llama 4), it is the child that holds the input embedding."""
-    decoder, embedding = module.get_decoder(), module.get_input_embeddings()
-    if decoder is not module:
-        return decoder
-    return next(child for child in module.children() if any(part is embedding for part in child.modules()))
+@contextmanager
+def _before(linear: nn.Module, hook: Callable[[nn.Module, tuple], Any]) -> Iterator[None]:
+    """A context in which the hook is called before the layer, with its arguments."""
+    handle = linear.register_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Reached(Exception):
+    """The output matrix was reached; nothing behind it is run."""
 
 
 class Head:
@@ -55,13 +63,38 @@ class Head:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.decoder = _find_decoder(module)
+        self.decoder = find_decoder(module)
         self.linear = module.get_output_embeddings()
+        known = {id(p) for part in (self.decoder, self.linear) for p in part.parameters()}
+        self.transforms = any(id(p) not in known and not is_unreached(p) for p in module.parameters())
+
+    def transformed(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """[N, H] what the output matrix is multiplied with: the hidden states, or what a layer of the head makes of
+        them (BERT and its kin), whose parameters are then part of the same graph as the decoder's."""
+        if not self.transforms:
+            return hidden_ND
+        self._decoder_width = hidden_ND.shape[-1]
+        seen: list[torch.Tensor] = []
+
+        def stop(linear: nn.Module, args: tuple) -> None:
+            seen.append(args[0][0])
+            raise _Reached
+
+        with suppress(_Reached), _before(self.linear, stop):
+            self._run(hidden_ND)
+        return seen[0]
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, V] logits (or [N, R] while the head holds a chunk), through the model's own code."""
-        token = torch.zeros((1, 1), dtype=torch.long, device=hidden_NH.device)
-        with _decoder_returns(self.decoder, hidden_NH[None]):
+        if not self.transforms:
+            return self._run(hidden_NH)
+        unused_ND = hidden_NH.new_zeros(()).expand(hidden_NH.shape[0], self._decoder_width)
+        with _before(self.linear, lambda linear, args: (hidden_NH[None],)):
+            return self._run(unused_ND)
+
+    def _run(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        token = torch.zeros((1, 1), dtype=torch.long, device=hidden_ND.device)
+        with _decoder_returns(self.decoder, hidden_ND[None]):
             return self.module(input_ids=token, use_cache=False).logits[0]
 
     def bind(self, weight_RH: torch.Tensor, bias_R: torch.Tensor | None) -> None:

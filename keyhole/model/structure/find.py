@@ -6,6 +6,8 @@ the most parameters. Everything here works on the meta device, and depends on th
 
 from torch import nn
 
+from keyhole.model.structure.reach import is_unreached
+
 TILE_NUMEL = 160 * 2**20
 TILE_ROWS = 256  # tiles are a multiple of this
 PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
@@ -13,12 +15,29 @@ PAIRS = {"OPTDecoderLayer": ("fc1", "activation_fn")}
 block's forward: only the activation may use the output of the layer."""
 
 
+def find_decoder(module: nn.Module) -> nn.Module:
+    """What the causal LM calls for hidden states: it holds the input embedding. Where Transformers' own lookup returns
+    the LM itself (Llama 4) or something else (the head of ModernBERT), it is the child that does."""
+    embedding = module.get_input_embeddings()
+
+    def holds_embedding(part: nn.Module) -> bool:
+        return part is not embedding and any(inside is embedding for inside in part.modules())
+
+    decoder = module.get_decoder()
+    return (
+        decoder
+        if decoder is not module and holds_embedding(decoder)
+        else next(filter(holds_embedding, module.children()))
+    )
+
+
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks: the outermost list of modules that holds the most parameters; [] if there is none."""
+    """The repeated blocks: the outermost list of modules that holds the most parameters that a forward on tokens
+    reaches; [] if there is none."""
     best, best_numel = [], 0
     for child in module.modules():  # outermost first, so that a tie goes to the outer list
         if isinstance(child, nn.ModuleList) and len(child) > 1:
-            numel = sum(p.numel() for p in child.parameters())
+            numel = sum(p.numel() for p in child.parameters() if not is_unreached(p))
             if numel > best_numel:
                 best, best_numel = list(child), numel
     return best

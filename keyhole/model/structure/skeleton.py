@@ -21,6 +21,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.structure.config_file import check_config_file, check_implementation
+from keyhole.model.structure.reach import freeze_unreached
 from keyhole.model.structure.source import check_name, find_file, is_local
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
@@ -150,7 +151,8 @@ def auto_class(config: Any) -> Any:
 
 
 def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory."""
+    """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory. What a forward on
+    tokens does not reach is frozen (reach.py); keyhole_untried says why that could not be found out, if so."""
     check_model(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
@@ -170,7 +172,8 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
     for name, buffer in saved_buffers(module).items():
         if any(part in name for part in module._keep_in_fp32_modules_strict or ()):
             buffer.data = buffer.data.float()
-    return module.eval()
+    module.eval().keyhole_untried = freeze_unreached(module)
+    return module
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -182,4 +185,4 @@ def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def _stand_in(param: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     if param.device.type != "meta":
         return nn.Parameter(param.data.to(dtype), requires_grad=param.requires_grad)
-    return nn.Parameter(torch.empty((), dtype=dtype).expand(param.shape), requires_grad=param.requires_grad)
+    return nn.Parameter(torch.zeros((), dtype=dtype).expand(param.shape), requires_grad=param.requires_grad)
