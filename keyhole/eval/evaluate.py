@@ -1,7 +1,7 @@
 """`keyhole eval DIR --tasks NAME ...`: one table of tasks and data files.
 
 A name such as sst2, or a task file (my.yaml), is a task of keyhole.data.tasks, judged by the rows that a training run
-is judged by (num_eval of them), in its own metric (score.py). A file whose rows have candidates is a task too (tasks.py)
+is judged by (num_eval of them), in its own metric (score.py). A file whose rows have candidates is one too (tasks.py)
 and is scored by log-likelihood. Any other file is read like training data (the five formats of keyhole.data) and gives
 the validation loss as training defines it, the NLL over all trained tokens divided by their number, and perplexity =
 exp(loss). Tasks are read, and the first row of every other file, before the model is loaded: a mistake in the last one
@@ -117,7 +117,7 @@ def score_data(
     check_data(data, model.source, model.config, model.module)
     nll_R, count_R = score_rows(model, data, **options)
     found = float(nll_R.sum()), int(count_R.sum())
-    return data_score(model, task_name(source), *found, len(data), data.report.truncated)
+    return data_score(model, task_name(source), source, *found, len(data), data.report.truncated)
 
 
 def table(scores: Sequence[Score]) -> str:

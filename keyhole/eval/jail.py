@@ -114,7 +114,7 @@ def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
         text = path.decode("utf-8", "replace") if isinstance(path, bytes) else path if isinstance(path, str) else None
         if text is None:
             return path is None or isinstance(path, int)  # what is open already
-        return ".." not in text.split("/") and (not text.startswith("/") or text.startswith(directory + "/"))
+        return ".." not in text.split("/") and (not text.startswith("/") or f"{text}/".startswith(f"{directory}/"))
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
         if event.startswith(REFUSED):

@@ -64,12 +64,12 @@ def score(
     model: Model, task: Task, *, max_length: int | None = None, allow_code_execution: bool = False, **options: Any
 ) -> Score:
     """The result of a task. options: batch_tokens, watch."""
+    check_code(task, allow_code_execution)
     if task.spec is None or task.spec.kind == CHOICE:
         return score_task(model, task, max_length=max_length, **options)
     check_max_length(max_length, model.config, model.module)
     if task.spec.kind == LIKELIHOOD:
         return _likelihood(model, task, max_length, **options)
-    check_code(task, allow_code_execution)
     spec = task.spec
     answers, cut = generate_answers(
         model,
@@ -124,13 +124,16 @@ def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any
     for question, row in zip(task.questions, rows, strict=True):
         check_ids(row.input_ids, question.where, model.source, model.config)
     nll_R, count_R = score_rows(model, rows, **options)
-    return data_score(model, task.name, float(nll_R.sum()), int(count_R.sum()), len(rows), encoder.truncated)
+    where = f"task {task.name}"
+    return data_score(model, task.name, where, float(nll_R.sum()), int(count_R.sum()), len(rows), encoder.truncated)
 
 
-def data_score(model: Model, name: str, nll: float, tokens: int, samples: int, truncated: int) -> DataScore:
+def data_score(
+    model: Model, name: str, where: str, nll: float, tokens: int, samples: int, truncated: int
+) -> DataScore:
     """The loss from its sum; an error where it is not finite."""
     loss = nll / tokens
     if not math.isfinite(loss):
-        raise not_finite(model, f"{name}: the loss is {loss}")
+        raise not_finite(model, f"{where}: the loss is {loss}")
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return DataScore(name, samples, tokens, loss, perplexity, truncated, metrics={"perplexity": perplexity})
