@@ -33,6 +33,16 @@ def test_eval_passes_files_and_settings(calls: list[Any], capsys: Any) -> None:
     assert options == {"limit": 7, "json_path": "r.json", "gpu_memory": 8 * 2**30, "max_length": 99}
 
 
+def test_eval_passes_tasks_by_name(calls: list[Any]) -> None:
+    """Names, their directory, how many questions, and the permission to run programs."""
+    words = ["eval", "some/out", "--tasks", "sst2,rte", "--task-data", "data", "--allow-code-execution"]
+    assert main([*words, "num_eval=50", "task_splits={test: 'val[:9]'}"]) == 0
+    (args, options) = calls[0]
+    assert args == ("some/out", ["sst2,rte"])
+    assert options.pop("allow_code_execution") is True and options.pop("num_eval") == 50
+    assert options.pop("task_data") == "data" and options.pop("task_splits") == {"test": "val[:9]"}
+
+
 def test_chat_passes_settings(calls: list[Any]) -> None:
     """Directory, system prompt and placement arrive."""
     assert main(["chat", "some/out", "placement=stream", "--system", "be brief"]) == 0

@@ -1,4 +1,4 @@
-"""Scores against a one-candidate-at-a-time reference, and the boundary between prompt and candidate."""
+"""Scores against a one-candidate-at-a-time reference, and what has no score."""
 
 import random
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import keyhole
+from keyhole.data.tasks.encode import Encoder
 from keyhole.errors import UserError
-from keyhole.eval.scoring import Encoder, score_task
+from keyhole.eval.scoring import score_task
 from keyhole.eval.tasks import Question, Task
 from tests.conftest import build_tokenizer
 
@@ -86,88 +86,6 @@ def test_a_trained_model_answers_right(tiny_model: Path) -> None:
         opt.step(batches)
     after = score_task(model, task)
     assert after.accuracy == 1.0 and after.margin > before.margin + 0.1 and after.loss < before.loss
-
-
-def bpe(*texts: str, bos: bool = False) -> PreTrainedTokenizerFast:
-    """A small BPE that merges across what people think of as boundaries."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    trainer = trainers.BpeTrainer(special_tokens=["<unk>", "<s>", "</s>"], vocab_size=200, show_progress=False)
-    tokenizer.train_from_iterator(texts * 20, trainer)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-
-
-def test_boundary_where_tokens_merge() -> None:
-    """A token across prompt and candidate belongs to the candidate, and all candidates begin at the same place."""
-    tokenizer = bpe("Answer: yes", "Answer: no", "Answer: ")
-    question = Question("Answer: ", ("yes", "no", "maybe"), 0)
-    alone = tokenizer("Answer: ").input_ids
-    rows = Encoder(tokenizer).encode([question])[0]
-    begins = {next(t for t, label in enumerate(row.labels) if label >= 0) for row in rows}
-    assert len(begins) == 1
-    begin = begins.pop()
-    assert tokenizer("Answer: yes").input_ids[: len(alone)] != alone and 0 < begin
-    for row, candidate in zip(rows, question.candidates, strict=True):
-        whole = tokenizer("Answer: " + candidate).input_ids
-        assert row.input_ids[-len(whole) :] == whole
-        assert row.labels[begin:] == row.input_ids[begin:]
-
-
-def test_bos_comes_first_once() -> None:
-    """Where the tokenizer adds bos, a row begins with exactly one, also when the prompt has written it."""
-    tokenizer = bpe("good soup", bos=True)
-    encoder = Encoder(tokenizer)
-    for prompt in ("good", "<s>good", ""):
-        for row in encoder.encode([Question(prompt, (" soup", " s"), 0)])[0]:
-            assert row.input_ids[0] == 1 and row.input_ids[1] != 1
-            assert row.labels[0] == -100 and row.labels[-1] == row.input_ids[-1]
-
-
-def test_an_empty_prompt_is_begun_with_something(tiny_model: Path) -> None:
-    """Without bos the end-of-text token stands before the first scored token, which nothing could predict else."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    row = Encoder(tokenizer).encode([Question("", ("yes", "no"), 0)])[0][0]
-    assert row.input_ids[0] == tokenizer.eos_token_id
-    assert row.labels == [-100, *tokenizer("yes").input_ids]
-
-
-def test_chat_prompts_go_through_the_template(tiny_model: Path) -> None:
-    """A prompt of turns is written by the chat template with the generation prompt, and not given a second bos."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    turns = [{"role": "user", "content": "How was it?"}]
-    row = Encoder(tokenizer).encode([Question(turns, ("good", "bad"), 0)])[0][0]
-    assert tokenizer.decode(row.input_ids) == "<|user|>How was it?<|end|><|assistant|>good"
-    assert tokenizer.decode([i for i in row.labels if i >= 0]) == "good"
-
-
-@pytest.mark.parametrize("bos", [False, True])
-def test_long_prompts_lose_their_beginning(bos: bool) -> None:
-    """The end of the prompt and the whole candidate stay, bos stays first, and the cut is counted."""
-    tokenizer = bpe("abcdefghij", bos=bos)
-    tokenizer.add_tokens(list("abcdefghij"))  # one token a letter
-    encoder = Encoder(tokenizer, max_length=6)
-    rows = encoder.encode([Question("abcdefg", ("hi", "j"), 0), Question("ab", ("c", "d"), 0)])
-    texts = [tokenizer.decode(row.input_ids, skip_special_tokens=True).replace(" ", "") for row in rows[0]]
-    assert texts == (["efghi", "defgj"] if bos else ["defghi", "cdefgj"])
-    assert all(len(row.input_ids) == 6 for row in rows[0]) and encoder.truncated == 1
-    assert not bos or rows[0][0].input_ids[0] == 1
-    with pytest.raises(UserError, match="takes 6 in all"):
-        encoder.encode([Question("ab", ("abcdef", "a"), 0)])
-
-
-def test_mistakes_are_named(tiny_model: Path) -> None:
-    """No tokenizer, a candidate without tokens, a template that refuses: each says what and where."""
-    with pytest.raises(UserError, match="no tokenizer"):
-        Encoder(None)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = "{{ raise_exception('only users') }}"
-    with pytest.raises(UserError, match="task.jsonl, line 3: .*only users"):
-        Encoder(tokenizer).encode([Question([{"role": "x", "content": ""}], ("a", "b"), 0, "task.jsonl, line 3")])
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("~", "")
-    with pytest.raises(UserError, match="line 4: candidate '~' adds no token"):
-        Encoder(tokenizer).encode([Question("a", ("~", "b"), 0, "task.jsonl, line 4")])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

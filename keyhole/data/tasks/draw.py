@@ -105,7 +105,7 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
 
 def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:
     questions = [question for i in chosen if (question := build(records[i], spec)) is not None]
-    if not questions:
+    if len(chosen) and not questions:
         raise UserError(f"task {spec.name}: no row of {place} has an answer")
     note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
     count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"

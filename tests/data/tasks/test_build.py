@@ -1,0 +1,82 @@
+"""Labels in all their spellings, and rows that are no question."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.data.readers import Record
+from keyhole.data.tasks.build import build
+from keyhole.data.tasks.columns import NO_LABEL, pick_all, spelled
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.spec import task_names
+from keyhole.errors import UserError
+
+LABELLED = [name for name in task_names() if read_spec(name).labels]
+
+
+def dressed(word: str) -> st.SearchStrategy:
+    """The ways in which a file may write a label."""
+    ways = [word, word.upper(), word.capitalize(), f" {word}\t"]
+    if word.isdecimal():
+        ways += [int(word), float(word), f"{word}.0"]
+    if word in ("true", "false"):
+        ways.append(word == "true")
+    return st.sampled_from(ways)
+
+
+@given(data=st.data(), task=st.sampled_from(LABELLED))
+def test_every_spelling_means_its_label(data: st.DataObject, task: str) -> None:
+    """Numbers, words and truth values, in any case and type, lead to the candidate of their label."""
+    labels = read_spec(task).labels
+    index = data.draw(st.integers(0, len(labels) - 1))
+    value = data.draw(st.sampled_from(labels[index]).flatmap(dressed))
+    assert [i for i, words in enumerate(labels) if spelled(value) in words] == [index]
+
+
+@given(value=st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.booleans()))
+def test_any_other_label_is_refused_or_unlabelled(value: object) -> None:
+    """Nothing is guessed: a label is one of the spellings, or no label, or an error with its row."""
+    spec, record = read_spec("rte"), Record("a.jsonl", "line", 3, {"premise": "a", "hypothesis": "b", "label": value})
+    left_out: Counter[str] = Counter()
+    picked = list(pick_all([record], spec, left_out))
+    known = {word: i for i, words in enumerate(spec.labels) for word in words}
+    if spelled(value) in NO_LABEL:
+        assert not picked and left_out["without a label"] == 1
+    elif spelled(value) in known:
+        assert build(picked[0], spec).answer == known[spelled(value)]
+    else:
+        with pytest.raises(UserError, match="a.jsonl, line 3: label: found"):
+            build(picked[0], spec)
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "says"),
+    [
+        ("sst2", {"review": "a", "label": 1}, "needs the column sentence .also called text.; found: review, label"),
+        ("sst2", {"sentence": "a"}, "needs the column label"),
+        ("copa", {"premise": "a", "choice1": "b", "choice2": "b", "question": "cause", "label": 0}, "are the same"),
+        ("copa", {"premise": "a", "choice1": "b", "choice2": "", "question": "cause", "label": 0}, "2 to 1000 texts"),
+        ("copa", {"premise": "a", "choice1": "b", "choice2": "c", "question": "why", "label": 0}, "prompt"),
+        ("record", {"passage": "a", "query": "b", "entities": ["c", "d"], "answers": ["e"]}, "none of e is one of"),
+        ("stsb", {"sentence1": "a", "sentence2": "b", "score": "high"}, "score: expected a number|label"),
+        ("sst2", {"sentence": "\ud800", "label": 1}, "half of a character"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused_with_their_place(task: str, row: dict, says: str) -> None:
+    """The file, the line, the column and the reason."""
+    with pytest.raises(UserError, match=says) as caught:
+        spec = read_spec(task)
+        build(next(pick_all([Record("a.jsonl", "line", 3, row)], spec, Counter())), spec)
+    assert "a.jsonl, line 3" in str(caught.value)
+
+
+def test_a_question_without_an_answer_is_left_out(tmp_path: Path) -> None:
+    """DROP has rows whose answer is empty: they are no question, and are counted."""
+    row = '{"passage": "p", "question": "q", "answers_spans": {"spans": [%s]}}\n'
+    (tmp_path / "val.jsonl").write_text(row % '"x"' + row % "")
+    task = load_task("drop", str(tmp_path), Numbers(), training=False)["test"]
+    assert len(task.questions) == 1 and "1 without an answer left out" in task.about

@@ -1,0 +1,76 @@
+"""Which questions train, choose and judge."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 rows to train on, 20 to judge."""
+    path = tmp_path_factory.mktemp("data")
+    for name, count in (("train", 60), ("validation", 20)):
+        rows = [{"sentence": f"{name} {i}", "label": i % 2} for i in range(count)]
+        (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@given(
+    train=st.one_of(st.none(), st.integers(1, 80)),
+    dev=st.integers(0, 80),
+    test=st.one_of(st.none(), st.integers(1, 30)),
+    seed=st.integers(0, 2**31),
+)
+def test_train_and_dev_share_no_row(folder: Path, train: int | None, dev: int, test: int | None, seed: int) -> None:
+    """Sizes as asked for, as far as the rows go; dev takes two of five at most; the same draw again."""
+    numbers = Numbers(train=train, dev=dev, test=test, seed=seed)
+    drawn = load_task("sst2", str(folder), numbers)
+    prompts = {split: [q.prompt for q in task.questions] for split, task in drawn.items()}
+    assert not set(prompts["train"]) & set(prompts["dev"])
+    assert len(prompts["dev"]) == min(dev, 24)
+    assert len(prompts["train"]) == min(train or 60, 60 - len(prompts["dev"]))
+    assert len(prompts["test"]) == min(test or 20, 20) and all("validation" in prompt for prompt in prompts["test"])
+    again = load_task("sst2", str(folder), numbers)
+    assert {k: v.fingerprint for k, v in drawn.items()} == {k: v.fingerprint for k, v in again.items()}
+
+
+def test_another_seed_draws_other_rows_and_the_same_test(folder: Path) -> None:
+    """Runs with different seeds answer the same questions."""
+    one, two = (load_task("sst2", str(folder), Numbers(train=20, dev=5, test=5, seed=seed)) for seed in (1, 2))
+    assert one["train"].fingerprint != two["train"].fingerprint
+    assert one["test"].fingerprint == two["test"].fingerprint
+    assert one["train"].about == "20 of 60 rows of train.jsonl"
+
+
+def test_splits_may_be_named(folder: Path) -> None:
+    """task_splits divides a file, for one task or for all; dev may be a file of its own."""
+    given = {"train": "validation[:15]", "sst2.test": "validation[15:]", "rte.test": "nowhere", "dev": "train[:7]"}
+    drawn = load_task("sst2", str(folder), Numbers(), given)
+    assert [len(drawn[split].questions) for split in ("train", "dev", "test")] == [15, 7, 5]
+    with pytest.raises(UserError, match="task_splits: found sst2.valid"):
+        load_task("sst2", str(folder), Numbers(), {"sst2.valid": "train"})
+
+
+def test_a_task_without_training_rows(tmp_path: Path) -> None:
+    """Enough to be judged by; a run is told how to divide the file."""
+    (tmp_path / "val.jsonl").write_text('{"sentence": "a", "label": 1}\n')
+    assert len(load_task("sst2", str(tmp_path), Numbers(), training=False)["test"].questions) == 1
+    with pytest.raises(UserError, match=r'none to train on.*train: "val\[:-1000\]"'):
+        load_task("sst2", str(tmp_path), Numbers())
+
+
+def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
+    """MNLI's disputed pairs; a file of nothing else is refused."""
+    row = {"sentence1": "a", "sentence2": "b", "gold_label": "-"}
+    (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"gold_label": "neutral"}))
+    task = load_task("mnli", str(tmp_path), Numbers(), training=False)["test"]
+    assert len(task.questions) == 1 and task.about.endswith("1 without a label left out")
+    (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="no row that could be used; 1 without a label left out"):
+        load_task("mnli", str(tmp_path), Numbers(), training=False)

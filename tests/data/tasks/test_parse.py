@@ -1,0 +1,81 @@
+"""Task files of one's own: what they may say, and what is said of their mistakes."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.data.tasks.parse import parse_spec, read_spec
+from keyhole.errors import UserError
+
+GOOD = """
+title: sums
+columns: {text: question, label: label}
+prompt: "{{ text }}\\n"
+candidates: [no, yes]
+labels: [[no, 0], [yes, 1]]
+metric: accuracy
+"""
+
+WRONG = [
+    ("prompt: x", "columns, metric is missing"),
+    (GOOD + "promt: x", "unknown key promt; a task file may have title, columns"),
+    (GOOD + "title: again", "line 2: title is given twice"),
+    (GOOD.replace("accuracy", "acuracy"), "metric: found acuracy, expected accuracy, f1"),
+    (GOOD.replace("accuracy", "[accuracy, exact_match]"), "do not go together"),
+    (GOOD.replace("accuracy", "token_f1"), "token_f1 is for answers in free text, and there are candidates"),
+    (GOOD.replace("[no, yes]", "[no, no]"), "two different texts"),
+    (GOOD.replace("[[no, 0], [yes, 1]]", "[[no]]"), "1 of them for 2 candidates"),
+    (GOOD.replace("[yes, 1]", "[yes, 0]"), "0 stands for two candidates"),
+    (GOOD.replace(", label: label", ""), "label is missing"),
+    (GOOD.replace("{{ text }}", "{{ text"), "prompt: not valid Jinja"),
+    (GOOD + "value: text", "goes with metric pearson"),
+    (GOOD + 'program: "{{ completion }}"', "goes with metric pass@1"),
+    (GOOD + "optional: [other]", "other: not one of the columns text, label"),
+    (GOOD + "max_new_tokens: many", "max_new_tokens: expected a whole number"),
+    (GOOD + "end_token: 1", "expected true or false"),
+    (GOOD + "hub: {name: x}", "hub: expected dataset"),
+    (GOOD + "splits: {train: a}", "splits: expected train, test"),
+    (GOOD + 'let: {a: "1 +"}', "let.a: not valid Jinja"),
+    (GOOD + 'extract: "("', "not a regular expression"),
+    ("- a list", "expected `key: value` lines"),
+    ("a: [", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), WRONG)
+def test_mistakes_are_named(text: str, says: str) -> None:
+    """File and key, what was found and what was expected."""
+    with pytest.raises(UserError) as caught:
+        parse_spec(text, "my", "my.yaml")
+    assert says in str(caught.value) and "task my.yaml" in str(caught.value)
+
+
+def test_words_stay_as_they_are_written() -> None:
+    """YAML would read `no` as False; here it is the word."""
+    spec = parse_spec(GOOD, "my", "my.yaml")
+    assert spec.candidates == ("no", "yes") and spec.labels == (("no", "0"), ("yes", "1"))
+
+
+def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
+    """A typo in a name, and a path that leads nowhere."""
+    with pytest.raises(UserError, match="no task `sst`; there are agnews, .*sst2"):
+        read_spec("sst")
+    with pytest.raises(UserError, match="my.yaml: cannot be read: No such file"):
+        read_spec(str(tmp_path / "my.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ("{{ wrods }}", "'wrods' is undefined"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "range"),
+        ("{{ 'x' * 10**12 }}", "beyond all bounds"),
+        ("{{ text.__class__ }}", "unsafe|undefined"),
+        ("{{ {}['a'] }}", "a"),
+    ],
+)
+def test_a_prompt_cannot_run_away(prompt: str, says: str) -> None:
+    """Columns that are not there, endless loops and ways out of the sandbox end in a message."""
+    spec = parse_spec(GOOD.replace('"{{ text }}\\n"', repr(prompt)), "my", "my.yaml")
+    with pytest.raises(UserError, match=says):
+        spec.prompt.run({"text": "a"})

@@ -1,0 +1,115 @@
+"""Where the files of a task are found, and what is said where they are not."""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.places import find_splits, read_split
+from keyhole.errors import UserError
+
+ROW = json.dumps({"sentence": "good", "label": 1}) + "\n"
+
+
+def files_of(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(ROW)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "test"),
+    [
+        (("train.jsonl", "validation.jsonl"), ["train.jsonl"], ["validation.jsonl"]),
+        (("train.jsonl", "dev.jsonl", "test.jsonl"), ["train.jsonl"], ["dev.jsonl"]),
+        (("train.jsonl", "test.jsonl"), ["train.jsonl"], ["test.jsonl"]),
+        (("train-00000-of-00002.json", "train-00001-of-00002.json", "val.json"),
+         ["train-00000-of-00002.json", "train-00001-of-00002.json"], ["val.json"]),
+        (("sst2_train.jsonl", "sst2_dev.jsonl"), ["sst2_train.jsonl"], ["sst2_dev.jsonl"]),
+        (("train-v1.1.json", "dev-v1.1.json", "README.md"), ["train-v1.1.json"], ["dev-v1.1.json"]),
+    ],
+)  # fmt: skip
+def test_names_of_splits(tmp_path: Path, names: tuple[str, ...], train: list[str], test: list[str]) -> None:
+    """Usual names, shards, versions and prefixes."""
+    files_of(tmp_path / "SST-2", *names)
+    found = find_splits(read_spec("sst2"), str(tmp_path))
+    assert [Path(name).name for name in found["train"].names] == train
+    assert [Path(name).name for name in found["test"].names] == test
+
+
+def test_the_folder_itself_and_a_folder_per_split(tmp_path: Path) -> None:
+    """task_data may be the task's own folder; a split may be a folder of files."""
+    files_of(tmp_path / "train", "b.jsonl", "a.jsonl")
+    files_of(tmp_path, "val.jsonl")
+    found = find_splits(read_spec("sst2"), str(tmp_path))
+    assert [Path(name).name for name in found["train"].names] == ["a.jsonl", "b.jsonl"]
+
+
+def test_parts_of_a_file(tmp_path: Path) -> None:
+    """`val[:3]` and `val[-2:]` are slices of its rows, and the report says so."""
+    (tmp_path / "val.jsonl").write_text("".join(ROW.replace("good", str(i)) for i in range(6)))
+    spec, given = read_spec("sst2"), {"train": "val[:3]", "test": "val.jsonl[-2:]"}
+    found = find_splits(spec, str(tmp_path), given)
+    rows = {name: [r.row["sentence"] for r in read_split(spec, split, Counter())] for name, split in found.items()}
+    assert rows == {"train": ["0", "1", "2"], "test": ["4", "5"]}
+    assert str(found["train"]) == "val.jsonl[:3]"
+
+
+def test_boolq_divides_its_only_file(tmp_path: Path) -> None:
+    """Without a training file the last 1,000 rows judge, as the task file says."""
+    files_of(tmp_path / "boolq", "val.jsonl")
+    found = find_splits(read_spec("boolq"), str(tmp_path))
+    assert (str(found["train"]), str(found["test"])) == ("val.jsonl[:-1000]", "val.jsonl[-1000:]")
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "says"),
+    [
+        (("train.jsonl", "other.jsonl"), None, "test: validation or for test: test; it holds other.jsonl, train.jsonl"),
+        (("train.jsonl", "train.tsv", "val.jsonl"), None, "train.jsonl, train.tsv could all be `train`"),
+        (("train.jsonl", "val.jsonl"), {"test": "val[1:2:3]"}, "expected a name such as validation"),
+        (("train.jsonl", "val.jsonl"), {"test": "nowhere"}, "test: nowhere"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, names: tuple[str, ...], given: dict | None, says: str) -> None:
+    """The message lists what is there, and how to say which file is which."""
+    files_of(tmp_path / "sst2", *names)
+    with pytest.raises(UserError) as caught:
+        find_splits(read_spec("sst2"), str(tmp_path), given)
+    assert says in str(caught.value)
+
+
+def test_no_directory_and_no_folder(tmp_path: Path) -> None:
+    """task_data must exist and hold the task's folder."""
+    with pytest.raises(UserError, match="no such directory"):
+        find_splits(read_spec("sst2"), str(tmp_path / "none"))
+    (tmp_path / "rte").mkdir()
+    with pytest.raises(UserError, match="no folder sst2/ .* it holds rte"):
+        find_splits(read_spec("sst2"), str(tmp_path))
+
+
+def test_the_hub_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without task_data the rows come through `datasets`, by the task's id; without that package, a message."""
+    asked = []
+
+    def load_dataset(*args: str, split: str) -> list[dict]:
+        asked.append((*args, split))
+        return [{"sentence": "good", "label": 1}, {"sentence": "x", "label": -1}]
+
+    spec = read_spec("sst2")
+    monkeypatch.setattr("keyhole.data.tasks.places.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs `datasets`: pip install datasets, or set task_data=DIR"):
+        find_splits(spec, None)
+    monkeypatch.setattr("keyhole.data.tasks.places.find_spec", lambda name: object())
+    fake = ModuleType("datasets")
+    fake.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    left_out: Counter[str] = Counter()
+    rows = read_split(spec, find_splits(spec, None)["test"], left_out)
+    assert asked == [("nyu-mll/glue", "sst2", "validation")]
+    assert len(rows) == 1 and left_out == {"without a label": 1}

@@ -1,0 +1,55 @@
+"""Answers in the model's own words: batches and padding change nothing, and answers stop."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.data.tasks.question import Question
+from keyhole.eval.generate import cut_at, generate_answers
+
+PROMPTS = ["The soup", "A", "Bread was warm and", "Stamp: red, blue,"]
+
+
+def alone(model: keyhole.Model, prompt: str, new: int) -> str:
+    ids = model.tokenizer(prompt, return_tensors="pt").input_ids
+    made = model.generate(ids, do_sample=False, max_new_tokens=new, pad_token_id=0)[0, ids.shape[1] :]
+    return model.tokenizer.decode(made, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("placement", ["resident", "stream"])
+@pytest.mark.parametrize("batch_tokens", [1, 40, 4096])
+def test_answers_are_those_of_one_prompt_at_a_time(tiny_model: Path, placement: str, batch_tokens: int) -> None:
+    """Whatever is in the batch, padding is not seen, and answers come in the order of the questions."""
+    model = keyhole.load(tiny_model, device="cpu", placement=placement)
+    questions = [Question(prompt, ("x",), 0) for prompt in PROMPTS]
+    answers, cut = generate_answers(model, questions, max_new_tokens=6, batch_tokens=batch_tokens)
+    assert answers == [alone(model, prompt, 6) for prompt in PROMPTS] and cut == 0
+
+
+def test_an_answer_ends_at_a_stop_string(tiny_model: Path) -> None:
+    """Generation of a row ends there, and the stop is cut off."""
+    model = keyhole.load(tiny_model, device="cpu")
+    whole = alone(model, PROMPTS[0], 20)
+    stop = whole[5:7]
+    calls = []
+    forward = model.module.forward
+    model.module.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+    answers, _ = generate_answers(model, [Question(PROMPTS[0], ("x",), 0)], max_new_tokens=20, stop=[stop])
+    assert answers == [whole[: whole.index(stop)]] and len(calls) < 20
+
+
+def test_the_first_stop_counts() -> None:
+    """Of several stop strings the one that comes first in the text."""
+    assert cut_at("a b\nc\n\nd", ["\n\n", "\n"]) == "a b" and cut_at("abc", ["x"]) == "abc"
+
+
+def test_a_long_prompt_leaves_room_for_its_answer(tiny_model: Path) -> None:
+    """Prompt and answer share the context; the beginning is cut and counted."""
+    model = keyhole.load(tiny_model, device="cpu")
+    seen: list[torch.Size] = []
+    generate = model.generate
+    model.generate = lambda ids, mask, **options: seen.append(ids.shape) or generate(ids, mask, **options)
+    _, cut = generate_answers(model, [Question("x" * 300, ("y",), 0)], max_new_tokens=10)
+    assert cut == 1 and seen == [torch.Size([1, 246])]

@@ -1,0 +1,144 @@
+"""Programs that a model wrote: right ones pass, and whatever a wrong one tries stays inside."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from keyhole.eval.programs import JAIL, run_program
+
+MEMORY = 2**29
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+
+
+def run(source: str, seconds: float = 20.0) -> tuple[bool, str]:
+    outcome = run_program(source, seconds=seconds, memory_bytes=MEMORY)
+    return outcome.passed, outcome.reason
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(x):\n    return x + 1\n\nassert f(1) == 2\n",
+        "from typing import List\nimport math, re, collections, hashlib\nassert hashlib.md5(b'').hexdigest()\n",
+        "open('a.txt', 'w').write('b')\nassert open('a.txt').read() == 'b'\n",
+        "import os, tempfile\nos.mkdir('d')\nwith tempfile.TemporaryFile() as f:\n    f.write(b'x')\nos.rmdir('d')\n",
+        "print('x' * 10**6)\n",
+    ],
+)
+def test_right_programs_pass(source: str) -> None:
+    """Plain functions, the standard library, and files in their own directory."""
+    assert run(source) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("assert 1 == 2", "AssertionError"),
+        ("def f(:", "SyntaxError"),
+        ("exit()", "NameError"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("import os; os._exit(0)", "before its end"),
+        ("def f(): f()\nf()", "RecursionError"),
+        ("input()", "EOFError"),
+        ("x = 'a' * 2**34", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytearray(2**24))", "MemoryError"),
+        ("import os; os.fork()", "os.fork is refused"),
+        ("import os; os.system('true')", "os.system is refused"),
+        ("import subprocess; subprocess.run(['true'])", "subprocess.Popen is refused"),
+        ("import os; os.execv('/bin/true', ['true'])", "os.exec is refused"),
+        ("import os; os.kill(os.getppid(), 9)", "os.kill is refused"),
+        ("import socket; socket.socket()", "socket.__new__ is refused"),
+        ("import urllib.request as u; u.urlopen('http://127.0.0.1:1')", "refused"),
+        ("import ctypes; ctypes.CDLL(None).fork()", "ctypes.dlopen is refused"),
+        ("import threading; threading.Thread(target=print).start()", "thread"),
+        ("f = open('big', 'wb')\nwhile True: f.write(b'x' * 2**16)", "File too large"),
+        ("for i in range(10**6): open(f'{i}', 'w').close()", "is refused"),
+        ("import os; os.symlink('/', 'root')", "os.symlink is refused"),
+    ],
+)
+def test_wrong_programs_fail_with_their_reason(source: str, says: str) -> None:
+    """Errors, early exits, and what is refused by name."""
+    passed, reason = run(source)
+    assert not passed and says in reason
+
+
+@pytest.mark.parametrize(
+    "source", ["while True: pass", "import time; time.sleep(1000)", "while True: print('x' * 1000)"]
+)
+def test_endless_programs_are_stopped(source: str) -> None:
+    """A loop, a sleep and a flood of output end with the time they were given."""
+    assert run(source, seconds=1.0) == (False, "not done after 1 s")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "open({path!r}, 'w')",
+        "open({path!r}, 'a')",
+        "import os; os.remove({path!r})",
+        "import os; os.rename({path!r}, 'x')",
+        "import os; os.chmod({path!r}, 0)",
+        "import os; os.truncate({path!r}, 0)",
+        "import os; d = os.open({parent!r}, os.O_RDONLY); os.open('mine.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=d)",
+        "import os; os.open('../' * 20 + {path!r}, os.O_WRONLY | os.O_TRUNC)",
+    ],
+)
+def test_files_elsewhere_are_left_alone(source: str, tmp_path: Path) -> None:
+    """No way to write, remove, rename or empty a file outside of the working directory."""
+    path = tmp_path / "mine.txt"
+    path.write_text("precious")
+    passed, _ = run(source.format(path=str(path), parent=str(tmp_path)))
+    assert not passed and path.read_text() == "precious" and path.stat().st_mode & 0o400
+
+
+def test_nothing_is_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the environment, no file of the parent, and an empty directory."""
+    monkeypatch.setenv("SECRET", "x")
+    assert run("import os\nassert 'SECRET' not in os.environ and os.listdir('.') == []\n") == (True, "")
+
+
+def test_the_directory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program leaves behind is removed."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("import os\nos.makedirs('a/b')\nopen('a/b/c', 'w').close()\n")[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@LINUX
+@pytest.mark.parametrize(
+    ("attempt", "error"),
+    [
+        ("os.fork()", "PermissionError"),
+        ("os.execv(sys.executable, [sys.executable, '-c', ''])", "PermissionError"),
+        ("socket.socket()", "PermissionError"),
+        ("os.kill(os.getppid(), 0)", "PermissionError"),
+        ("open({path!r}, 'w')", "PermissionError"),
+        ("os.remove({path!r})", "PermissionError"),
+        ("threading.Thread(target=print).start()", "RuntimeError"),
+    ],
+)
+def test_the_kernel_refuses_by_itself(attempt: str, error: str, tmp_path: Path) -> None:
+    """Without the audit hook: what the process took from itself, nothing in it brings back."""
+    path = tmp_path / "mine.txt"
+    path.write_text("precious")
+    (tmp_path / "cell").mkdir()
+    source = (
+        f"import os, sys, socket, threading\nsys.path.insert(0, {str(JAIL.parent)!r})\nimport jail\n"
+        f"jail.confine(os.getcwd(), 20, {MEMORY})\ntry:\n    {attempt.format(path=str(path))}\n"
+        "except Exception as error:\n    print(type(error).__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", source], cwd=tmp_path / "cell", capture_output=True, text=True, check=False
+    )
+    if not kernel_helps():
+        pytest.skip("neither Landlock nor seccomp in this kernel")
+    assert done.stdout.strip() == error and path.read_text() == "precious"
+
+
+def kernel_helps() -> bool:
+    """Whether this kernel has Landlock, and filters of system calls on this machine."""
+    lsm = Path("/sys/kernel/security/lsm")
+    return os.uname().machine in ("x86_64", "aarch64") and (not lsm.exists() or "landlock" in lsm.read_text())

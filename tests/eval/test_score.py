@@ -1,0 +1,120 @@
+"""One call for every task: chosen, generated, measured; and HumanEval against known solutions."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.question import Question, Task
+from keyhole.errors import UserError
+from keyhole.eval.evaluate import evaluate, table
+from keyhole.eval.programs import run_program
+from keyhole.eval.score import AnswerScore, DataScore, score, value, verdicts
+from keyhole.eval.scoring import TaskScore, metric_of
+from tests.data.tasks.rows import CASES
+from tests.model.decoders import hf_nll
+
+
+def read(task: str, folder: Path, *rows: dict) -> Task:
+    name, text = next(iter(CASES[task].files.items()))
+    (folder / task).mkdir()
+    (folder / task / name).write_text("".join(json.dumps(row) + "\n" for row in rows) or text)
+    return load_task(task, str(folder), Numbers(), training=False)["test"]
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [("sst2", TaskScore), ("stsb", TaskScore), ("cola", TaskScore), ("record", TaskScore), ("cb", TaskScore),
+     ("squad", AnswerScore), ("drop", AnswerScore), ("gsm8k", AnswerScore), ("alpaca", DataScore)],
+)  # fmt: skip
+def test_every_kind_of_task_has_its_metrics(task: str, kind: type, tmp_path: Path, tiny_model: Path) -> None:
+    """The result has the metrics that the task file names, the first as its value."""
+    model = keyhole.load(tiny_model, device="cpu")
+    found = score(model, read(task, tmp_path), max_length=200 if task == "gsm8k" else None)
+    assert isinstance(found, kind) and tuple(found.metrics) == read_spec(task).metrics
+    assert value(found) == found.metrics[found.metric] and math.isfinite(value(found))
+    assert task in table([found])
+
+
+def test_perplexity_is_that_of_the_answers(tmp_path: Path, tiny_model: Path) -> None:
+    """exp of the NLL of the answers' tokens, the end token among them, by Hugging Face alone."""
+    model = keyhole.load(tiny_model, device="cpu")
+    task = read("alpaca", tmp_path, {"instruction": "a", "output": "bc"}, {"instruction": "d", "output": "e"})
+    rows = [rows[0] for rows in Encoder(model.tokenizer).encode(task.questions, end_token=True)]
+    nll = sum(
+        float(hf_nll(model.module, {"input_ids": torch.tensor([r.input_ids]), "labels": torch.tensor([r.labels])}))
+        for r in rows
+    )
+    found = score(model, task)
+    assert found.tokens == 3 + 2 and found.perplexity == pytest.approx(math.exp(nll / 5), rel=1e-5)
+
+
+def test_regression_compares_numbers() -> None:
+    """STS-B: the number that was chosen against the score, not against its rounding."""
+    questions = [Question("x", ("0", "1", "2"), 0, value=v) for v in (0.4, 1.2, 2.3)]
+    assert metric_of("pearson", questions, [0, 1, 2]) == pytest.approx(1.9 / math.sqrt(2 * 1.82))
+
+
+def test_any_right_candidate_counts() -> None:
+    """ReCoRD: a second spelling of the answer is as right as the first."""
+    questions = [Question("x", ("a", "b", "c"), 0, also=(2,))] * 3
+    assert metric_of("accuracy", questions, [0, 2, 1]) == pytest.approx(2 / 3)
+
+
+SOLUTIONS = [
+    ("    return x\n", 1.0),
+    ("    return x + 1\n", 0.0),
+    ("    while True:\n        pass\n", 0.0),
+    ("    import os\n    os._exit(0)\n", 0.0),
+    ("    raise SystemExit\n", 0.0),
+    ("  return (\n", 0.0),
+    ("", 0.0),
+]
+
+
+def test_humaneval_tells_right_from_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A known solution passes its tests; wrong, endless, exiting and broken ones do not."""
+    monkeypatch.setattr("keyhole.eval.score.run_program", partial(run_program, seconds=3.0))
+    question = read("humaneval", tmp_path).questions[0]
+    task = Task("humaneval", [question] * len(SOLUTIONS), read_spec("humaneval"))
+    assert verdicts(task, [text for text, _ in SOLUTIONS]) == {"pass@1": [worth for _, worth in SOLUTIONS]}
+
+
+def test_code_runs_only_where_it_is_allowed(tmp_path: Path, tiny_model: Path) -> None:
+    """Without the option nothing is loaded, generated or run."""
+    task = read("humaneval", tmp_path)
+    with pytest.raises(UserError, match="--allow-code-execution"):
+        score(None, task)
+    with pytest.raises(UserError, match="--allow-code-execution"):
+        evaluate("no/such/model", ["humaneval"], task_data=str(tmp_path), say=str)
+    model = keyhole.load(tiny_model, device="cpu")
+    found = score(model, task, allow_code_execution=True)
+    assert found.metrics == {"pass@1": 0.0}
+
+
+def test_tasks_by_name_in_one_table(tmp_path: Path, tiny_model: Path) -> None:
+    """Names with a comma between them, a task file of one's own, and a data file; the draw is printed."""
+    read("sst2", tmp_path), read("squad", tmp_path)
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "columns: {sentence: sentence, label: label}\nprompt: '{{ sentence }}'\ncandidates: [' a', ' b']\n"
+        "metric: [macro_f1, accuracy]\nfolders: [sst2]\n"
+    )
+    said: list[str] = []
+    text = evaluate(
+        str(tiny_model), ["sst2,squad", str(own)], task_data=str(tmp_path), device="cpu",
+        json_path=tmp_path / "o.json", say=said.append,
+    )  # fmt: skip
+    results = json.loads((tmp_path / "o.json").read_text())["results"]
+    assert [result["metric"] for result in results] == ["accuracy", "token_f1", "macro_f1"]
+    assert "| sst2" in text and "token_f1" in text and "own: macro_f1" in text
+    assert said[0].startswith("task sst2: all 1 rows of validation.jsonl (")
+    with pytest.raises(UserError, match="none of demo is a task by name"):
+        evaluate(str(tiny_model), ["demo"], task_data=str(tmp_path))
