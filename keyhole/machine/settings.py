@@ -30,7 +30,8 @@ class Setting:
             self.before = self.read()
         self.holders = [(who, what) for who, what in self.holders if who is not holder]
         self.holders.append((holder, value))
-        self.write(value)
+        if self.read() != value:
+            self.write(value)
 
     def let_go(self, holder: object) -> None:
         """The setting becomes that of the newest holder left, or what it was before the first."""

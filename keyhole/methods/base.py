@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -189,6 +190,11 @@ class Method:
     model: Model
     lr: float
 
+    def __init_subclass__(cls) -> None:
+        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py)."""
+        if "step" in vars(cls):
+            cls.step = _without_autocast(cls.step)  # type: ignore[method-assign]
+
     def __new__(cls, *args: Any, **options: Any) -> Method:
         """Refuses what is no model before anything is made of it."""
         from keyhole.model.model import Model
@@ -267,6 +273,17 @@ class Method:
     def journal_update(self) -> torch.Tensor | None:
         """The numbers from which the last step's update can be made again, on the device."""
         return None
+
+
+def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def exact(*args: Any, **options: Any) -> Any:
+        from keyhole.ops.autocast import without_autocast  # here: rows are read without torch
+
+        with without_autocast():
+            return step(*args, **options)
+
+    return exact
 
 
 def checked_rate(lr: Any) -> float:

@@ -48,6 +48,7 @@ from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.ops.autocast import without_autocast
 from keyhole.ops.loss import RunningNLL
 
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
@@ -209,6 +210,7 @@ class Model:
         self.engine.wait_for_homes([unit.index for unit in self.layout.of_kind("table")])
         return table_VH[ids_M.to(table_VH.device)].to(self.device)
 
+    @without_autocast()
     @torch.no_grad()
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. A list of batches is run together: each unit crosses the
@@ -244,6 +246,7 @@ class Model:
             self.engine.release(unit.index)
         return [state.nll_N() for state in running]
 
+    @without_autocast()
     @torch.no_grad()
     def generate(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any
@@ -277,6 +280,7 @@ class Model:
             self._deferred.append((weakref.ref(method), method.deferred))
         self.addon = method.addon or self.addon  # adapters stay in the module
 
+    @without_autocast()
     def apply_deferred(self, before_step_of: Attached | None = None) -> None:
         """Afterwards the weights at home are those after the last step of every method, or, before a step, of every
         other method."""

@@ -11,6 +11,7 @@ the same to rounding, and repeatable bit for bit). A name that ends in _ writes 
     fp8.py      weights in 8 bits: fp8_encode_, fp8_decode
     loss.py     cross entropy over chunks of the vocabulary
     gather.py   rows of a table that may be in page-locked host memory
+    autocast.py a caller's autocast is off while we compute
     backend.py  which implementation runs, and why;  arguments.py: what ops ask of their tensors
 """
 

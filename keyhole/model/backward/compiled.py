@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from keyhole.machine.settings import Changes, compiler
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.compiled_linear import linears_offer
-from keyhole.model.forward.compile import allow_recompiling
+from keyhole.model.forward.compile import prepare_compiling
 
 
 def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -38,7 +38,7 @@ class Compiled:
 
     def __init__(self, backend: str, changes: Changes) -> None:
         self.offer: torch.device | None = None
-        allow_recompiling(changes)
+        prepare_compiling(changes)
         changes.set(compiler("torch._functorch", "donated_buffer"), False)  # or no graph could be reversed twice
         self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
 

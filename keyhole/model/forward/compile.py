@@ -8,17 +8,22 @@ passes that will be differentiated: model/backward/compiled.py.
 
 Compiled arithmetic rounds differently from the plain one: streamed still equals resident, but a compiled run does not
 equal one that is not. Shapes that vary make torch compile again; packing keeps them constant.
+
+torch compiles when a block is first run, in a pass. A pass of lockstep.py is pinned to one core, and the compiler
+starts processes that live as long as ours does: a thread that compiles may use all cores until it is done.
 """
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from keyhole.errors import UserError
-from keyhole.machine.settings import Changes, compiler
+from keyhole.machine.settings import Changes, Setting, compiler
+from keyhole.model.forward.lockstep import free_cores, pin_again
 from keyhole.model.structure.find import find_blocks
 
 RECOMPILES = 64
@@ -28,11 +33,31 @@ def _forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     return type(block).forward(block, *args, **kwargs)
 
 
-def allow_recompiling(changes: Changes) -> None:
-    """All blocks share one function, with code for each kind of block, each varying dimension, and with or without a
-    mask. torch gives up after 8, and the rest would run plain, depending on what ran first in this process."""
+@cache
+def _cores_are_freed() -> Setting:
+    """Whether threads that are pinned (lockstep.py) are free while they compile."""
+    from torch._dynamo.callback import callback_handler as handler
+
+    def write(free: bool) -> None:
+        if free:
+            handler.register_start_callback(free_cores)
+            handler.register_end_callback(pin_again)
+        else:
+            handler.remove_start_callback(free_cores)
+            handler.remove_end_callback(pin_again)
+
+    return Setting(lambda: free_cores in handler.start_callbacks, write)
+
+
+def prepare_compiling(changes: Changes) -> None:
+    """Sets what compiled blocks need of the process.
+
+    All blocks share one function, with code for each kind of block, each varying dimension, and with or without a
+    mask. torch gives up after 8, and the rest would run plain, depending on what ran first in this process.
+    """
     limit = compiler("torch._dynamo", "recompile_limit")
     changes.set(limit, max(RECOMPILES, limit.read()))
+    changes.set(_cores_are_freed(), True)
 
 
 def compile_forward(model: Any, backend: str = "inductor") -> None:
@@ -44,7 +69,7 @@ def compile_forward(model: Any, backend: str = "inductor") -> None:
         )
     if model.layout.tiled_layers:
         raise UserError("compile: this model has matrices that are computed in row tiles; set compile=false")
-    allow_recompiling(model.changes)
+    prepare_compiling(model.changes)
     run, model_of = torch.compile(_forward, backend=backend), weakref.ref(model)
 
     def compiled(block: nn.Module, ordinary: Callable) -> Callable:

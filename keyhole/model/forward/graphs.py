@@ -5,12 +5,17 @@ short sequences, the kernels themselves are shorter than that, and the host is t
 sequence by one call, but with the memory addresses it was recorded with. In our lockstep these are the same for every
 block: a pass always finds its unit's weights in the same perturbed buffer. So one graph per pass serves all blocks:
 
-    static input <- hidden states;   static vectors <- the block's part of the spine;   replay;   static output
+    static input <- hidden states;   static vectors <- the block's part of the spine;   replay;   copy of the output
+
+The next replay overwrites what the graph has written, and a model may keep a block's output for longer (skip
+connections, the hidden states of all layers). So every call returns a copy, which is the caller's own.
 
 Blocks need not be alike (attention may be local in one and global in the next, a block may scale by its depth), and
 a graph does not run Python. Hence: the first time a block would be replayed it is also computed in the ordinary way,
 and if a single bit differs, that block is computed in the ordinary way from then on. So is a block that cannot be
-recorded (data-dependent shapes, host reads). Graphs change no number.
+recorded (data-dependent shapes, host reads), one that writes into its inputs, and one whose inputs or outputs are other
+things than tensors, plain values, and tuples, lists and dicts of these: a graph would not see what changes inside them.
+Graphs change no number.
 
 Bytes per pass: one input and output, one block's vectors. In the graphs' pool: one block's activations.
 """
@@ -19,6 +24,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import NoneType
 from typing import Any
 
 import torch
@@ -37,8 +43,8 @@ class _Recorded:
     def __init__(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self.inputs: list[torch.Tensor] = []
-        self.last: list[torch.Tensor | None] = []
-        self.output: Any = None
+        self.last: list[tuple[torch.Tensor, int | None] | None] = []  # what each input was copied from, and its version
+        self.output: Any = None  # in the pool; to be copied before any other replay
 
 
 class BlockGraphs:
@@ -70,7 +76,9 @@ class BlockGraphs:
             if not (adjacent and steady and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
-            inputs = tuple(_signature(value) for value in (*args, *kwargs.values()))
+            inputs = _signature((*args, *kwargs.values()))
+            if inputs is None:
+                return ordinary(*args, **kwargs)
             key = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
             if self._must_wait(key) or self.checked.get((key, unit.index)) is False:
                 return ordinary(*args, **kwargs)
@@ -104,24 +112,26 @@ class BlockGraphs:
         one = self.recorded[key]
         if one is None:
             return ordinary(*args, **kwargs)
-        for i, tensor in enumerate(_tensors([*args, *kwargs.values()])):
-            if tensor is not one.last[i]:  # masks and rotary tables are the same object from block to block
-                one.inputs[i].copy_(tensor)
-                one.last[i] = tensor if i else None  # the hidden states are first, and always change
+        tensors = _tensors([*args, *kwargs.values()])
+        versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # None: not counted
+        for i, now in enumerate(zip(tensors, versions, strict=True)):
+            last = one.last[i]  # masks and rotary tables are the same object from block to block
+            if last is None or last[0] is not now[0] or last[1] is None or last[1] != now[1]:
+                one.inputs[i].copy_(now[0])
+                one.last[i] = now if i else None  # the hidden states are first, and always new
         one.graph.replay()
+        output = _replace(one.output, iter([tensor.clone() for tensor in _tensors(one.output)]))
         if (key, unit) not in self.checked:
             expected = ordinary(*args, **kwargs)
-            self.checked[key, unit] = _same(one.output, expected)
+            changed = any(v is not None and t._version != v for t, v in zip(tensors, versions, strict=True))
+            self.checked[key, unit] = not changed and _same(output, expected)
             return expected
-        return one.output
+        return output
 
     def _record(self, ordinary: Callable, args: tuple, kwargs: dict) -> _Recorded | None:
         one = _Recorded()
         one.inputs = [tensor.clone() for tensor in _tensors([*args, *kwargs.values()])]
         one.last = [None] * len(one.inputs)
-        template = ordinary(*args, **kwargs)
-        outputs = [torch.empty_like(tensor) for tensor in _tensors(template)]
-        one.output = _replace(template, iter(outputs))  # not in the pool, where other graphs would overwrite it
         static = iter(one.inputs)
         static_args = tuple(_replace(value, static) for value in args)
         static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
@@ -130,16 +140,13 @@ class BlockGraphs:
             with torch.cuda.stream(self.stream), _no_collection():
                 one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
-                    result = ordinary(*static_args, **static_kwargs)
-                    for output, made in zip(outputs, _tensors(result), strict=True):
-                        output.copy_(made)
-                    del result, made
+                    one.output = ordinary(*static_args, **static_kwargs)
                 finally:
                     one.graph.capture_end()
         except RuntimeError:
             torch.cuda.synchronize(self.model.device)
             return None
-        return one
+        return None if _signature(one.output) is None else one
 
 
 @contextmanager
@@ -155,33 +162,42 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _signature(value: Any) -> Any:
+PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
+
+
+def _signature(value: Any) -> tuple | None:
+    """Equal for values that one graph can serve: all but the contents of their tensors. None: no graph can, since there
+    is something in it that might change unseen."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, tuple | list):
-        return tuple(_signature(item) for item in value)
-    return value if isinstance(value, bool | int | float | str | None) else id(value)
+        return kind, value.shape, value.stride(), value.dtype, value.device
+    if kind in PLAIN:
+        return kind, value
+    if kind not in (tuple, list, dict):
+        return None
+    parts = [_signature(part) for part in (value.values() if kind is dict else value)]
+    return None if None in parts else (kind, *(value if kind is dict else ()), *parts)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in values, in order."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, tuple | list):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _replace(value: Any, tensors: Any) -> Any:
+def _replace(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The same value with its tensors taken from an iterator."""
     if isinstance(value, torch.Tensor):
         return next(tensors)
-    if isinstance(value, tuple | list):
-        return type(value)(_replace(item, tensors) for item in value)
-    return value
+    if isinstance(value, dict):
+        return {name: _replace(part, tensors) for name, part in value.items()}
+    return type(value)(_replace(part, tensors) for part in value) if isinstance(value, tuple | list) else value
 
 
 def _same(mine: Any, theirs: Any) -> bool:
     """Whether two outputs are equal to the bit. Waits for the device, once per block."""
-    a, b = _tensors(mine), _tensors(theirs)
-    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    if _signature(mine) != _signature(theirs):
+        return False
+    return all(torch.equal(x, y) for x, y in zip(_tensors(mine), _tensors(theirs), strict=True))

@@ -14,9 +14,10 @@ concurrency, and the order of the work is the same every time. Passing the turn 
 
 PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings per thread, so each pass takes them
 from the conductor. CUDA libraries keep handles and compiled plans per thread too (cuDNN's attention plan takes 90 ms to
-build), so the threads stay from step to step. On a GPU all of them stay on one core: they do nothing but launch
-kernels, and a launch takes twice as long on a core that has just been woken, with cold caches (62 -> 38 ms per step of
-a 1.3B model).
+build), so the threads stay from step to step. On a GPU all of them are pinned to one core while a run lasts: they do
+nothing but launch kernels, and a launch takes twice as long on a core that has just been woken, with cold caches (62 ->
+38 ms per step of a 1.3B model). A process that a pinned thread starts inherits its one core, and the compiler starts
+workers that stay: so threads are unpinned while they compile (forward/compile.py), and when the run ends.
 """
 
 import ctypes
@@ -42,20 +43,48 @@ def _turn() -> threading.Lock:
 
 
 def _this_core() -> set[int] | None:
-    """The core that the calling thread runs on, where the system tells."""
+    """The core that the calling thread runs on, where the system tells and lets threads be pinned."""
+    if not hasattr(os, "sched_setaffinity"):
+        return None
     try:
         return {ctypes.CDLL(None).sched_getcpu()}
     except (AttributeError, OSError):
         return None
 
 
-def _stay_on(cores: set[int] | None) -> set[int] | None:
-    """Keeps the calling thread on these cores; returns those it could use before. None: leave it as it is."""
-    if cores is None or not hasattr(os, "sched_setaffinity"):
-        return None
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    return before
+class _Cores(threading.local):
+    """Of each thread: the core that it is pinned to (None: it is not), and those that it may use otherwise."""
+
+    pinned: set[int] | None = None
+    free: set[int] = set()
+
+
+_cores = _Cores()
+
+
+def _pin(core: set[int] | None, free: set[int]) -> None:
+    """Keeps the calling thread on a core. None: leaves it as it is."""
+    if core is not None:
+        os.sched_setaffinity(0, core)
+        _cores.pinned, _cores.free = core, free
+
+
+def _unpin() -> None:
+    if _cores.pinned is not None:
+        os.sched_setaffinity(0, _cores.free)
+        _cores.pinned = None
+
+
+def free_cores(*_: Any) -> None:
+    """Lets the calling thread use all of its cores for a while, if it is pinned."""
+    if _cores.pinned is not None:
+        os.sched_setaffinity(0, _cores.free)
+
+
+def pin_again(*_: Any) -> None:
+    """Ends free_cores."""
+    if _cores.pinned is not None:
+        os.sched_setaffinity(0, _cores.pinned)
 
 
 class _Abandoned(BaseException):
@@ -93,6 +122,7 @@ class Pass:
                 pass
             except BaseException as error:
                 self.error = error
+            _unpin()
             self.done = True
             self._return_turn()
 
@@ -121,7 +151,7 @@ class Lockstep:
 
     def thread_state(self) -> Any:
         """A context that gives the calling thread the conductor's core, grad mode and stream."""
-        _stay_on(self.core)
+        _pin(self.core, self.free)
         torch.set_grad_enabled(self.grad)
         return torch.cuda.stream(self.stream)  # a no-op for None
 
@@ -152,7 +182,7 @@ class Lockstep:
         self.grad, self.context = torch.is_grad_enabled(), copy_context()
         self.stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         self.core = _this_core() if self.stream is not None else None
-        before = _stay_on(self.core)
+        self.free = set() if self.core is None else os.sched_getaffinity(0)
         self.abandoned = False
         while len(self.passes) < len(runs):
             self.passes.append(Pass(len(self.passes), self))
@@ -160,12 +190,13 @@ class Lockstep:
         for one, run in zip(everyone, runs, strict=True):
             one.begin(run)
         try:
+            _pin(self.core, self.free)
             while waiting := [one for one in everyone if not one.done]:
                 self._serve(waiting[0].unit, waiting, serve)
             return [one.result for one in everyone]
         finally:
             self._abandon(everyone)
-            _stay_on(before)
+            _unpin()
 
     def _serve(self, unit: Any, waiting: list[Pass], serve: Callable[[Any, Callable[[int], None]], None]) -> None:
         here = {one.index: one for one in waiting if one.unit is unit}

@@ -1,13 +1,20 @@
-"""Graphs of blocks: what could spoil them while they are recorded. (That they change no number: methods/test_zo_*.)"""
+"""Graphs of blocks: what could spoil them while they are recorded, and what they return. (That they change no number
+on a GPU: tests/methods/zo.)"""
 
 import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import keyhole
-from keyhole.model.forward.graphs import _no_collection
+from keyhole.model.forward.graphs import BlockGraphs, _no_collection, _signature
+from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
 from tests.model.decoders import batch
 
@@ -59,3 +66,172 @@ def test_graphs_of_a_model_that_is_gone_do_not_spoil_those_of_another() -> None:
     for _ in range(8):
         opt.step(batch())
     assert littered and model.graphs.recorded and all(model.graphs.recorded.values())
+
+
+class Recorder(TorchDispatchMode):
+    """A CUDA graph on the CPU: notes what is done between begin and end, and does it again at the same addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple] = []
+
+    def capture_begin(self, **_: Any) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:  # memory, not tensors: a parameter may point elsewhere by then
+            where = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs or {}, out))
+            self.steps.append((func, *where))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.steps:
+            again = func(*args, **kwargs)
+            for old, new in zip(leaves(out), leaves(again), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class Stream:
+    """A CUDA stream on the CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+
+def leaves(value: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs on the CPU."""
+    stand_ins = {"CUDAGraph": Recorder, "Stream": Stream, "graph_pool_handle": lambda: None}
+    stand_ins |= {"stream": lambda stream: nullcontext(), "synchronize": lambda device: None}
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def graphed(**options: Any) -> keyhole.Model:
+    model = load("llama", **options)
+    if model.graphs is None:  # on the CPU
+        model.graphs = BlockGraphs(model, find_blocks(model.module))
+    return model
+
+
+def outputs_of_every_block(model: keyhole.Model) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Steps of a model that holds on to what its blocks return; copies of that at once, and the same read later."""
+    at_once, later = [], []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept.append(output)
+        copies.append(output.clone())
+
+    for block in find_blocks(model.module):
+        block.register_forward_hook(keep)
+    opt = keyhole.ZO(model, 1e-3, eps=EPS)
+    for step in range(5):
+        kept, copies = [], []
+        opt.step(batch(seed=step))
+        at_once += [copy.cpu() for copy in copies]
+        later += [output.cpu() for output in kept]
+    return at_once, later
+
+
+def what_a_block_returned_stays(device: str) -> None:
+    plain = outputs_of_every_block(load("llama", graphs=False, device=device))
+    model = graphed(device=device)
+    at_once, later = outputs_of_every_block(model)
+    graphs = model.graphs
+    assert graphs.recorded and all(graphs.recorded.values()) and all(graphs.checked.values())
+    for mine in (at_once, later):
+        assert len(mine) == len(plain[0]) and all(torch.equal(a, b) for a, b in zip(mine, plain[0], strict=True))
+
+
+@pytest.mark.usefixtures("pretended")
+def test_what_a_block_returned_stays() -> None:
+    """The hidden states of all layers, read when the model has run: no later block has overwritten them."""
+    what_a_block_returned_stays("cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_what_a_block_returned_stays_on_a_gpu() -> None:
+    """The same with real graphs."""
+    what_a_block_returned_stays("cuda")
+
+
+class Pair(nn.Module):
+    """A block that hands on two tensors, of which the second is no hidden state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, carried: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) * mask, carried + x
+
+
+class Writes(Pair):
+    """The same, writing into an input."""
+
+    def forward(self, x: torch.Tensor, carried: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        carried += x
+        return self.linear(x) * mask, carried
+
+
+class Around(SimpleNamespace):
+    """A model as far as graphs know it; can be referred to weakly."""
+
+
+def alone(block: nn.Module) -> BlockGraphs:
+    """Graphs of one block, without a model around it."""
+    tensors = [SimpleNamespace(param=p) for p in block.parameters()]
+    unit = SimpleNamespace(index=0, block=0, tensors=tensors, numel=20)
+    spine = SimpleNamespace(start=0)
+    model = Around(
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        conductor=SimpleNamespace(steady=True, block_at_once=False, current=SimpleNamespace(index=0)),
+        layout=SimpleNamespace(of_kind=lambda kind: [unit], spine=spine),
+        binding=SimpleNamespace(spine_of={0: []}, spine=torch.empty(0)),
+        patches=SimpleNamespace(forward=lambda module, forward: setattr(module, "forward", forward)),
+    )
+    graphs = BlockGraphs(model, [block])
+    graphs.held = model  # they hold it weakly
+    graphs.warm_up_calls = 0
+    return graphs
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("kind", [Pair, Writes])
+@torch.no_grad()
+def test_inputs_that_are_handed_on_or_changed_are_seen(kind: type[nn.Module]) -> None:
+    """A second tensor from block to block, and a mask that is changed in place between two calls: the same numbers as
+    without a graph, which a block that writes into its inputs does not get."""
+    torch.manual_seed(0)
+    block, plain = kind(), kind()
+    plain.load_state_dict(block.state_dict())
+    graphs, found = alone(block), []
+    for one in (block, plain):
+        x, carried, mask = torch.ones(2, 4), torch.zeros(2, 4), torch.ones(2, 4)
+        seen = []
+        for _ in range(4):
+            x, carried = one(x, carried, mask)
+            mask.mul_(0.5)
+            seen += [x, carried.clone()]
+        found.append(seen)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert list(graphs.checked.values()) == [kind is Pair]
+
+
+def test_what_could_change_unseen_gets_no_graph() -> None:
+    """An object of another kind (a cache) in the inputs; plain values and nested tensors have a signature."""
+    x = torch.ones(2)
+    assert _signature((x, [1, None, {"a": (x, "b", torch.float32)}])) is not None
+    assert _signature((x, {"cache": object()})) is None
+    assert _signature((True, x)) != _signature((1, x)) and _signature({"a": x}) != _signature({"b": x})

@@ -1,9 +1,13 @@
 """Lockstep: the order of work is fixed, every unit is served once for all, and nothing survives a failure."""
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,8 +15,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.callback import callback_handler
 
+from keyhole.machine.settings import Changes
 from keyhole.model.forward import lockstep
+from keyhole.model.forward.compile import prepare_compiling
+from keyhole.model.forward.lockstep import free_cores, pin_again
 
 CPU = torch.device("cpu")
 
@@ -186,3 +194,61 @@ def test_interrupt_waits_for_the_pass_to_hand_over(at: str | None) -> None:
             assert conductor.run([body(False)] * 2, serve) == ["whole", "whole"]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A device whose launching threads are pinned, on a machine of several cores."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return torch.device("cuda")
+
+
+def cores() -> set[int]:
+    return os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_are_on_one_core_only_while_they_run(a_gpu: torch.device, fails: bool) -> None:
+    """All on the conductor's; afterwards conductor and passes may use every core again, also after a failure."""
+    conductor, every, seen = Lockstep(a_gpu), cores(), []
+
+    def body() -> None:
+        seen.append(cores())
+        conductor.current.meet("a")
+        seen.append(cores())
+        if fails:
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError) if fails else nullcontext():
+            conductor.run([body] * 2, serve_all(2, []))
+        assert all(len(one) == 1 and one == seen[0] for one in seen[-3:])
+        assert cores() == every
+        assert [os.sched_getaffinity(one.thread.native_id) for one in conductor.passes] == [every] * 2
+
+
+def test_processes_that_the_compiler_starts_have_every_core(a_gpu: torch.device) -> None:
+    """Code that is compiled inside a pass: the compiler's processes stay, so they must not share the pass's one core;
+    the pass itself is back on it when the code runs. With the last model the compiler is as it was."""
+    every, started, changes = cores(), [], [Changes(), Changes()]
+    ask = "import os; print(sorted(os.sched_getaffinity(0)))"
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        started.append(subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout)
+        return graph.forward
+
+    def body() -> tuple[set[int], set[int]]:
+        before = cores()
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+        return before, cores()
+
+    for one in changes:
+        prepare_compiling(one)
+    changes[0].put_back()
+    ((before, after),) = Lockstep(a_gpu).run([body], serve_all(1, []))
+    assert started == [f"{sorted(every)}\n"] and before == after and len(before) == 1
+    changes[1].put_back()
+    assert free_cores not in callback_handler.start_callbacks and pin_again not in callback_handler.end_callbacks
