@@ -35,6 +35,7 @@ from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
+from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.plan.dtype import choose_dtype
@@ -128,19 +129,14 @@ def load(
 
 @contextmanager
 def _changes() -> Iterator[Changes]:
-    """What loading changes in the process, for the model to put back; put back here if there will be no model.
-    Meanwhile Hugging Face shows no progress bars."""
-    bars = transformers.utils.logging
-    shown, changes = bars.is_progress_bar_enabled(), Changes()
-    bars.disable_progress_bar()
+    """What loading changes in the process, for the model to put back; put back here if there will be no model."""
+    changes = Changes()
     try:
-        yield changes
+        with no_progress_bars():
+            yield changes
     except BaseException:
         changes.put_back()
         raise
-    finally:
-        if shown:
-            bars.enable_progress_bar()
 
 
 def _limit_memory(changes: Changes, budget: int | None, device: torch.device) -> None:

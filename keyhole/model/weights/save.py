@@ -18,13 +18,14 @@ copied: that takes no time, and no space on disk.
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from keyhole.disk.files import flush, flush_all, remove, replace_directory, staged
@@ -73,6 +74,20 @@ def write_files(model: Any, path: Path) -> None:
                     file.write(piece)
 
 
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """A context in which Hugging Face shows no progress bars."""
+    bars = transformers.utils.logging
+    shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            bars.enable_progress_bar()
+
+
+@no_progress_bars()
 def _write_by_transformers(model: Any, path: Path) -> None:
     tensors = dict(model.named_tensors()) | saved_buffers(model.module)
     make_generation_config_writable(model.module)
@@ -129,6 +144,7 @@ def create_files(files: Files, path: Path) -> None:
         (path / INDEX).write_bytes(files.index)
 
 
+@no_progress_bars()
 def small_files(model: Any) -> dict[str, bytes]:
     """Everything but the weights, as Transformers writes it: relative name -> content."""
     make_generation_config_writable(model.module)
