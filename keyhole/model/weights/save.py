@@ -37,6 +37,10 @@ from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
 
 
+ONLY_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ONLY_BEAMS = ("early_stopping", "length_penalty")
+
+
 def save_model(model: Any, path: Path) -> None:
     """model is a keyhole Model; its weights are at their homes (methods flush before they save). NonFinite when one of
     them is NaN or infinity: nothing is written, and what was there stays."""
@@ -158,14 +162,18 @@ def small_files(model: Any) -> dict[str, bytes]:
 
 
 def make_generation_config_writable(module: nn.Module) -> None:
-    """Transformers refuses to write a temperature beside do_sample=False; some models are published so."""
+    """Transformers refuses to write settings that have no effect, such as a temperature beside do_sample=False; some
+    models are published so. They are unset: the model generates as before."""
     generation = getattr(module, "generation_config", None)
     if generation is None:
         return
+    unused = () if generation.do_sample else ONLY_SAMPLING
+    unused += () if (generation.num_beams or 1) > 1 else ONLY_BEAMS
     try:
         generation.validate(strict=True)
     except ValueError:
-        generation.do_sample = True
+        for name in unused:
+            setattr(generation, name, None)
 
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:

@@ -153,7 +153,18 @@ def test_end_tokens_join_the_generation_config(model: keyhole.Model, tmp_path: P
 
 
 def test_a_generation_config_that_transformers_refuses_is_mended(model: keyhole.Model, tmp_path: Path) -> None:
-    """Training is not lost to a temperature without do_sample, which transformers does not write."""
-    model.module.generation_config.temperature = 0.5
+    """Training is not lost to settings without effect, which transformers does not write; a greedy model stays one."""
+    for name, value in {"temperature": 0.5, "top_p": 0.9, "top_k": 20, "length_penalty": 0.7}.items():
+        setattr(model.module.generation_config, name, value)
     model.save_pretrained(tmp_path / "out")
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.do_sample is True
+    assert not AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.do_sample
+
+
+def test_a_sampling_model_keeps_its_settings(model: keyhole.Model, tmp_path: Path) -> None:
+    """Of a model that samples, only what beams would use is unset."""
+    own = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "early_stopping": True}
+    for name, value in own.items():
+        setattr(model.module.generation_config, name, value)
+    model.save_pretrained(tmp_path / "out")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.5, 0.9)
