@@ -36,7 +36,6 @@ from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
 
-
 ONLY_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 ONLY_BEAMS = ("early_stopping", "length_penalty")
 
