@@ -128,9 +128,7 @@ def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any
     return data_score(model, task.name, where, float(nll_R.sum()), int(count_R.sum()), len(rows), encoder.truncated)
 
 
-def data_score(
-    model: Model, name: str, where: str, nll: float, tokens: int, samples: int, truncated: int
-) -> DataScore:
+def data_score(model: Model, name: str, where: str, nll: float, tokens: int, samples: int, truncated: int) -> DataScore:
     """The loss from its sum; an error where it is not finite."""
     loss = nll / tokens
     if not math.isfinite(loss):
