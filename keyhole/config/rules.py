@@ -111,6 +111,9 @@ def _fill(config: TrainConfig) -> TrainConfig:
         model=assets.locate(_expanded(config.model), assets.MODEL),
         output_dir=_expanded(config.output_dir),
         train_data=_locate_all(config.train_data, assets.TRAIN),
+        task=[_expanded(name) for name in config.task]
+        if isinstance(config.task, list)
+        else config.task and _expanded(config.task),
         task_data=None if config.task_data is None else _expanded(config.task_data),
         eval_data=_locate_all(config.eval_data, assets.TEST),
         learning_rate=rate,

@@ -7,6 +7,7 @@ render                           text as tokens, and which of them are trained o
 collect, prepare, packing        samples that are cut, dropped, mixed and packed; report.py counts
 dataset, loader                  samples in memory, batches in a resumable order
 settings, run, cache             the data of a run
+tasks/                           public tasks by name, and task files of one's own
 capacity, preview                what a model can take; samples for people
 """
 

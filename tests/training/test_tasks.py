@@ -1,0 +1,53 @@
+"""A run on tasks by name: it trains, evaluates on dev, and goes on exactly after a stop."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.errors import UserError
+from keyhole.training.start import train
+from tests.training.runs import Make, metrics, same, weights
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run on sst2 and a task file of one's own, with 20 rows each."""
+    for folder in ("sst2", "own"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        for split in ("train", "dev"):
+            rows = [{"sentence": f"{folder} {i}", "label": i % 2} for i in range(20)]
+            (tmp_path / "data" / folder / f"{split}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "own.yaml").write_text(
+        "columns: {s: sentence, label: label}\nprompt: '{{ s }}?'\ncandidates: [' a', ' bc']\nmetric: accuracy\n"
+    )
+    given = {"train_data": None, "task": ["sst2", str(tmp_path / "own.yaml")], "task_data": str(tmp_path / "data")}
+    return given | {"num_train": 10, "num_dev": 4, "eval_steps": 3}
+
+
+@pytest.mark.parametrize("method", ["zo", "adamw"])
+def test_a_stopped_run_is_the_run_that_never_stopped(make: Make, tasks: dict, stop_after: Any, method: str) -> None:
+    """Steps and evaluations of a mixture of tasks, to the bit."""
+    through, stopped = (make(name, method=method, **tasks) for name in ("through", "stopped"))
+    assert train(through) == 0
+    stop_after(4)
+    assert train(stopped) == 130
+    assert train(stopped, resume="") == 0
+    assert metrics(through) == metrics(stopped) and same(weights(through.output_dir), weights(stopped.output_dir))
+
+
+def test_the_start_tells_of_the_draw(make: Make, tasks: dict, capsys: pytest.CaptureFixture) -> None:
+    """A dry run prints which rows of which files it would use."""
+    assert train(make(**tasks), dry_run=True) == 0
+    said = capsys.readouterr().out
+    assert "task sst2: train 10 of 20 rows of train.jsonl" in said and "task own: dev 4 of 20 rows" in said
+
+
+def test_another_draw_is_refused_on_resume(make: Make, tasks: dict, tmp_path: Path) -> None:
+    """The number of questions belongs to the run; where the files lie does not."""
+    train(make(**tasks, max_steps=2))
+    with pytest.raises(UserError, match="num_train: the run has 10"):
+        train(make(**tasks | {"num_train": 9}), resume="")
+    (tmp_path / "data").rename(tmp_path / "moved")
+    assert train(make(**tasks | {"task_data": str(tmp_path / "moved")}), resume="") == 0
