@@ -1,4 +1,4 @@
-"""keyhole eval DIR --tasks FILE ... [key=value ...] [--limit N] [--json FILE]"""
+"""keyhole eval DIR --tasks NAME ... [key=value ...] [--task-data DIR] [--limit N] [--json FILE]"""
 
 from typing import Annotated
 
@@ -23,16 +23,26 @@ class EvalCommand(SettingsCommand):
 
 def eval(
     directory: ModelArgument,
-    tasks: Annotated[list[str], typer.Option(metavar="FILE...", help="Task or data files, or demo.")],
+    tasks: Annotated[
+        list[str], typer.Option(metavar="NAME...", help="Tasks by name (sst2,rte), task or data files, demo.")
+    ],
     overrides: PlacementSettings = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Only N rows of each file.")] = None,
+    task_data: Annotated[
+        str | None, typer.Option("--task-data", metavar="DIR", help="Directory with a folder of files for each task.")
+    ] = None,
+    allow_code: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval).")
+    ] = False,
     json_path: Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the numbers here too.")] = None,
 ) -> None:
     """Score a model: validation loss, and tasks by log-likelihood.
 
-    Example: keyhole eval out --tasks rte.jsonl held-out.jsonl gpu_memory=8GiB
+    Example: keyhole eval out --tasks sst2,rte held-out.jsonl --task-data data gpu_memory=8GiB
     """
-    settings = parse_placement(overrides, "max_length")
+    settings = parse_placement(overrides, "max_length", "num_eval", "task_data", "task_splits")
+    settings |= {"task_data": task_data} if task_data is not None else {}
+    settings |= {"allow_code_execution": True} if allow_code else {}
     check_model(directory)
     from keyhole.eval.evaluate import evaluate as run
 

@@ -1,10 +1,11 @@
-"""`keyhole eval DIR --tasks FILE ...`: one table of tasks and data files.
+"""`keyhole eval DIR --tasks NAME ...`: one table of tasks and data files.
 
-A file whose rows have candidates is a task (tasks.py) and is scored by log-likelihood. Any other file is read
-like training data (the five formats of keyhole.data) and gives the validation loss as training defines it,
-the NLL over all trained tokens divided by their number, and perplexity = exp(loss). Tasks are read, and the
-first row of every other file, before the model is loaded: a mistake in the last one does not cost the time of
-the first.
+A name such as sst2, or a task file (my.yaml), is a task of keyhole.data.tasks, judged by the rows that a training run
+is judged by (num_eval of them), in its own metric (score.py). A file whose rows have candidates is a task too (tasks.py)
+and is scored by log-likelihood. Any other file is read like training data (the five formats of keyhole.data) and gives
+the validation loss as training defines it, the NLL over all trained tokens divided by their number, and perplexity =
+exp(loss). Tasks are read, and the first row of every other file, before the model is loaded: a mistake in the last one
+does not cost the time of the first.
 
 The directory is one of ours or any Hugging Face model directory or hub id; `demo` is the embedded model.
 Placement `auto` streams what does not fit the GPU.
@@ -12,35 +13,27 @@ Placement `auto` streams what does not fit the GPU.
 
 import io
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, task_names
 from keyhole.errors import UserError
-from keyhole.eval.rows import BATCH_TOKENS, PASSES, not_finite, score_rows
-from keyhole.eval.scoring import TaskScore, score_task
-from keyhole.eval.tasks import Task, is_task, read_task, task_name
+from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
+from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
+from keyhole.eval.tasks import is_task, read_task, task_name
 from keyhole.loading import load
 from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 
-
-@dataclass(frozen=True)
-class DataScore:
-    """Validation loss of a data file, over its trained tokens."""
-
-    name: str
-    samples: int
-    tokens: int
-    loss: float
-    perplexity: float
-    truncated: int
+NUM_EVAL = Numbers.test
 
 
 def evaluate(
@@ -54,12 +47,29 @@ def evaluate(
     max_length: int | None = None,
     limit: int | None = None,
     json_path: str | Path | None = None,
+    task_data: str | None = None,
+    task_splits: dict[str, str] | None = None,
+    num_eval: int | None = NUM_EVAL,
+    allow_code_execution: bool = False,
     say: Callable[[str], None] = lambda line: print(f"keyhole: {line}", file=sys.stderr),
 ) -> str:
-    """Scores every file and returns the table; json_path gets the numbers. limit: rows read of each file."""
-    if not tasks:
+    """Scores every task and file and returns the table; json_path gets the numbers. limit: rows read of each file."""
+    names = [name for word in tasks for name in _names(word)]
+    if not names:
         raise UserError("--tasks: name at least one task or data file, or demo")
-    sources = [read_task(source, limit) if is_task(source) else source for source in tasks]
+    if task_data is not None and not any(map(is_library_task, names)):
+        raise UserError(
+            f"--task-data: none of {', '.join(names)} is a task by name; there are {', '.join(task_names())}"
+        )
+    sources: list[Task | str] = []
+    for name in names:
+        if is_library_task(name):
+            drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
+            sources.append(replace(drawn, questions=drawn.questions[:limit]))
+            check_code(drawn, allow_code_execution)
+            say(f"task {name}: {drawn.about} ({drawn.fingerprint})")
+        else:
+            sources.append(read_task(name, limit) if is_task(name) else name)
     model = load(
         assets.locate(directory, assets.MODEL),
         placement=placement,
@@ -71,15 +81,26 @@ def evaluate(
     for line in model.describe():
         say(line)
     options = {"max_length": max_length, "watch": _progress}
-    scores: list[TaskScore | DataScore] = []
+    scores: list[Score] = []
     for source in sources:
         if isinstance(source, Task):
-            scores.append(score_task(model, source, **options))
+            scores.append(score(model, source, allow_code_execution=allow_code_execution, **options))
         else:
             scores.append(score_data(model, source, limit, **options))
     if json_path is not None:
         _write_json(Path(json_path), directory, model, scores)
     return table(scores)
+
+
+def is_library_task(name: str) -> bool:
+    """Whether a word of --tasks is a task by name or a task file; `demo` is the embedded file."""
+    return name != "demo" and is_task_name(name)
+
+
+def _names(word: str) -> list[str]:
+    """`sst2,rte` is two names; a path with a comma in it is one."""
+    parts = [part.strip() for part in word.split(",")]
+    return parts if all(map(is_task_name, parts)) else [word]
 
 
 def score_data(
@@ -95,49 +116,58 @@ def score_data(
     data = prepare(source, model.tokenizer, max_length=longest, limit=limit, stop_token_ids=stops)
     check_data(data, model.source, model.config, model.module)
     nll_R, count_R = score_rows(model, data, **options)
-    tokens = int(count_R.sum())
-    loss = float(nll_R.sum()) / tokens
-    if not math.isfinite(loss):
-        raise not_finite(model, f"{source}: the loss is {loss}")
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return DataScore(task_name(source), len(data), tokens, loss, perplexity, data.report.truncated)
+    found = float(nll_R.sum()), int(count_R.sum())
+    return data_score(model, task_name(source), *found, len(data), data.report.truncated)
 
 
-def table(scores: Sequence[TaskScore | DataScore]) -> str:
+def table(scores: Sequence[Score]) -> str:
     """The results for people: plain text that is also a Markdown table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    columns = ("name", "rows", "accuracy", "chance", "by sum", "margin", "loss", "perplexity")
+    columns = ("name", "rows", "result", "chance", "by sum", "margin", "loss", "perplexity")
     made = Table(box=box.MARKDOWN)
     for column in columns:
         made.add_column(column, justify="left" if column == "name" else "right", no_wrap=True)
-    for score in scores:
-        made.add_row(*_cells(score))
+    for each in scores:
+        made.add_row(*_cells(each))
     out = io.StringIO()
     Console(file=out, width=110).print(made)
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
     cut = [f"{s.name}: {s.truncated} texts were too long and were cut" for s in scores if s.truncated]
-    return "\n".join(lines + cut)
+    more = [
+        f"{s.name}: {', '.join(_number(*pair) for pair in s.metrics.items())}" for s in scores if len(s.metrics) > 1
+    ]
+    return "\n".join(lines + more + cut)
 
 
-def _cells(score: TaskScore | DataScore) -> list[str]:
-    if isinstance(score, DataScore):
+def _number(metric: str, value: float) -> str:
+    """A metric as it is published: times a hundred, but for perplexity."""
+    if metric in LOWER_IS_BETTER:
+        return f"{metric} {value:.3f}"
+    return f"{metric} {100 * value:.1f}" + ("" if metric in ("matthews", "pearson") else "%")
+
+
+def _cells(found: Score) -> list[str]:
+    if isinstance(found, DataScore):
         blank = ["-"] * 4
-        return [score.name, f"{score.samples:,}", *blank, f"{score.loss:.4f}", f"{score.perplexity:.3f}"]
-    shares = [f"{100 * x:.1f}%" for x in (score.accuracy, score.chance, score.accuracy_sum)]
-    return [score.name, f"{score.questions:,}", *shares, f"{score.margin:+.3f}", f"{score.loss:.4f}", "-"]
+        return [found.name, f"{found.samples:,}", *blank, f"{found.loss:.4f}", f"{found.perplexity:.3f}"]
+    result = _number(found.metric, found.metrics[found.metric])
+    if isinstance(found, AnswerScore):
+        return [found.name, f"{found.questions:,}", result, *["-"] * 5]
+    shares = [f"{100 * x:.1f}%" for x in (found.chance, found.accuracy_sum)]
+    return [found.name, f"{found.questions:,}", result, *shares, f"{found.margin:+.3f}", f"{found.loss:.4f}", "-"]
 
 
-def _write_json(path: Path, directory: str, model: Model, scores: Sequence[TaskScore | DataScore]) -> None:
+def _write_json(path: Path, directory: str, model: Model, scores: Sequence[Score]) -> None:
     from keyhole.disk.files import write_text
 
     if not path.parent.is_dir():
         raise UserError(f"--json: {path.parent} is not a directory")
     dtype = str(model.dtype).removeprefix("torch.")
     about = {"model": directory, "dtype": dtype, "device": str(model.device)}
-    write_text(path, json.dumps(about | {"results": [asdict(score) for score in scores]}, indent=1) + "\n")
+    write_text(path, json.dumps(about | {"results": [asdict(each) for each in scores]}, indent=1) + "\n")
 
 
 def _progress(groups: list) -> Any:

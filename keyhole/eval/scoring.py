@@ -12,7 +12,7 @@ Rows of tokens are those of training (data/tasks/encode.py). A prompt too long f
 many did is in the result.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ import torch
 from keyhole.data.capacity import check_ids, check_max_length, context_length
 from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.question import Question, Task
+from keyhole.eval import metrics
 from keyhole.eval.rows import not_finite, score_rows
 from keyhole.model.model import Model
 
 
 @dataclass(frozen=True)
 class TaskScore:
-    """The result of a task; `predictions` are the candidates chosen by the mean, question by question."""
+    """The result of a task; `predictions` are the candidates chosen by the mean, question by question. metric: the
+    task's own one of `metrics`."""
 
     name: str
     questions: int
@@ -37,6 +39,8 @@ class TaskScore:
     loss: float
     truncated: int
     predictions: list[int]
+    metric: str = "accuracy"
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def score_task(model: Model, task: Task, *, max_length: int | None = None, **options: Any) -> TaskScore:
@@ -56,22 +60,39 @@ def score_task(model: Model, task: Task, *, max_length: int | None = None, **opt
 
 def _score(task: Task, sums: list, means: list, counts: tuple, truncated: int) -> TaskScore:
     answers = [question.answer for question in task.questions]
+    rights = [{question.answer, *question.also} for question in task.questions]
     predictions = [int(mean.argmax()) for mean in means]
-    others = [torch.cat([mean[:a], mean[a + 1 :]]).max() for mean, a in zip(means, answers, strict=True)]
-    margins = [mean[a] - other for mean, a, other in zip(means, answers, others, strict=True)]
+    margins = [
+        max(m for i, m in enumerate(mean) if i in right)
+        - max((m for i, m in enumerate(mean) if i not in right), default=mean.min())
+        for mean, right in zip(means, rights, strict=True)
+    ]
     number = len(answers)
+    names = ("accuracy",) if task.spec is None else task.spec.metrics
+    values = {name: metric_of(name, task.questions, predictions) for name in names}
     return TaskScore(
         name=task.name,
         questions=number,
-        accuracy=sum(p == a for p, a in zip(predictions, answers, strict=True)) / number,
-        accuracy_sum=sum(int(s.argmax()) == a for s, a in zip(sums, answers, strict=True)) / number,
-        chance=sum(1 / len(question.candidates) for question in task.questions) / number,
+        accuracy=metric_of("accuracy", task.questions, predictions),
+        accuracy_sum=metric_of("accuracy", task.questions, [int(s.argmax()) for s in sums]),
+        chance=sum(len(right) / len(q.candidates) for right, q in zip(rights, task.questions, strict=True)) / number,
         margin=float(torch.stack(margins).mean()),
         loss=-float(sum(s[a] for s, a in zip(sums, answers, strict=True)))
         / int(sum(c[a] for c, a in zip(counts, answers, strict=True))),
         truncated=truncated,
         predictions=predictions,
+        metric=names[0],
+        metrics=values,
     )
+
+
+def metric_of(name: str, questions: list[Question], predictions: list[int]) -> float:
+    """A metric of choices. Where several candidates are right, the chosen one of them is."""
+    if name == "pearson":
+        chosen = [float(q.candidates[p]) for q, p in zip(questions, predictions, strict=True)]
+        return metrics.pearson(chosen, [q.value for q in questions])
+    right = [p if p in q.also else q.answer for q, p in zip(questions, predictions, strict=True)]
+    return metrics.OF_CHOICES[name](predictions, right)
 
 
 def _check_finite(model: Model, questions: list[Question], sums: list[torch.Tensor]) -> None:

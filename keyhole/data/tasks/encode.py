@@ -40,6 +40,18 @@ class Encoder:
         end = [self.tokenizer.eos_token_id] if end_token and self.tokenizer.eos_token_id is not None else []
         return [self._rows(q, [next(tokens) for _ in range(1 + len(q.candidates))], end) for q in questions]
 
+    def prompts(self, questions: list[Question]) -> list[list[int]]:
+        """The prompts alone, for an answer to be generated; a long one loses its beginning."""
+        texts = [self._prompt(question) for question in questions]
+        made = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [self._short(question, ids) for question, ids in zip(questions, made, strict=True)]
+
+    def _short(self, question: Question, ids: list[int]) -> list[int]:
+        before = self._before(question, ids)
+        room = len(ids) if self.max_length is None else max(1, self.max_length - len(before))
+        self.truncated += len(ids) > room
+        return [*before, *ids[max(0, len(ids) - room) :]]
+
     def _prompt(self, question: Question) -> str:
         if isinstance(question.prompt, str):
             return question.prompt

@@ -1,0 +1,99 @@
+"""Answers in the model's own words: greedy, many at once, each until it stops.
+
+Prompts are sorted by length and put into batches, padded on the left, the longest first: if memory is short, it fails
+at once. A batch holds as many rows as `batch_tokens` has room for, prompt and answer together. When units are streamed,
+each new token pulls W bytes over the link once for the whole batch:
+
+    bytes over the link = W * tokens of the longest answer * batches
+
+An answer ends at the model's own end token, at the first of the task's stop strings, which is cut off, or after
+max_new_tokens. A prompt that leaves no room for an answer loses its beginning.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from keyhole.data.capacity import check_ids, context_length
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.question import Question
+from keyhole.errors import NonFinite
+from keyhole.eval.rows import BATCH_TOKENS, not_finite
+from keyhole.model.model import Model
+
+MOST_ROWS = 64
+PLAIN = {"do_sample": False, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
+PLAIN |= {"repetition_penalty": 1.0}
+
+
+def generate_answers(
+    model: Model,
+    questions: Sequence[Question],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    max_length: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    watch: Callable[[list], Iterable] = iter,
+) -> tuple[list[str], int]:
+    """The answers in the order of the questions, and how many prompts were cut."""
+    longest = max_length or context_length(model.config)
+    encoder = Encoder(model.tokenizer, None if longest is None else max(1, longest - max_new_tokens))
+    prompts = encoder.prompts(list(questions))
+    for question, ids in zip(questions, prompts, strict=True):
+        check_ids(ids, question.where, model.source, model.config)
+    answers = [""] * len(prompts)
+    for batch in watch(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens)):
+        texts = _answer(model, [prompts[i] for i in batch], max_new_tokens, stop)
+        for i, text in zip(batch, texts, strict=True):
+            answers[i] = text
+    return answers, encoder.truncated
+
+
+def cut_at(text: str, stop: Sequence[str]) -> str:
+    """The text up to the first stop string in it."""
+    return text[: min([text.find(word) for word in stop if word in text], default=len(text))]
+
+
+def _batches(lengths: list[int], new: int, batch_tokens: int) -> list[list[int]]:
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        rows = len(batches[-1]) + 1 if batches else 0
+        if not batches or rows > MOST_ROWS or rows * (lengths[batches[-1][0]] + new) > batch_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def _answer(model: Model, prompts: list[list[int]], new: int, stop: Sequence[str]) -> list[str]:
+    tokenizer, settings = model.tokenizer, model.module.generation_config
+    width = max(map(len, prompts))
+    ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    first_end = ends[0] if isinstance(ends, list) else ends
+    pad = next((i for i in (tokenizer.pad_token_id, settings.pad_token_id, first_end) if i is not None), 0)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+    options: dict[str, Any] = PLAIN | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
+    options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    try:
+        made = model.generate(ids, mask, **options)[:, width:]
+    except NonFinite as error:
+        raise not_finite(model, str(error)) from None
+    texts = tokenizer.batch_decode(made, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return [cut_at(text, stop) for text in texts]
+
+
+class _Stops(StoppingCriteria):
+    """Ends a row whose last tokens hold a stop string."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], width: int) -> None:
+        self.tokenizer, self.stop, self.width = tokenizer, stop, width
+        self.tail = max(map(len, stop)) + 4  # tokens; each has a letter at least, but for pieces of one
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        made = input_ids[:, max(self.width, input_ids.shape[1] - self.tail) :]
+        texts = self.tokenizer.batch_decode(made, clean_up_tokenization_spaces=False)
+        found = [any(word in text for word in self.stop) for text in texts]
+        return torch.tensor(found, device=input_ids.device)

@@ -1,0 +1,154 @@
+"""The inside of the process in which one program of a model runs (programs.py starts it). It needs no other package.
+
+Before the program runs, the process takes from itself, one after another, what a function under test does not need:
+
+    namespaces    users and network of its own: no interface is up, and root is nobody       where the kernel allows it
+    limits        CPU seconds, address space, size of a file, processes, open files; no core dump
+    Landlock      files are written in the working directory and nowhere else                 Linux 5.13 on
+    seccomp       no socket, process, thread, signal, tracing or mounting, by the system call  x86-64 and arm64
+    audit hook    the same once more inside Python: it refuses by name, and is all there is on other systems
+
+The kernel's part cannot be undone by the program; the audit hook alone would be a fence, not a wall. Standard output
+and error go nowhere. If the program reaches its end, and only then, the verdict is written to the pipe that was the
+standard output: `exit()` in the middle is no success.
+"""
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+NEW_USER, NEW_NET = 0x10000000, 0x40000000
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SIGKILL = 1, 22, 38, 9
+LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+EXECUTE, WRITE_FILE, TRUNCATE = 1 << 0, 1 << 1, 1 << 14
+REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG = 1 << 4, 1 << 5, 1 << 7, 1 << 8
+MAKE_OTHERS = sum(1 << bit for bit in (6, 9, 10, 11, 12))  # devices, sockets, pipes, links
+MOST_FILE_BYTES, MOST_FILES, MOST_WRITES = 2**20, 64, 64
+
+ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+# socket, socketpair, clone, fork, vfork, clone3, execve, execveat, ptrace, kill, tkill, tgkill, unshare, setns, mount,
+# bpf, process_vm_readv, process_vm_writev, io_uring_setup, pidfd_open, userfaultfd, keyctl, shmget, msgget
+DENIED = {
+    "x86_64": (
+        41, 53, 56, 57, 58, 435, 59, 322, 101, 62, 200, 234, 272, 308, 165, 321, 310, 311, 425, 434, 323, 250, 29, 68,
+    ),
+    "aarch64": (
+        198, 199, 220, 435, 221, 281, 117, 129, 130, 131, 97, 268, 40, 280, 270, 271, 425, 434, 282, 219, 194, 186,
+    ),
+}  # fmt: skip
+REFUSED = (
+    "socket.", "subprocess.", "ctypes.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill",
+    "os.symlink", "os.link", "os.chdir", "os.fchdir", "os.chown", "os.setxattr", "os.startfile", "pty.", "mmap.",
+    "signal.pthread_kill", "sys.addaudithook", "syslog.", "webbrowser.", "_thread.start_new_thread",
+)  # fmt: skip
+WRITERS = ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.truncate", "os.chmod", "os.utime", "shutil.")
+
+
+def confine(directory: str, seconds: float, memory_bytes: int) -> None:
+    """All that the kernel offers, each as far as it is there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for number, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, int(seconds) + 1),
+        (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
+        (resource.RLIMIT_NOFILE, MOST_FILES),
+        (resource.RLIMIT_AS, memory_bytes),
+        (getattr(resource, "RLIMIT_NPROC", resource.RLIMIT_CORE), 0),
+    ):
+        try:
+            resource.setrlimit(number, (most, most))
+        except (ValueError, OSError):
+            pass  # macOS has no limit on the address space
+    if sys.platform == "linux":
+        libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+        if libc.unshare(NEW_USER | NEW_NET) != 0:
+            libc.unshare(NEW_NET)
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        _landlock(libc, directory)
+        _seccomp(libc)
+
+
+def _landlock(libc: Any, directory: str) -> None:
+    version = libc.syscall(LANDLOCK_CREATE, None, 0, 1)
+    if version < 1:
+        return
+    writes = WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | (TRUNCATE if version >= 3 else 0)
+    rules = libc.syscall(LANDLOCK_CREATE, struct.pack("=Q", writes | MAKE_OTHERS | EXECUTE), 8, 0)
+    for path, allowed in ((directory, writes), (os.devnull, writes & (WRITE_FILE | TRUNCATE))):
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        libc.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, place), 0)
+        os.close(place)
+    libc.syscall(LANDLOCK_RESTRICT, rules, 0)
+    os.close(rules)
+
+
+def _seccomp(libc: Any) -> None:
+    """A filter that answers EPERM to the system calls above, and ends a process of another architecture."""
+    machine = platform.machine()
+    if machine not in ARCH:
+        return
+    load, equal, above, give = 0x20, 0x15, 0x35, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
+    denied = DENIED[machine]
+    code = [(load, 0, 0, 4), (equal, 1, 0, ARCH[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
+    code.append((above, len(denied) + 1, 0, 0x40000000))  # the x32 calls of x86-64
+    code += [(equal, len(denied) - i, 0, number) for i, number in enumerate(denied)]
+    code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))
+    program = struct.pack("@HP", len(code), ctypes.addressof(instructions))
+    libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0)
+
+
+def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
+    """The audit hook: PermissionError for what a function under test has no use for."""
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    left = [MOST_WRITES]
+
+    def is_inside(path: Any) -> bool:
+        text = path.decode("utf-8", "replace") if isinstance(path, bytes) else path if isinstance(path, str) else None
+        if text is None:
+            return path is None or isinstance(path, int)  # what is open already
+        return ".." not in text.split("/") and (not text.startswith("/") or text.startswith(directory + "/"))
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if event.startswith(REFUSED):
+            raise PermissionError(f"{event} is refused")
+        if event == "open" and isinstance(args[2], int) and args[2] & writing and args[0] != os.devnull:
+            left[0] -= 1
+            if not is_inside(args[0]) or left[0] < 0:
+                raise PermissionError(f"writing to {args[0]!r:.80} is refused")
+        elif event.startswith(WRITERS) and not all(is_inside(arg) for arg in args if isinstance(arg, str | bytes)):
+            raise PermissionError(f"{event} is refused")
+
+    return watch
+
+
+def main() -> None:
+    """Reads the job from standard input, and runs it."""
+    job = json.load(sys.stdin)
+    verdict = os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    directory = os.path.realpath(os.getcwd())
+    confine(directory, job["seconds"], job["memory_bytes"])
+    sys.addaudithook(hook(directory))
+    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    done = job.pop("done")
+    try:
+        exec(compile(job["source"], "<program>", "exec", dont_inherit=True), names)
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        done = said[:300]
+    os.write(verdict, done.encode("utf-8", "replace"))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

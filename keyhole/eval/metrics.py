@@ -1,0 +1,112 @@
+"""The numbers that tasks are published with.
+
+p_i is the class that was chosen, y_i the right one (of several right ones the chosen one, if it is among them).
+
+    accuracy     share of p_i = y_i
+    f1           of class 1: 2 TP / (2 TP + FP + FN)
+    macro_f1     mean of the F1 of every class that occurs in p or y
+    matthews     correlation of p and y as indicators of classes; for two classes
+                 (TP TN - FP FN) / sqrt((TP + FP)(TP + FN)(TN + FP)(TN + FN)); 0 where one of them is constant
+    pearson      correlation of two lists of numbers; 0 where one is constant
+
+Texts: a is what was answered, r_1, r_2, ... what counts as right. As in SQuAD's script both are compared in lower case,
+without punctuation, articles and surplus white space; the best r counts.
+
+    exact_match  a = r
+    token_f1     2 m / (words of a + words of r), m the number of common words
+    exact_number the numbers are equal: 1,000 is 1000.0
+
+All of them are means over questions, except the correlations and F1.
+"""
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def accuracy(chosen: Sequence[int], right: Sequence[int]) -> float:
+    """The share of right choices."""
+    return sum(p == y for p, y in zip(chosen, right, strict=True)) / len(right)
+
+
+def f1(chosen: Sequence[int], right: Sequence[int], of: int = 1) -> float:
+    """F1 of one class; 0 where the class occurs nowhere."""
+    hits = sum(p == y == of for p, y in zip(chosen, right, strict=True))
+    named = sum(p == of for p in chosen) + sum(y == of for y in right)
+    return 2 * hits / named if named else 0.0
+
+
+def macro_f1(chosen: Sequence[int], right: Sequence[int]) -> float:
+    """The mean F1 of the classes."""
+    classes = sorted({*chosen, *right})
+    return sum(f1(chosen, right, of) for of in classes) / len(classes)
+
+
+def matthews(chosen: Sequence[int], right: Sequence[int]) -> float:
+    """Matthews' correlation, for any number of classes."""
+    classes = sorted({*chosen, *right})
+    p, y = (np.array([[x == k for k in classes] for x in xs], dtype=float) for xs in (chosen, right))
+    p, y = p - p.mean(0), y - y.mean(0)
+    scale = math.sqrt((p * p).sum() * (y * y).sum())
+    return float((p * y).sum() / scale) if scale else 0.0
+
+
+def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
+    """Pearson's correlation."""
+    x, y = np.array(found, dtype=float), np.array(wanted, dtype=float)
+    x, y = x - x.mean(), y - y.mean()
+    scale = math.sqrt((x * x).sum() * (y * y).sum())
+    return float((x * y).sum() / scale) if scale else 0.0
+
+
+def plain_words(text: str) -> str:
+    """Lower case, without punctuation, articles and surplus white space."""
+    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
+
+
+def exact_match(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is one of the references."""
+    return float(any(plain_words(answer) == plain_words(reference) for reference in references))
+
+
+def token_f1(answer: str, references: Sequence[str]) -> float:
+    """F1 of the words of the answer, against the reference that fits best."""
+    return max(_overlap(plain_words(answer).split(), plain_words(reference).split()) for reference in references)
+
+
+def _overlap(answer: list[str], reference: list[str]) -> float:
+    if not answer or not reference:
+        return float(answer == reference)
+    common = sum((Counter(answer) & Counter(reference)).values())
+    return 2 * common / (len(answer) + len(reference))
+
+
+def exact_number(answer: str, references: Sequence[str]) -> float:
+    """1 if the answer is the number of a reference."""
+    found = _number(answer)
+    return float(found is not None and any(found == _number(reference) for reference in references))
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text.replace(",", "").replace("$", "").strip().rstrip("."))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def extract(text: str, pattern: str | None) -> str:
+    """The last match of a pattern (its first group, if it has one), or the text itself where nothing is asked for."""
+    if pattern is None:
+        return text
+    matches = list(re.finditer(pattern, text))
+    return (matches[-1][1] if matches[-1].re.groups else matches[-1][0]) if matches else ""
+
+
+OF_CHOICES = {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews}
+OF_TEXTS = {"exact_match": exact_match, "token_f1": token_f1, "exact_number": exact_number}

@@ -1,0 +1,136 @@
+"""One call for every task: `score(model, task)` chooses, generates or measures, as the task says.
+
+    choice        scoring.py: candidates by their mean log-likelihood
+    likelihood    the loss of the right answers, and perplexity
+    generated     generate.py; then texts are compared (metrics.py), or programs are run (programs.py)
+
+Each result has `metric`, the name of the task's own metric, and `metrics` with it and the others; `value` is its value.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyhole.data.capacity import check_ids, check_max_length, context_length
+from keyhole.data.tasks.build import MARK
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.question import Question, Task
+from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
+from keyhole.errors import UserError
+from keyhole.eval import metrics
+from keyhole.eval.generate import generate_answers
+from keyhole.eval.programs import run_program
+from keyhole.eval.rows import not_finite, score_rows
+from keyhole.eval.scoring import TaskScore, score_task
+from keyhole.model.model import Model
+
+PROGRAMS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class AnswerScore:
+    """The result of a task whose answers are generated; `answers` are the texts, `verdicts` what each was worth."""
+
+    name: str
+    questions: int
+    metric: str
+    metrics: dict[str, float]
+    truncated: int
+    answers: list[str]
+    verdicts: list[Any]
+
+
+@dataclass(frozen=True)
+class DataScore:
+    """Loss over the trained tokens of a data file, or of the right answers of a task."""
+
+    name: str
+    samples: int
+    tokens: int
+    loss: float
+    perplexity: float
+    truncated: int
+    metric: str = "perplexity"
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+Score = TaskScore | AnswerScore | DataScore
+
+
+def score(
+    model: Model, task: Task, *, max_length: int | None = None, allow_code_execution: bool = False, **options: Any
+) -> Score:
+    """The result of a task. options: batch_tokens, watch."""
+    if task.spec is None or task.spec.kind == CHOICE:
+        return score_task(model, task, max_length=max_length, **options)
+    check_max_length(max_length, model.config, model.module)
+    if task.spec.kind == LIKELIHOOD:
+        return _likelihood(model, task, max_length, **options)
+    check_code(task, allow_code_execution)
+    spec = task.spec
+    answers, cut = generate_answers(
+        model,
+        task.questions,
+        max_new_tokens=spec.max_new_tokens,
+        stop=spec.stop,
+        max_length=max_length,
+        **options,
+    )
+    worth = verdicts(task, answers)
+    means = {name: sum(values) / len(values) for name, values in worth.items()}
+    rows = [{name: values[i] for name, values in worth.items()} for i in range(len(answers))]
+    return AnswerScore(task.name, len(answers), spec.metric, means, cut, answers, rows)
+
+
+def value(result: Score) -> float:
+    """The task's own number."""
+    return result.metrics[result.metric]
+
+
+def check_code(task: Task, allowed: bool) -> None:
+    """Refuses to run what a model wrote, unless that was allowed."""
+    if task.spec is not None and task.spec.program is not None and not allowed:
+        raise UserError(
+            f"task {task.name} runs programs that the model writes; they run confined, but it is a stranger's code: "
+            "allow it with --allow-code-execution"
+        )
+
+
+def verdicts(task: Task, answers: Sequence[str]) -> dict[str, list[float]]:
+    """By metric, what each answer is worth. Programs are run here; whoever calls has been allowed to."""
+    if task.spec.program is not None:
+        sources = [q.references[0].replace(MARK, text) for q, text in zip(task.questions, answers, strict=True)]
+        with ThreadPoolExecutor(min(PROGRAMS_AT_ONCE, os.cpu_count() or 1)) as pool:
+            outcomes = list(pool.map(run_program, sources))
+        return {task.spec.metric: [float(outcome.passed) for outcome in outcomes]}
+    return {
+        name: [_worth(name, task, q, text) for q, text in zip(task.questions, answers, strict=True)]
+        for name in task.spec.metrics
+    }
+
+
+def _worth(name: str, task: Task, question: Question, text: str) -> float:
+    pattern = task.spec.extract
+    references = [metrics.extract(reference, pattern) for reference in question.references]
+    return metrics.OF_TEXTS[name](metrics.extract(text, pattern), references)
+
+
+def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any) -> DataScore:
+    encoder = Encoder(model.tokenizer, max_length or context_length(model.config))
+    rows = [row for rows in encoder.encode(task.questions, task.spec.end_token) for row in rows]
+    for question, row in zip(task.questions, rows, strict=True):
+        check_ids(row.input_ids, question.where, model.source, model.config)
+    nll_R, count_R = score_rows(model, rows, **options)
+    return data_score(model, task.name, float(nll_R.sum()), int(count_R.sum()), len(rows), encoder.truncated)
+
+
+def data_score(model: Model, name: str, nll: float, tokens: int, samples: int, truncated: int) -> DataScore:
+    """The loss from its sum; an error where it is not finite."""
+    loss = nll / tokens
+    if not math.isfinite(loss):
+        raise not_finite(model, f"{name}: the loss is {loss}")
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return DataScore(name, samples, tokens, loss, perplexity, truncated, metrics={"perplexity": perplexity})

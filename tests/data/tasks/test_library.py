@@ -1,0 +1,86 @@
+"""Every shipped task: the same question from Hugging Face's columns and from the original download's."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from keyhole.data.tasks.build import MARK
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.spec import GENERATED, METRICS, task_names
+from tests.data.tasks.rows import CASES
+
+FILES = [(task, name) for task, case in CASES.items() for name in case.files]
+
+
+def test_every_task_is_tried() -> None:
+    """No shipped task without its rows here, each in two styles at least."""
+    assert sorted(CASES) == task_names()
+    assert all(len(case.files) > 1 for case in CASES.values())
+
+
+@pytest.mark.parametrize(("task", "name"), FILES)
+def test_both_styles_give_the_same_question(task: str, name: str, tmp_path: Path) -> None:
+    """Prompt, candidates and answer are the published ones, whichever file the row stood in."""
+    case = CASES[task]
+    (tmp_path / task.upper()).mkdir()
+    (tmp_path / task.upper() / name).write_text(case.files[name], encoding="utf-8")
+    question = load_task(task, str(tmp_path), Numbers(), training=False)["test"].questions[0]
+    assert (question.prompt, question.candidates) == (case.prompt, case.candidates)
+    assert (question.answer, question.also, question.value) == (case.answer, case.also, case.value)
+    if task != "humaneval":
+        assert question.references == case.references
+
+
+@pytest.mark.parametrize("task", task_names())
+def test_parquet_and_gzip(task: str, tmp_path: Path) -> None:
+    """Hugging Face's rows also come as Parquet, and text comes packed."""
+    import json
+
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    name, text = next(iter(CASES[task].files.items()))
+    stem = name.removesuffix(".jsonl")
+    for kind in ("parquet", "gzip"):
+        folder = tmp_path / kind / task
+        folder.mkdir(parents=True)
+        if kind == "parquet":
+            rows = [json.loads(line) for line in text.splitlines()]
+            parquet.write_table(pa.Table.from_pylist(rows), folder / f"{stem}-00000-of-00001.parquet")
+        else:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(text.encode()))
+        found = load_task(task, str(tmp_path / kind), Numbers(), training=False)["test"]
+        assert found.questions[0].prompt == CASES[task].prompt
+
+
+def test_the_nested_original_has_all_its_answers(tmp_path: Path) -> None:
+    """MultiRC's line of one passage is one question per answer, in order."""
+    (tmp_path / "val.jsonl").write_text(CASES["multirc"].files["val.jsonl"])
+    questions = load_task("multirc", str(tmp_path), Numbers(), training=False)["test"].questions
+    assert [(q.answer, '"Bob"' in q.prompt) for q in questions] == [(1, False), (0, True)]
+
+
+def test_several_spellings_of_an_entity_are_right(tmp_path: Path) -> None:
+    """ReCoRD's other right answers are kept beside the first, and are never wrong ones."""
+    row = CASES["record"].files["validation.jsonl"].replace('["Ann", "Bob"]', '["Bob", "Ann", "Bobby"]')
+    (tmp_path / "validation.jsonl").write_text(row.replace('["Bob"]', '["Bobby", "Bob", "Rob"]'))
+    question = load_task("record", str(tmp_path), Numbers(), training=False)["test"].questions[0]
+    assert (question.answer, question.also) == (2, (0,))
+
+
+def test_a_program_has_a_place_for_the_completion(tmp_path: Path) -> None:
+    """HumanEval's reference is the prompt, the model's text, the tests and their call."""
+    (tmp_path / "test.jsonl").write_text(CASES["humaneval"].files["test.jsonl"])
+    question = load_task("humaneval", str(tmp_path), Numbers(), training=False)["test"].questions[0]
+    assert question.references == (f"def f(x):\n{MARK}\n\ndef check(g):\n    assert g(1) == 1\n\n\ncheck(f)\n",)
+
+
+@pytest.mark.parametrize("task", task_names())
+def test_every_file_says_where_its_data_are(task: str) -> None:
+    """A title, metrics of one kind, and an address on the hub; generated answers stop somewhere."""
+    spec = read_spec(task)
+    assert spec.title and len({METRICS[metric] for metric in spec.metrics}) == 1
+    assert task == "demo" or "/" in spec.hub["dataset"]
+    assert spec.kind != GENERATED or spec.stop
