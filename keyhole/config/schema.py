@@ -141,6 +141,8 @@ class RunConfig:
     """End the run after so many evaluations in a row without a new best; null = never."""
     max_minutes: Annotated[float, Limit(0, 1e7, above=True)] | None = None
     """End the run after so many minutes of training, evaluations and saves (resumed runs add up); null = never."""
+    save_model: bool = True
+    """Save the trained model; false = only its numbers, and of each new best its test, as comparisons want it."""
     save_steps: Count | None = None
     """Write a checkpoint every so many steps; null = at the end only."""
     save_total_limit: Count | None = 2

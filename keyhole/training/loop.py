@@ -1,6 +1,9 @@
 """The one loop that every method shares; a method only brings its step.
 
-    (step, check?, evaluation?, save?) x total -> the model of the last step, or of the best (selection.py)
+    (step, check?, evaluation?, save?) x total -> the model of the last step, or of the best (selection.py) -> its test
+
+The model that is published is judged by the test questions of the run's tasks. Where no model is saved (save_model:
+false), nothing could be loaded again: then the test of the best step is taken when it is reached.
 
 The loop holds no state that a checkpoint lacks: step number, position in the data, the method's state. So N + M steps
 are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
@@ -13,6 +16,7 @@ from pathlib import Path
 import torch
 
 from keyhole.checkpoint import select
+from keyhole.checkpoint.files import method_state, read_state
 from keyhole.data import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
@@ -20,6 +24,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights.finite import first_bad_tensor
+from keyhole.model.weights.read import fill_from
 from keyhole.training import rundir
 from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
 from keyhole.training.display import Display
@@ -30,7 +35,7 @@ from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
-from keyhole.training.validation import evaluate
+from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown
 
 
 @dataclass(kw_only=True)
@@ -51,10 +56,11 @@ class Run:
     saver: Saver
     journal: Journaling
     selection: Selection
+    judge: Judge
     interrupts: Interrupts = field(default_factory=Interrupts)
     changes: ChangeCheck | None = None
     moving_steps: int = 0  # steps with a rate above 0
-    gave_up: bool = False  # a signal ended the last evaluation
+    gave_up: bool = False  # a signal ended the last evaluation or test
     last_eval: dict[str, float] | None = None
     ends: str | None = None  # why the run ends before its last step
 
@@ -155,27 +161,58 @@ class Run:
         self.changes = None
 
     def evaluate(self, step: int) -> None:
-        """Loss on the held-out data. A signal ends it, and the resumed run evaluates."""
-        found = evaluate(self.model, self.data.eval, lambda: bool(self.interrupts.requested))
-        self.gave_up = found is None
-        if found is not None:
+        """Loss on the held-out data, and the tasks' metrics on dev. A signal ends it, and the resumed run evaluates."""
+        found = evaluate(self.model, self.data.eval, self.is_asked)
+        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked)
+        self.gave_up = metrics is None
+        if found is not None and metrics is not None:
+            found |= metrics
             self.last_eval = found
             self.selection.note(step, found)
             self.reports.send({"step": step, **found})
             numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
-            self.display.line(f"eval at step {step}: {numbers} over {found['eval_tokens']:,} tokens")
+            scores = f"; {text}" if (text := shown(found, EVAL)) else ""
+            self.display.line(f"eval at step {step}: {numbers} over {found['eval_tokens']:,} tokens{scores}")
+
+    def is_asked(self) -> bool:
+        """Whether a signal asks the run to stop."""
+        return bool(self.interrupts.requested)
+
+    def test(self, step: int) -> None:
+        """The tasks' metrics on the test questions, with the weights of this step, which the model has now. A signal
+        ends it, and the resumed run tests."""
+        tested = self.reports.metrics.tested
+        if not self.judge.test or step in tested:
+            return
+        self.method.flush()
+        found = self.judge.test_metrics(self.model, self.is_asked)
+        self.gave_up = found is None
+        if found is not None:
+            tested[step] = {"step": step, **found}
+            self.reports.send(tested[step])
+            self.display.line(f"test of step {step}: {shown(found, TEST)}")
 
     def keep_best(self, step: int) -> None:
-        """Saves the weights of the best evaluation so far, where they are wanted and not on the disk yet."""
-        if self.selection.settings.best and self.selection.best_steps()[:1] == [step] and self.saver.best_step != step:
+        """Saves the weights of the best evaluation so far, where they are wanted and not on the disk yet; where no
+        model is saved, tests them."""
+        if not self.selection.settings.best or self.selection.best_steps()[:1] != [step]:
+            return
+        if not self.saver.settings.model:
+            self.recorder.drain()
+            self.test(step)
+            self.recorder.restart_clock()
+        elif self.saver.best_step != step:
             self.recorder.drain()
             self.display.lines(self.saver.save_best(step, self.data.train.state_dict()))
             self.recorder.restart_clock()
 
     def best_saved(self) -> int | None:
-        """The best step whose weights are in the output directory; None where the last ones are wanted."""
+        """The best step whose weights are in the output directory, or were tested where no model is saved; None where
+        the last ones are wanted."""
         if not self.selection.settings.best:
             return None
+        if not self.saver.settings.model:
+            return next(iter(self.selection.best_steps()), None)
         there = {select.step_of(path) for path in select.checkpoints(self.directory.root)}
         return next((step for step in self.selection.best_steps() if step in there), None)
 
@@ -194,13 +231,33 @@ class Run:
         if step < self.total:
             self.display.line(f"the run ends after step {step}: {self.ends}")
         self.display.lines(self.saver.wait(step))
-        self.saver.save_once(step, self.data.train.state_dict())
+        if self.saver.settings.model:
+            self.saver.save_once(step, self.data.train.state_dict())
         best = self.best_saved()
-        self.saver.publish(best)
+        if self.saver.settings.model:
+            self.saver.publish(best)
+            self.go_back(step, best)
+        self.test(best or step)
+        if self.gave_up:
+            return self.leave(step)
         evaluated = "" if self.last_eval is None else f"; eval loss {self.last_eval['eval_loss']:.4f}"
-        summary = f"{self.display.summary()}{evaluated}{self._chosen(best)}"
-        self.display.line(f"done: {step} steps{summary}; the model is in {self.directory.root}")
+        tested = f"; test {text}" if (text := shown(self.reports.metrics.tested.get(best or step, {}), TEST)) else ""
+        where = f"the model is in {self.directory.root}" if self.saver.settings.model else "no model was saved"
+        self.display.line(f"done: {step} steps{self.display.summary()}{evaluated}{self._chosen(best)}{tested}; {where}")
         return 0
+
+    def go_back(self, step: int, best: int | None) -> None:
+        """Gives the model the weights that were published, if they are to be tested and are not those of this step."""
+        if best in (None, step) or not self.judge.test or best in self.reports.metrics.tested:
+            return
+        path = self.directory.root / f"checkpoint-{best}"
+        self.method.flush()
+        self.model.engine.wait_for_homes()
+        if not METHODS[self.method.name].keeps_base:
+            fill_from(self.model, path, self.model.dtype)
+            self.model.engine.invalidate()
+        if self.model.addon is not None:
+            self.method.load_state_dict(method_state(path, read_state(path)))
 
     def _chosen(self, best: int | None) -> str:
         if best is None:

@@ -10,7 +10,8 @@ resumed run writes again; the other order would leave a replayed step without it
 
 A line of metrics.jsonl is strict JSON, {"step", "loss", "learning_rate", "epoch", "tokens", "seconds",
 "tokens_per_second", "gpu_gib" or "host_gib", and what the method adds}; an evaluation is a line of its own,
-{"step", "eval_loss", "perplexity", "eval_tokens"}. A number that is not finite is written as null.
+{"step", "eval_loss", "perplexity", "eval_tokens", and the metrics of tasks}, and so is the test of a step's weights,
+{"step", "test_accuracy", "test_questions"} (validation.py). A number that is not finite is written as null.
 Everything but seconds, rates and memory is the same, bit for bit, in a run that was stopped and resumed.
 """
 
@@ -175,7 +176,8 @@ class MetricsFile:
         self.path = path
         kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
         self.kept = kept
-        self.evaluated = {entry["step"] for entry in kept if "loss" not in entry}
+        self.evaluated = {entry["step"] for entry in kept if "eval_loss" in entry}
+        self.tested = {entry["step"]: entry for entry in kept if is_test(entry)}
         with replacing(path) as file:
             file.write("".join(_line(entry) for entry in kept).encode())
         self.file = open_regular(path, os.O_WRONLY)
@@ -191,6 +193,11 @@ class MetricsFile:
             self.appender.write_pending()
         finally:
             os.close(self.file)
+
+
+def is_test(entry: Entry) -> bool:
+    """Whether an entry holds the metrics of the test questions."""
+    return "test_questions" in entry
 
 
 def read_metrics(path: Path) -> list[Entry]:

@@ -1,4 +1,4 @@
-"""run/loss.png: the loss per step, its running mean, and the evaluations.
+"""run/loss.png: the loss per step, its running mean, and the evaluations; beside it the metrics of the tasks, if any.
 
 A zeroth-order loss is noisy, so the single steps are drawn faint and the mean over the last 2 % of the run
 (at least five steps) in full. matplotlib is imported here only, without a window.
@@ -6,6 +6,7 @@ A zeroth-order loss is noisy, so the single steps are drawn faint and the mean o
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from keyhole.disk.files import replacing
 from keyhole.training.metrics import read_metrics
@@ -22,6 +23,17 @@ def running_mean(values: list[float], window: int) -> list[float]:
     return means
 
 
+def task_curves(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """`dev accuracy`, `test accuracy`, ... -> points (step, value), from the entries of a metrics file."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for entry in entries:
+        for key, value in entry.items():
+            split, _, name = key.partition("_")
+            if split in ("eval", "test") and name not in ("loss", "tokens", "questions") and value is not None:
+                curves.setdefault(f"{'dev' if split == 'eval' else split} {name}", []).append((entry["step"], value))
+    return curves
+
+
 def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
     """Draws the picture from the metrics file, atomically; False without steps, or without matplotlib."""
     entries = read_metrics(metrics)
@@ -32,8 +44,10 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
+    metrics_of_tasks = task_curves(entries)
+    panels = 2 if metrics_of_tasks else 1
+    figure = Figure(figsize=(8 * panels, 4.5), dpi=120, layout="constrained")
+    axes, *others = figure.subplots(1, panels, squeeze=False)[0]
     x, y = zip(*steps, strict=True)
     window = max(5, len(steps) // 50)
     axes.plot(x, y, color="tab:blue", alpha=0.25, linewidth=1)
@@ -43,6 +57,13 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
+    for beside in others:
+        for name, points in metrics_of_tasks.items():
+            style = {"marker": "*", "markersize": 12, "linestyle": ""} if name.startswith("test") else {"marker": "o"}
+            beside.plot(*zip(*points, strict=True), label=name, **style)
+        beside.set(xlabel="step", title="metrics of the tasks")
+        beside.grid(alpha=0.3)
+        beside.legend()
     with replacing(picture) as file:
         FigureCanvasAgg(figure).print_png(file)
     return True

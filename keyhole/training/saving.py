@@ -60,12 +60,13 @@ def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """Steps between checkpoints (None: at the end only), how many are kept (None: all), and whether training goes on
-    meanwhile."""
+    """Steps between checkpoints (None: at the end only), how many are kept (None: all), whether training goes on
+    meanwhile, and whether the model is the result: otherwise only numbers are, and nothing is saved at the end."""
 
     every: int | None
     keep: int | None
     background: bool
+    model: bool = True
 
 
 class Saver:
@@ -115,6 +116,8 @@ class Saver:
 
     def refuse_full_disk(self) -> None:
         """Before training starts: there must be room for the weights at least."""
+        if not self.settings.model:
+            return
         need, free = saved_bytes(self.model, {}), free_bytes(self.root)
         if need > free:
             raise UserError(

@@ -7,6 +7,7 @@ below: each part gets the few values that it needs.
 """
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -22,6 +23,7 @@ from keyhole.config.data import data_settings
 from keyhole.data import Data, load_data
 from keyhole.data.capacity import longest_row
 from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.settings import DataSettings
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
@@ -47,9 +49,20 @@ from keyhole.training.resume import flat_config, resume_lines
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
+from keyhole.training.validation import Judge
 
 
-def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False) -> int:
+@dataclass(frozen=True)
+class Parts:
+    """How a run gets what several runs of one process may share (keyhole/compare does), and what it may do."""
+
+    load_data: Callable[[DataSettings], Data] = load_data
+    load: Callable[..., Model] = load
+    display: Callable[[int, int], Display] = Display
+    allow_code_execution: bool = False
+
+
+def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:
     """Trains as the config says and returns the exit code: 0, or 130 when interrupted after a clean save.
 
     resume: None starts a new run; "" (or "auto", "last") goes on from the newest checkpoint in output_dir; a
@@ -65,7 +78,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             lock.take()
             rundir.restore(directory)
             rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
-        job = find_job(config, directory, resume)
+        job = find_job(config, directory, resume, parts or Parts())
         if dry_run:
             lines = [*dry_lines(config, job.origin.choice, job.data), job.data.report, job.lines(), job.notes]
             lines.append(["dry run: nothing was written"])
@@ -86,27 +99,32 @@ class Job:
     schedule: Schedule
     display: Display
     run_id: str | None
+    parts: Parts
+    judge: Judge
 
     def lines(self) -> list[str]:
         steps_per_epoch = self.data.train.steps_per_epoch
         return start_block.plan_lines(self.config, self.origin.step, self.schedule, steps_per_epoch)
 
 
-def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None) -> Job:
+def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None, parts: Parts) -> Job:
     """Checks what to go on from, and the data. Writes nothing: whoever made a mistake hears of it in seconds."""
     origin = find_origin(resume, directory.place(), METHODS[config.method].journaled)
     if origin.tail and origin.choice.path is None:
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config)
     began = origin.loader.get("date") if origin.state is not None else None
-    data = load_data(data_settings(config, began))
+    data = parts.load_data(data_settings(config, began))
+    judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
+    judge.check()
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
     schedule = Schedule(config.lr_scheduler_type, config.learning_rate, total, config.warmup_ratio)
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
-    return Job(config, directory, origin, notes, data, schedule, Display(total, config.logging_steps), run_id)
+    display = parts.display(total, config.logging_steps)
+    return Job(config, directory, origin, notes, data, schedule, display, run_id, parts, judge)
 
 
 def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
@@ -118,7 +136,7 @@ def build_run(job: Job, lock: Lock) -> Run:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
     torch.manual_seed(job.config.seed)
     with ExitStack() as opened:  # what is closed again when something below fails
-        model = load_model(job.config, job.origin.choice, job.data)
+        model = load_model(job.config, job.origin.choice, job.data, job.parts.load)
         opened.callback(model.close)
         run = _build(job, lock, model, opened)
         opened.pop_all()
@@ -135,7 +153,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     method = make_method(model, config, origin)
     base = model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
-    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save)
+    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
@@ -169,11 +187,12 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
         method=method,
         saver=saver,
         journal=journal,
-        selection=_selection(config, origin, reports),
+        selection=_selection(config, origin, reports, job.judge.metric),
+        judge=job.judge,
     )
 
 
-def load_model(config: TrainConfig, choice: select.Choice, data: Data) -> Model:
+def load_model(config: TrainConfig, choice: select.Choice, data: Data, load: Callable[..., Model] = load) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of a run before this one
@@ -248,11 +267,11 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     return [model, [*where, *placed.reasons, start_block.kernels()]]
 
 
-def _selection(config: TrainConfig, origin: Origin, reports: Reports) -> Selection:
-    """What a run of this directory has evaluated so far."""
+def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: str | None) -> Selection:
+    """What a run of this directory has evaluated so far. metric: of its tasks."""
     settings = SelectionSettings(
         best=config.load_best_model_at_end,
-        metric=config.metric_for_best_model or "loss",
+        metric=config.metric_for_best_model or metric or "loss",
         greater=config.greater_is_better,
         patience=config.early_stopping_patience,
         minutes=config.max_minutes,

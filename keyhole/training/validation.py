@@ -1,20 +1,36 @@
-"""Loss and perplexity on held-out data, exactly as the training loss is defined.
+"""Loss and perplexity on held-out data, exactly as the training loss is defined, and the metrics of tasks.
 
     eval_loss = sum of NLL over all trained tokens of the set / their number      perplexity = exp(eval_loss)
 
 Sums are added in float64 on the host. When units are streamed, up to EVAL_PASSES batches go through the model together,
 as many as the memory plan has room for: they share every upload, and the result does not depend on the grouping.
+
+Where a run has tasks, their dev questions choose the model and their test questions judge it, as `keyhole eval` does
+(eval/score.py), in batches of the planned size. The numbers are named as in Hugging Face's Trainer:
+
+    one task         eval_accuracy, test_accuracy (and its further metrics)
+    several tasks    eval_sst2_accuracy, eval_rte_accuracy, and their mean: eval_accuracy, or eval_score where the tasks
+                     have different metrics
+
+The dev perplexity of a single task is that of the held-out loss, and is not computed twice. A task whose answers are
+programs is scored by test only, and only where running them was allowed.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
+from keyhole.eval.score import check_code, score
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
 EVAL_PASSES = 8
+EVAL, TEST = "eval", "test"
+MEAN = "score"  # of different metrics
 
 
 def evaluate(model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
@@ -34,3 +50,96 @@ def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
     iterator = iter(batches)
     while group := list(islice(iterator, size)):
         yield group
+
+
+class Stopped(Exception):
+    """Scoring was told to give up."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The tasks that choose (dev) and judge (test) the model of a run."""
+
+    dev: tuple[Task, ...] = ()
+    test: tuple[Task, ...] = ()
+    max_length: int | None = None
+    allow_code_execution: bool = False
+
+    def check(self) -> None:
+        """Refuses to run programs that nobody has allowed, before training begins."""
+        for task in self.test:
+            check_code(task, self.allow_code_execution)
+
+    @property
+    def chosen_by(self) -> tuple[Task, ...]:
+        """The dev tasks that are scored while a run goes on."""
+        return tuple(task for task in self.dev if task.spec is not None and task.spec.program is None)
+
+    @property
+    def metric(self) -> str | None:
+        """The number that chooses, where there are dev questions: the tasks' metric, or the mean of different ones."""
+        return common_metric(self.chosen_by)
+
+    def dev_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """eval_<metric> of the dev questions; None when `stop` said so midway."""
+        tasks = self.chosen_by
+        only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
+        return {} if only_loss else self._score(model, tasks, EVAL, stop)
+
+    def test_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
+        """test_<metric> of the test questions; None when `stop` said so midway."""
+        return self._score(model, self.test, TEST, stop)
+
+    def _score(
+        self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool]
+    ) -> dict[str, Any] | None:
+        def watch(groups: list) -> Iterator[Any]:
+            for group in groups:
+                if stop():
+                    raise Stopped
+                yield group
+
+        options = {"max_length": self.max_length, "batch_tokens": model.placed.work.tokens, "watch": watch}
+        passes = {"passes": model.placed.evaluation_passes(model.layout, EVAL_PASSES)}
+        code = {"allow_code_execution": self.allow_code_execution}
+        found: dict[str, dict[str, float]] = {}
+        try:
+            for task in tasks:
+                generated = task.spec is not None and task.spec.kind == GENERATED
+                found[task.name] = score(model, task, **options, **({} if generated else passes), **code).metrics
+        except Stopped:
+            return None
+        return _named(tasks, found, prefix) if tasks else {}
+
+
+def common_metric(tasks: Sequence[Task]) -> str | None:
+    """The name of the one number of several tasks; None without tasks, or where their metrics cannot be averaged."""
+    names = list(dict.fromkeys(task.spec.metric for task in tasks if task.spec is not None))
+    if len(names) > 1:
+        return None if any(name in LOWER_IS_BETTER for name in names) else MEAN
+    return names[0] if names else None
+
+
+def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: str) -> dict[str, Any]:
+    count = {f"{prefix}_questions": sum(len(task.questions) for task in tasks)}
+    if len(tasks) == 1:
+        return {f"{prefix}_{name}": value for name, value in found[tasks[0].name].items()} | count
+    numbers = {f"{prefix}_{task}_{name}": value for task, each in found.items() for name, value in each.items()}
+    common = common_metric(tasks)
+    own = [found[task.name][task.spec.metric] for task in tasks if task.spec is not None]
+    return numbers | ({} if common is None else {f"{prefix}_{common}": sum(own) / len(own)}) | count
+
+
+def shown(found: dict[str, Any], prefix: str) -> str:
+    """The metrics of an entry for people: `accuracy 88.4 %, f1 87.1 % of 500 questions`; "" where there are none."""
+    own = {name.removeprefix(f"{prefix}_"): value for name, value in found.items() if name.startswith(f"{prefix}_")}
+    count = own.pop("questions", 0)
+    numbers = [as_published(name, value) for name, value in own.items() if name not in ("loss", "tokens")]
+    return f"{', '.join(numbers)} of {count:,} questions" if numbers and count else ""
+
+
+def as_published(name: str, value: float) -> str:
+    """A metric as it is published: times a hundred, but for perplexity."""
+    if name.endswith(LOWER_IS_BETTER):
+        return f"{name} {value:.3f}"
+    return f"{name} {100 * value:.1f}" + ("" if name.endswith(("matthews", "pearson", MEAN)) else " %")

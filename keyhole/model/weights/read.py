@@ -65,7 +65,7 @@ def match_names(
     names: dict[str, str] = {}
     for tensor in layout.tensors:
         known = aliases[id(tensor.param)]
-        known = [*known, *(n.removeprefix(prefix) for n in known), *(prefix + n for n in known)]
+        known = [tensor.name, *known, *(n.removeprefix(prefix) for n in known), *(prefix + n for n in known)]
         found = next((name for name in known if name in stored), None)
         if found is None and tensor.name not in may_lack:
             return None

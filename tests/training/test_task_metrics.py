@@ -1,0 +1,135 @@
+"""The metric of a task while a run goes on, and the test of the model that it publishes."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import keyhole
+from keyhole import assets
+from keyhole.config import TrainConfig, resolve
+from keyhole.config.data import data_settings
+from keyhole.data import load_data
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.question import Question, Task
+from keyhole.eval.score import score
+from keyhole.training import loop
+from keyhole.training.selection import Selection
+from keyhole.training.start import train
+from keyhole.training.validation import common_metric
+from tests.training.runs import metrics, same, weights
+
+DEMO = {"model": "demo", "task": "demo", "num_train": 64, "num_dev": 24, "num_eval": 32, "device": "cpu"}
+SHORT = {"max_steps": 4, "eval_steps": 2, "batch_size": 8, "learning_rate": 2e-3, "max_length": 128}
+BEST = {"load_best_model_at_end": True}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., TrainConfig]:
+    def build(name: str = "out", **changes: Any) -> TrainConfig:
+        base = {"method": "adamw", "output_dir": str(tmp_path / name), "dtype": "float32"}
+        return resolve(TrainConfig(**base | DEMO | SHORT | changes))[0]
+
+    return build
+
+
+def test_dev_is_scored_besides_the_loss_and_test_at_the_end(make: Callable, capsys: pytest.CaptureFixture) -> None:
+    """Every eval_steps a line has loss and accuracy of dev; the end has the accuracy of test, as `score` finds it."""
+    config = make()
+    assert train(config) == 0
+    entries = metrics(config)
+    dev = [entry for entry in entries if "eval_loss" in entry]
+    assert [entry["step"] for entry in dev] == [2, 4]
+    assert all(0 <= entry["eval_accuracy"] <= 1 and entry["eval_questions"] == 24 for entry in dev)
+    (test,) = [entry for entry in entries if "test_questions" in entry]
+    published = keyhole.load(config.output_dir, device="cpu", dtype="float32")
+    task = load_data(data_settings(config)).test[0]
+    assert test == {"step": 4, "test_accuracy": score(published, task).metrics["accuracy"], "test_questions": 32}
+    said = capsys.readouterr().out
+    assert f"accuracy {100 * dev[0]['eval_accuracy']:.1f} % of 24 questions" in said
+    assert f"; test accuracy {100 * test['test_accuracy']:.1f} % of 32 questions; the model is in" in said
+
+
+def first_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best step is the first that was evaluated, whatever was found there."""
+    monkeypatch.setattr(Selection, "best_steps", lambda self: sorted(self.values))
+
+
+@pytest.mark.parametrize("method", ["adamw", "lora", "lomo-lora", "zo", "adam-offload"])
+def test_the_published_model_is_the_one_that_is_tested(
+    make: Callable, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Where an earlier step is the best, the test is of its weights; without a saved model the number is the same."""
+    first_is_best(monkeypatch)
+    saved, unsaved = make("saved", method=method, **BEST), make("unsaved", method=method, save_model=False, **BEST)
+    assert train(saved) == train(unsaved) == 0
+    tests = [[entry for entry in metrics(config) if "test_questions" in entry] for config in (saved, unsaved)]
+    assert tests[0] == tests[1] and tests[0][0]["step"] == 2
+    root = Path(saved.output_dir)
+    assert same(weights(root), weights(root / "checkpoint-2"))
+    assert not list(Path(unsaved.output_dir).glob("*.safetensors")) and not list(
+        Path(unsaved.output_dir).glob("check*")
+    )
+    if method != "lomo-lora":  # its adapters lie beside the model
+        task = load_data(data_settings(saved)).test[0]
+        found = score(keyhole.load(root, device="cpu", dtype="float32"), task).metrics["accuracy"]
+        assert found == pytest.approx(tests[0][0]["test_accuracy"], abs=1 / 32)
+
+
+@pytest.mark.parametrize(("place", "saves"), itertools.product(["dev", "test"], [True, False]))
+def test_an_interrupted_score_is_repeated(
+    make: Callable, monkeypatch: pytest.MonkeyPatch, place: str, saves: bool
+) -> None:
+    """A signal in the middle of scoring ends the run; resumed, it has the numbers of one that was not disturbed."""
+    through, stopped = (make(name, save_model=saves, **BEST) for name in ("through", "stopped"))
+    assert train(through) == 0
+    real = getattr(loop.Judge, f"{place}_metrics")
+
+    def disturbed(self: Any, model: Any, stop: Callable[[], bool]) -> Any:
+        monkeypatch.setattr(loop.Judge, f"{place}_metrics", real)
+        run_stop = stop.__self__
+        run_stop.interrupts.ask("SIGTERM")
+        return real(self, model, stop)
+
+    monkeypatch.setattr(loop.Judge, f"{place}_metrics", disturbed)
+    assert train(stopped) == 130
+    assert train(stopped, resume="") == 0
+    assert metrics(through) == metrics(stopped)
+    assert train(stopped, resume="") == 0 and metrics(through) == metrics(stopped), "a test is not taken twice"
+
+
+def test_the_metric_of_several_tasks(make: Callable, tmp_path: Path) -> None:
+    """One number per task, and their mean, which chooses."""
+    other = tmp_path / "other.yaml"
+    text = (Path(assets.__file__).parents[1] / "data" / "tasks" / "library" / "demo.yaml").read_text()
+    other.write_text(text.replace("the embedded task", "the same under another name"))
+    for name in ("demo", "other"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for source in (assets.TRAIN, assets.TEST):
+            (tmp_path / "data" / name / source.name).write_bytes(source.read_bytes())
+    config = make(task=["demo", str(other)], task_data=str(tmp_path / "data"), max_steps=2)
+    assert train(config) == 0
+    (dev,) = [entry for entry in metrics(config) if "eval_loss" in entry]
+    assert dev["eval_accuracy"] == (dev["eval_demo_accuracy"] + dev["eval_other_accuracy"]) / 2
+    assert dev["eval_questions"] == 48
+
+
+def test_different_metrics_have_a_mean_unless_less_is_better() -> None:
+    def task(name: str) -> Task:
+        return Task(name, [Question("a", ("b", "c"), 0)], read_spec(name))
+
+    assert common_metric([]) is None and common_metric([task("sst2"), task("rte")]) == "accuracy"
+    assert common_metric([task("sst2"), task("cola")]) == "score" and common_metric([task("alpaca")]) == "perplexity"
+    assert common_metric([task("sst2"), task("alpaca")]) is None
+
+
+def test_the_metric_of_the_task_chooses(make: Callable) -> None:
+    """By default; the state of a checkpoint holds its values."""
+    config = make()
+    assert train(config) == 0
+    state = json.loads((Path(config.output_dir) / "checkpoint-4" / "keyhole_state.json").read_text())
+    dev = [[entry["step"], entry["eval_accuracy"]] for entry in metrics(config) if "eval_loss" in entry]
+    assert state["selection"]["evaluations"] == dev
