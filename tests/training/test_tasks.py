@@ -26,15 +26,26 @@ def tasks(tmp_path: Path) -> dict[str, Any]:
     return given | {"num_train": 10, "num_dev": 4, "eval_steps": 3}
 
 
-@pytest.mark.parametrize("method", ["zo", "adamw"])
-def test_a_stopped_run_is_the_run_that_never_stopped(make: Make, tasks: dict, stop_after: Any, method: str) -> None:
-    """Steps and evaluations of a mixture of tasks, to the bit."""
-    through, stopped = (make(name, method=method, **tasks) for name in ("through", "stopped"))
+@pytest.mark.parametrize("loss", ["tokens", "candidates"])
+@pytest.mark.parametrize("method", ["zo", "adamw", "lomo"])
+def test_a_stopped_run_is_the_run_that_never_stopped(
+    make: Make, tasks: dict, stop_after: Any, method: str, loss: str
+) -> None:
+    """Steps and evaluations of a mixture of tasks, to the bit, by either loss."""
+    through, stopped = (make(name, method=method, loss=loss, **tasks) for name in ("through", "stopped"))
     assert train(through) == 0
     stop_after(4)
     assert train(stopped) == 130
     assert train(stopped, resume="") == 0
     assert metrics(through) == metrics(stopped) and same(weights(through.output_dir), weights(stopped.output_dir))
+
+
+def test_a_streamed_run_is_the_resident_one(make: Make, tasks: dict) -> None:
+    """All candidates of a batch pass each unit in one visit, wherever its weights lie."""
+    given = {"method": "lomo", "loss": "candidates", "gradient_accumulation_steps": 2, **tasks}
+    runs = [make(placement, placement=placement, **given) for placement in ("resident", "stream")]
+    assert [train(run) for run in runs] == [0, 0]
+    assert metrics(runs[0]) == metrics(runs[1])
 
 
 def test_the_start_tells_of_the_draw(make: Make, tasks: dict, capsys: pytest.CaptureFixture) -> None:
