@@ -22,26 +22,28 @@ class Setting:
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self.read, self.write = read, write
         self.before: Any = None
+        self.ours: Any = None  # the newest value as it is read (of a share, torch keeps whole bytes)
         self.holders: list[tuple[object, Any]] = []
 
     def hold(self, holder: object, value: Any) -> None:
         """Changes the setting on behalf of a holder, until it lets go."""
-        if not self.holders:
-            self.before = self.read()
-        self.holders = [(who, what) for who, what in self.holders if who is not holder]
-        self.holders.append((holder, value))
-        if self.read() != value:
-            self.write(value)
+        if not self.holders or self.read() != self.ours:  # somebody else's value: that of earlier holders is gone
+            self.before, self.holders = self.read(), []
+        self.holders = [(who, what) for who, what in self.holders if who is not holder] + [(holder, value)]
+        self._change(value)
 
     def let_go(self, holder: object) -> None:
         """The setting becomes that of the newest holder left, or what it was before the first."""
-        if not any(who is holder for who, _ in self.holders):
-            return
-        ours = self.holders[-1][1]
-        self.holders = [(who, what) for who, what in self.holders if who is not holder]
-        left = self.holders[-1][1] if self.holders else self.before
-        if left != ours and self.read() == ours:
-            self.write(left)
+        left = [(who, what) for who, what in self.holders if who is not holder]
+        was_ours = len(left) < len(self.holders) and self.read() == self.ours
+        self.holders = left
+        if was_ours:
+            self._change(left[-1][1] if left else self.before)
+
+    def _change(self, value: Any) -> None:
+        if self.read() != value:
+            self.write(value)
+        self.ours = self.read()
 
 
 class Changes:

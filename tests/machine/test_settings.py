@@ -10,6 +10,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.machine import settings
 from keyhole.machine.settings import Changes, Setting
+from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import batch, config
 
 
@@ -59,6 +60,29 @@ def test_what_somebody_else_set_meanwhile_stays() -> None:
     assert knob.value == "theirs"
 
 
+def test_what_was_there_when_a_model_came_is_put_back() -> None:
+    """Also if it was somebody else's, set while an older model lived."""
+    knob, old, new = Knob(), Changes(), Changes()
+    setting = knob.setting()
+    old.set(setting, 1)
+    knob.value = "theirs"
+    new.set(setting, 1)
+    new.put_back()
+    assert knob.value == "theirs"
+    old.put_back()
+    assert knob.value == "theirs"
+
+
+def test_a_value_may_be_kept_rounded() -> None:
+    """A share of memory is kept in bytes, and read a little smaller than it was set."""
+    found, holder = [1.0], Changes()
+    setting = Setting(lambda: int(found[0] * 1000) / 1000, lambda value: found.__setitem__(0, value))
+    holder.set(setting, 1 / 3)
+    assert found == [1 / 3]
+    holder.put_back()
+    assert found == [1.0]
+
+
 @pytest.mark.parametrize("end", ["close", "drop"])
 def test_a_model_puts_back_the_precision_of_products(end: str) -> None:
     """Of two models that want different ones, in the order in which they go; and Hugging Face's progress bars are back
@@ -98,12 +122,18 @@ def test_the_compilers_settings_go_with_the_model() -> None:
         return [settings.compiler(*name).read() for name in names]
 
     before = found()
-    model = keyhole.load(config("llama"), init="random", device="cpu")
-    opt = keyhole.LOMO(model, 1e-3, compile="aot_eager")
-    opt.step(batch())
-    assert found() == [64, False] != before
-    model.close()
-    assert found() == before
+    try:
+        for name, value in zip(names, (7, True), strict=True):
+            settings.compiler(*name).write(value)
+        model = keyhole.load(config("llama"), init="random", device="cpu")
+        opt = keyhole.LOMO(model, 1e-3, compile=IN_PLACE)
+        opt.step(batch())
+        assert found() == [64, False]
+        model.close()
+        assert found() == [7, True]
+    finally:
+        for name, value in zip(names, before, strict=True):
+            settings.compiler(*name).write(value)
 
 
 @pytest.mark.parametrize("users", ["", "garbage_collection_threshold:0.8"])

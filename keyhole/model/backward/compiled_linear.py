@@ -5,9 +5,12 @@ torch.compile sees two operations that it does not look into:
     linear(x, w, b)              y = x w^T + b
     linear_reverse(dy, x, w)     dx = dy w; then dy and x go to the current receiver, and w may change in place
 
-The reverse is one operation, so that w cannot change before dx has been computed from it. It has a second result, the
+The reverse is one operation, so that w cannot change before dx has been computed from it. It is declared to change w:
+otherwise the compiler could move another reading of w, the product of the block's second run, behind it. Inductor then
+hands over w itself, in place; where w is read later on, it hands over a copy, and the receiver, which knows a weight by
+its address, refuses it (reverse.py) rather than update the copy. The reverse has a second result, the
 "gradient" of an anchor: a zero that every linear layer has as an input. Because of it the operation is never dropped as
-useless, even where dx is not needed. The weight itself gets no gradient. The receiver knows a weight by its address.
+useless, even where dx is not needed. The weight itself gets no gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,7 +36,7 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-@torch.library.custom_op("keyhole::linear_reverse", mutates_args=())
+@torch.library.custom_op("keyhole::linear_reverse", mutates_args=("w",))
 def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         dx = dy @ w

@@ -10,6 +10,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.lomo.method import LOMO
 from tests.methods.lomo.loops import load, micro_batches, weights
+from tests.model.backward.in_place import IN_PLACE
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:
@@ -108,7 +109,7 @@ def test_gradients_that_are_hidden_are_noticed() -> None:
 
 def test_a_dropped_method_leaves_nothing() -> None:
     """Neither hooks nor tapes keep the model alive."""
-    for options in ({}, {"compile": "aot_eager"}):
+    for options in ({}, {"compile": IN_PLACE}):
         model = load()
         opt = LOMO(model, **options)
         opt.step(micro_batches(0, 1))

@@ -11,6 +11,7 @@ from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.plan import placement
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
+from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import NAMES, config
 from tests.model.streaming import streamed
 
@@ -60,7 +61,7 @@ def test_compiled_blocks_stream_too(clip: float | None, micro: int) -> None:
     counters.clear()
     for how in (None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 9}):
         model = streamed(load(), **how) if how else load()
-        train(LOMO(model, compile="aot_eager", max_grad_norm=clip), 3, micro)
+        train(LOMO(model, compile=IN_PLACE, max_grad_norm=clip), 3, micro)
         found.append(weights(model))
     assert all(torch.equal(found[0][key], other[key]) for other in found[1:] for key in found[0])
     assert not counters["graph_break"]

@@ -14,6 +14,7 @@ from keyhole.ops.lsp.projector import identity_projector
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
+from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import NAMES, batch, config
 from tests.model.streaming import streamed
 
@@ -167,7 +168,7 @@ def test_compiled_blocks() -> None:
     """Traced by torch.compile (no compiler here): the steps of plain blocks within rounding, also accumulated."""
     for micro in (1, 2):
         found = []
-        for compiled in (False, "aot_eager"):
+        for compiled in (False, IN_PLACE):
             model = load()
             train(LSP(model, compile=compiled, learn=False, **SMALL), 3, micro)
             found.append(weights(model))

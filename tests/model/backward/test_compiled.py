@@ -7,6 +7,7 @@ from torch import nn
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Saved
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
+from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
 
@@ -19,17 +20,17 @@ def test_gradients_are_those_of_autograd(name: str, count: int) -> None:
     """With one micro-batch linear layers offer their products; with two, gradients are added up by autograd. Streamed
     equals resident to the bit, though a block's parameters lie elsewhere in the reverse."""
     model = load(name)
-    sink = collected(model, TWO[:count], compiled="aot_eager")
+    sink = collected(model, TWO[:count], compiled=IN_PLACE)
     assert bool(sink.offers) == (count == 1)
     assert_same(sink.found, by_autograd(model, TWO[:count]))
-    away = collected(streamed(model, slot_count=2), TWO[:count], compiled="aot_eager").found
+    away = collected(streamed(model, slot_count=2), TWO[:count], compiled=IN_PLACE).found
     assert all(torch.equal(away[key], grad) for key, grad in sink.found.items())
 
 
 def test_a_sink_cannot_decline_what_a_compiled_block_offers() -> None:
     """The weight has no other gradient: it would be lost in silence."""
     with pytest.raises(AssertionError, match="cannot decline"):
-        collected(load(), TWO[:1], Collect(accepts=False), compiled="aot_eager")
+        collected(load(), TWO[:1], Collect(accepts=False), compiled=IN_PLACE)
 
 
 def test_a_parameter_is_saved_as_itself() -> None:

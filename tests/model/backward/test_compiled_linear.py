@@ -1,17 +1,21 @@
 """Linear layers as operations that torch.compile does not look into, whose gradients go to a receiver."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from keyhole.model.backward.compiled_linear import linears_offer, offers_go_to
+from tests.model.backward.in_place import IN_PLACE
 
 CPU = torch.device("cpu")
 
 
-def run(layer: nn.Linear, x: torch.Tensor, compiled: bool, receive: object) -> torch.Tensor:
-    call = torch.compile(layer, backend="aot_eager") if compiled else layer
+def run(layer: Callable, x: torch.Tensor, compiled: bool, receive: object) -> torch.Tensor:
+    call = torch.compile(layer, backend=IN_PLACE) if compiled else layer
     with linears_offer(CPU):
         y = call(x)
         with offers_go_to(receive):
@@ -55,3 +59,32 @@ def test_other_layers_stay_as_they_are() -> None:
     for layer in (frozen, own):
         run(layer, torch.ones(1, 3, requires_grad=True), False, lambda *_: pytest.fail("was offered"))
     assert own.weight.grad is not None and nn.Linear.forward is before
+
+
+def test_what_the_reverse_changes_is_declared() -> None:
+    """torch's own check of the operation, with a receiver that changes the weight."""
+    dy, x, w = torch.randn(4, 5), torch.randn(4, 3), torch.randn(5, 3)
+    with offers_go_to(lambda w_OI, dy_MO, x_MI: w_OI.add_(1.0)):
+        torch.library.opcheck(
+            torch.ops.keyhole.linear_reverse.default, (dy, x, w), test_utils=("test_schema", "test_faketensor")
+        )
+    assert torch.ops.keyhole.linear_reverse.default._schema.arguments[2].is_write
+
+
+def test_a_weight_changes_after_its_last_reading() -> None:
+    """A gated block: the gate's gradient needs a product of the second run, whose weight its own reverse changes."""
+    torch.manual_seed(0)
+    gated, gate, x = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), torch.randn(2, 3, requires_grad=True)
+    plain = [t.detach().clone().requires_grad_() for t in (x, gated.weight, gate.weight)]
+    (F.linear(*plain[:2]) * F.linear(plain[0], plain[2]).sigmoid()).square().sum().backward()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return gated(x) * gate(x).sigmoid()
+
+    def receive(w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
+        w_OI.sub_(dy_MO.t() @ x_MI)
+
+    run(lambda x: checkpoint(block, x, use_reentrant=False), x, True, receive)
+    torch.testing.assert_close(x.grad, plain[0].grad)
+    for layer, before in ((gated, plain[1]), (gate, plain[2])):
+        torch.testing.assert_close(layer.weight, before - before.grad)
