@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def test_numbers_that_are_not_finite_are_seen(dtype: torch.dtype, bad: float) ->
         hand.check_finite(torch.cat([fine, torch.tensor([bad], dtype=dtype)]), "w")
 
 
+class Halts(threading.Condition):
+    """A condition that says when a thread is about to wait in it for something that is not so (workers do not ask)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halted = threading.Event()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
+        if not predicate():
+            self.halted.set()  # under the lock: nothing changes before the wait
+        return super().wait_for(predicate, timeout)
+
+
 def test_memory_is_at_most_half_of_the_weights(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,20 +150,33 @@ def test_memory_is_at_most_half_of_the_weights(
     background = Background(model, opt)
     weights = sum(home.numel() * home.element_size() for home in model.engine.homes)
     assert background.pool_bytes == weights // 2
-    go, take = threading.Event(), Snapshot._take
+    go, made, take, init = threading.Event(), [], Snapshot._take, Snapshot.__init__
+
+    def watched(snapshot: Snapshot, *args: Any) -> None:
+        init(snapshot, *args)
+        snapshot.turn = Halts()
+        made.append(snapshot)
+
+    monkeypatch.setattr(Snapshot, "__init__", watched)
     monkeypatch.setattr(Snapshot, "_take", lambda snapshot: go.wait(60) and take(snapshot))
     opt.step(batch(0))
     background.begin(tmp_path / "c", ABOUT, lambda step: True)
-    snapshot = background.writing.snapshot
-    stepping = threading.Thread(target=lambda: [opt.step(batch(step)) for step in (1, 2)])
+    (snapshot,), stepped = made, []
+
+    def steps() -> None:
+        for step in (1, 2):
+            opt.step(batch(step))
+            stepped.append(step)
+        snapshot.turn.halted.set()  # not before it should: the assertion below sees it
+
+    stepping = threading.Thread(target=steps)
     stepping.start()
-    stepping.join(1.0)
-    held_up = stepping.is_alive()
-    assert 0 < snapshot.peak_bytes <= weights // 2
+    assert snapshot.turn.halted.wait(60)
+    assert stepped != [1, 2] and 0 < snapshot.peak_bytes <= weights // 2
     go.set()
     stepping.join()
     done = background.wait()
-    assert held_up and done.error is None and done.snapshot.waited_s > 0.3
+    assert stepped == [1, 2] and done.error is None and snapshot.peak_bytes <= weights // 2
     verify(tmp_path / "c")
 
 
@@ -212,25 +239,33 @@ def test_memory_of_written_copies_counts_in_the_pool(tmp_path: Path, monkeypatch
 
 
 def test_a_page_is_copied_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training does not wait for the rest of a page: the worker goes on from a copy, and saves what was there."""
+    """Training waits for the piece that a worker is reading at home, not for the rest of the page: the worker goes on
+    from a copy, and saves what was there."""
     snapshot, source = one_page()
+    snapshot.turn = Halts()
     (tmp_path / "f").write_bytes(bytes(16))
-    real, at_work, go = hand.write_at, threading.Event(), threading.Event()
+    real, at_second, go, changed = hand.write_at, threading.Event(), threading.Event(), threading.Event()
 
-    def slow(file: int, data: memoryview, offset: int) -> None:
-        at_work.set()
-        assert offset == 0 or go.wait(20)  # the first piece is quick
+    def steered(file: int, data: memoryview, offset: int) -> None:
+        if offset == 4:
+            at_second.set()
+            assert go.wait(20)
+        assert offset <= 4 or changed.wait(20)  # what follows is read when the home has changed
         real(file, data, offset)
 
-    monkeypatch.setattr(hand, "write_at", slow)
+    def change() -> None:
+        snapshot.before_change(0)
+        source.flat.fill_(9.0)
+        changed.set()
+
+    monkeypatch.setattr(hand, "write_at", steered)
     monkeypatch.setattr(hand, "PIECE_BYTES", 4)
-    writing = threading.Thread(target=snapshot.write, args=(tmp_path,))
+    writing, changing = threading.Thread(target=snapshot.write, args=(tmp_path,)), threading.Thread(target=change)
     writing.start()
-    assert at_work.wait(20)
-    changing = threading.Thread(target=lambda: (snapshot.before_change(0), source.flat.fill_(9.0)))
+    assert at_second.wait(20)
     changing.start()
-    time.sleep(0.2)
-    assert changing.is_alive() and source.flat.tolist() == [0, 1, 2, 3]  # a worker reads the second piece at home
+    assert snapshot.turn.halted.wait(20)
+    assert not changed.is_set() and source.flat.tolist() == [0, 1, 2, 3]  # a worker reads the second piece at home
     go.set()
     for thread in (changing, writing):
         thread.join()
