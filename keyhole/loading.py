@@ -68,7 +68,7 @@ def load(
 
     dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
     could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
-    tf32 lets float32 products run in TF32, for the whole process.
+    tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
