@@ -37,6 +37,7 @@ from keyhole.model.forward.hooks import Conductor, install_hooks
 from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
+from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
@@ -241,6 +242,7 @@ class Model:
 
     def attach(self, method: Attached) -> None:
         """A method is made on this model. What other methods have deferred is applied first."""
+        check_loss(self.config)
         self.apply_deferred()
         if self.placed is not None:
             self.placed.check_method(method.name)
