@@ -41,6 +41,7 @@ from keyhole.model.forward.lockstep import Lockstep
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
+from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 from keyhole.model.structure.skeleton import is_classifier
@@ -272,6 +273,7 @@ class Model:
 
     def attach(self, method: Attached) -> None:
         """A method is made on this model. What other methods have deferred is applied first."""
+        check_loss(self.config)
         self.apply_deferred()
         if self.placed is not None:
             self.placed.check_method(method.name)

@@ -35,6 +35,7 @@ from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.model.weights.format import Wire
 from keyhole.plan import refusals
 from keyhole.plan.dtype import check_trainable
+from keyhole.plan.outside import outside_lines
 
 UNIT_BYTES = 256 * MIB
 TABLES_BYTES = 512 * MIB
@@ -132,7 +133,7 @@ def place(
         if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
         _check_state(whole, resident, costs)
-        resident.reasons = _reasons(whole, resident, placement, costs, device)
+        resident.reasons = _reasons(module, whole, resident, placement, costs, device)
         return whole, resident
     if not whole.of_kind("block"):
         raise UserError(
@@ -144,7 +145,7 @@ def place(
     planned, slots = costs.of(layout, streamed), costs.slot_count(layout)
     placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, room.limit_bytes)
     _check_state(layout, placed, costs)
-    placed.reasons = _reasons(layout, placed, placement, costs, device)
+    placed.reasons = _reasons(module, layout, placed, placement, costs, device)
     return layout, placed
 
 
@@ -250,7 +251,9 @@ def _limit_bytes(budget: int | None, device: torch.device) -> int | None:
     return int(USABLE * torch.cuda.get_device_properties(device).total_memory)
 
 
-def _reasons(layout: Layout, placed: Placement, placement: str, costs: Costs, device: torch.device) -> list[str]:
+def _reasons(
+    module: nn.Module, layout: Layout, placed: Placement, placement: str, costs: Costs, device: torch.device
+) -> list[str]:
     formats, blocks = costs.room.formats, layout.of_kind("block")
     cut = len(blocks) // layout.block_count if layout.block_count else 0
     away = host_bytes(layout, placed.streamed, formats)
@@ -263,6 +266,7 @@ def _reasons(layout: Layout, placed: Placement, placement: str, costs: Costs, de
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
+    lines += outside_lines(module, layout)
     if layout.tiled_layers:
         lines.append(
             f"row tiles: {layout.tiled_layers} linear layers of more than {TILE_NUMEL >> 20} Mi weights are computed "

@@ -31,6 +31,7 @@ from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared, Workload
 from keyhole.model.model import Model
+from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.format import Wire
@@ -255,6 +256,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     files; no weight is read, and nothing is downloaded."""
     source = weights_source(config, choice)
     hf_config, device = read_config(source), choose_device(config.device)
+    check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, chosen.dtype)
     formats = Wire(chosen.dtype, config.wire)

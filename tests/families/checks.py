@@ -50,7 +50,7 @@ def check_lomo_is_sgd(model_type: str) -> None:
     for name, after in weights(model).items():
         torch.testing.assert_close(after, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
         change = (expected[name] - before[name]).norm()
-        assert (after - expected[name]).norm() <= 1e-3 * change + 1e-6 * before[name].norm(), (
+        assert (after - expected[name]).norm() <= 1e-3 * change + 1e-6 * before[name].norm() + 1e-7, (
             f"{name}: its change is off"
         )
         moved += bool(change)

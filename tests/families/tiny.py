@@ -86,6 +86,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 8), "attn_layers": ("local", "lsh") * 2},
+    "rwkv": {"rescale_every": 0},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},

@@ -4,9 +4,11 @@ Parts are found by their structure, not by the model's name (but for PAIRS): blo
 the most parameters. Everything here works on the meta device, and depends on the architecture alone.
 """
 
+from dataclasses import dataclass
+
 from torch import nn
 
-from keyhole.model.structure.reach import is_unreached
+from keyhole.model.structure.reach import is_matrix, is_unreached, reads_inside
 
 TILE_NUMEL = 160 * 2**20
 TILE_ROWS = 256  # tiles are a multiple of this
@@ -43,16 +45,33 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     return best
 
 
-def _is_matrix(p: nn.Parameter) -> bool:
-    """Neither a vector nor the kernel of a depthwise convolution [C, 1, K]: that one is small, and state-space layers
-    use it without entering the module that owns it."""
-    return p.ndim > 1 and p.shape[-2] > 1
+@dataclass(frozen=True)
+class Stack:
+    """A list of like modules outside of the blocks."""
+
+    name: str
+    count: int
+    kind: str
+    numel: int
+
+
+def stacks_outside(module: nn.Module, blocks: list[nn.Module]) -> list[Stack]:
+    """The outermost lists of modules with matrices that belong to no block: a second stack, or a tower."""
+    in_blocks = {id(p) for block in blocks for p in block.parameters()}
+    found: list[Stack] = []
+    for name, child in module.named_modules():
+        if isinstance(child, nn.ModuleList) and len(child) > 1:
+            own = [p for p in child.parameters() if id(p) not in in_blocks]
+            nested = any(name.startswith(f"{stack.name}.") for stack in found)
+            if not nested and any(is_matrix(p) for p in own):
+                found.append(Stack(name, len(child), type(child[0]).__name__, sum(p.numel() for p in own)))
+    return found
 
 
 def leaves_of(block: nn.Module) -> list[nn.Module]:
-    """The outermost modules that own a matrix. Each counts with all its children, whose weights its own code may use.
+    """The outermost modules that own a matrix, or use one of a module inside. Each counts with all its children.
     Modules with vectors only (norms) are none: they belong to the spine."""
-    if any(p is not None and _is_matrix(p) for p in block._parameters.values()):
+    if any(p is not None and is_matrix(p) for p in block._parameters.values()) or reads_inside(block):
         return [block]
     return [leaf for child in block.children() for leaf in leaves_of(child)]
 

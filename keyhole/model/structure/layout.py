@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from keyhole.model.structure.find import find_blocks, leaves_of, relu_pair, row_tiles
+from keyhole.model.structure.find import Stack, find_blocks, leaves_of, relu_pair, row_tiles, stacks_outside
 
 ALIGN = 64
 CHUNK_ROWS = 8192
@@ -83,6 +83,7 @@ class Layout:
     tied: bool  # the head is the table
     tiled_layers: int = 0  # linear layers that are computed in row tiles
     fused_relu: bool = False  # blocks take a ReLU within the product before it
+    stacks_outside: list[Stack] = field(default_factory=list)  # lists of modules whose weights are in the spine
 
     def of_kind(self, kind: str) -> list[Unit]:
         return [unit for unit in self.units if unit.kind == kind]
@@ -169,7 +170,8 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
         builder.table("head", head_p)
     kind = type(blocks[0]).__name__ if blocks else "none"
     fused = any(relu_pair(block) for block in blocks)
-    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large), fused)
+    outside = stacks_outside(module, blocks)
+    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large), fused, outside)
 
 
 class _Builder:

@@ -10,53 +10,90 @@ meta device, for its shape alone, and gives a constant of that shape; all others
 ordinary tensors with known values, so code that looks at values (masks, routers) runs too. A model of any size takes a
 few megabytes, and about 0.1 ms per operation.
 
-Experts are the exception: a member of a list inside a block is not marked where another member was reached, since the
-next batch may choose it.
+Experts are not marked: a member of a list inside a block of which another member was reached may be chosen by the
+next batch.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from keyhole.errors import UserError
+
 LENGTHS = (512, 32)  # of the row, in tokens: some parts are used only from a length on, some models end before
 LARGE = 2**16  # elements of a constant whose values are not computed
-_tried: dict[tuple[type, str], tuple[str, frozenset[str]]] = {}
+_tried: dict[tuple[type, str], "Tried"] = {}
 
 
-def freeze_unreached(module: nn.Module) -> str:
-    """Marks and freezes the parameters that no forward on tokens reaches. Returns why the forward could not be run, if
-    it could not: then none is marked."""
+@dataclass(frozen=True)
+class Tried:
+    """What was found: names of parameters that are not reached, and of modules that use a matrix of a module inside
+    them without entering that one; a parameter that the forward changes. why: no forward could be run."""
+
+    unreached: frozenset[str] = frozenset()
+    readers: frozenset[str] = frozenset()
+    changed: str = ""
+    why: str = ""
+
+
+def mark_use(module: nn.Module) -> str:
+    """Marks and freezes the parameters that no forward on tokens reaches, and marks modules that use the matrices of
+    modules inside them. Returns why the forward could not be run, if it could not: then nothing is marked."""
     key = type(module), module.config.to_json_string(use_diff=False)
     if key not in _tried:
         _tried[key] = _try(module)
-    why, unreached = _tried[key]
+    found = _tried[key]
+    if found.changed:
+        raise UserError(
+            f"model: the forward of {type(module).__name__} changes weights in place ({found.changed}), so it would do "
+            'that once per pass. Switch it off in its config.json (RWKV: "rescale_every": 0)'
+        )
     for name, param in module.named_parameters():
-        if name in unreached:
+        if name in found.unreached:
             param.keyhole_unreached = True
             param.requires_grad_(False)
-    return why
+    for name in found.readers:
+        module.get_submodule(name).keyhole_reads_inside = True
+    return found.why
 
 
-def _try(module: nn.Module) -> tuple[str, frozenset[str]]:
-    """Why no forward can be run, and the names of what it does not reach."""
+def _try(module: nn.Module) -> Tried:
     vocabulary, why = module.get_input_embeddings().weight.shape[0], ""
     for length in LENGTHS:
-        reached: set[int] = set()
+        watch = _Watch(module)
         try:
-            with torch.no_grad(), _noting_fetches(reached), _ShapesOfLarge():
+            with torch.no_grad(), watch.noting(), watch:
                 module(input_ids=torch.arange(length)[None] % min(64, vocabulary), use_cache=False)
         except Exception as error:  # the family's own code
             why = " ".join(str(error).split())[:120] or type(error).__name__
             continue
-        never = {id(param) for param in _never_reached(module, reached)}
-        return "", frozenset(name for name, param in module.named_parameters() if id(param) in never)
-    return why, frozenset()
+        never = {id(param) for param in _never_reached(module, watch.reached)}
+        return Tried(
+            frozenset(name for name, param in module.named_parameters() if id(param) in never),
+            frozenset(name for name, part in module.named_modules() if id(part) in watch.readers),
+            next((name for name, param in module.named_parameters() if id(param) in watch.changed), ""),
+        )
+    return Tried(why=why)
+
+
+def is_matrix(p: nn.Parameter) -> bool:
+    """Neither a vector nor the kernel of a depthwise convolution [C, 1, K]: that one is small, and state-space layers
+    use it without entering the module that owns it."""
+    return p.ndim > 1 and p.shape[-2] > 1
+
+
+def reads_inside(part: nn.Module) -> bool:
+    """Whether this module uses a matrix of a module inside it without entering that one."""
+    return getattr(part, "keyhole_reads_inside", False)
 
 
 def is_unreached(param: nn.Parameter) -> bool:
@@ -82,41 +119,70 @@ def _never_reached(module: nn.Module, reached: set[int]) -> Iterator[nn.Paramete
     return walk(module, False)
 
 
-@contextmanager
-def _noting_fetches(reached: set[int]) -> Iterator[None]:
-    """A context in which the ids of all parameters that are fetched from a module, or owned by one that is entered (a
-    recurrent layer of PyTorch has its own list of them), go into `reached`."""
-    fetch = nn.Module.__getattr__
-
-    def note(module: nn.Module, name: str) -> Any:
-        value = fetch(module, name)
-        if isinstance(value, nn.Parameter):
-            reached.add(id(value))
-        return value
-
-    def enter(module: nn.Module, args: tuple) -> None:
-        reached.update(id(p) for p in module._parameters.values() if p is not None)
-
-    hook = nn.modules.module.register_module_forward_pre_hook(enter)
-    nn.Module.__getattr__ = note
-    try:
-        yield
-    finally:
-        nn.Module.__getattr__ = fetch
-        hook.remove()
-
-
 def _is_large_constant(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.numel() > LARGE and not any(x.stride())
 
 
-class _ShapesOfLarge(TorchDispatchMode):
-    """Operations on large constants give constants; no value is computed."""
+class _Watch(TorchDispatchMode):
+    """Notes which parameters are fetched and who uses them. Operations on large constants give constants; no value is
+    computed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.reached: set[int] = set()  # ids of parameters
+        self.readers: set[int] = (
+            set()
+        )  # ids of modules that use a matrix of a module inside them, which they do not enter
+        self.changed: set[int] = set()  # ids of parameters
+        self.owners: dict[int, list[nn.Module]] = {}  # of a parameter; a tied one has two
+        for part in module.modules():
+            for param in (p for p in part._parameters.values() if p is not None and is_matrix(p)):
+                self.owners.setdefault(id(param), []).append(part)
+        self.entered: list[nn.Module] = []
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """A context in which parameters that are fetched from a module, or owned by one that is entered (a recurrent
+        layer of PyTorch has its own list of them), are noted."""
+        fetch = nn.Module.__getattr__
+
+        def note(part: nn.Module, name: str) -> Any:
+            value = fetch(part, name)
+            if isinstance(value, nn.Parameter):
+                self.reached.add(id(value))
+            return value
+
+        def enter(part: nn.Module, args: tuple) -> None:
+            self.entered.append(part)
+            self.reached.update(id(p) for p in part._parameters.values() if p is not None)
+
+        def leave(part: nn.Module, args: tuple, output: Any) -> None:
+            self.entered.pop()
+
+        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        nn.Module.__getattr__ = note
+        try:
+            yield
+        finally:
+            nn.Module.__getattr__ = fetch
+            for hook in hooks:
+                hook.remove()
+
+    def _note_use(self, param: Any) -> None:
+        owners = self.owners.get(id(param), [])
+        if owners and not any(part is owner for part in self.entered for owner in owners):
+            around = (part for part in reversed(self.entered) if owners[0] in set(part.modules()))
+            self.readers.update(id(part) for part in islice(around, 1))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        is_mutable = func._schema.is_mutable
-        if not any(_is_large_constant(x) for x in tree_leaves((args, kwargs))):
+        leaves, is_mutable = tree_leaves((args, kwargs)), func._schema.is_mutable
+        for x in leaves:
+            if isinstance(x, nn.Parameter):
+                self._note_use(x)
+        if is_mutable and isinstance(args[0], nn.Parameter):
+            self.changed.add(id(args[0]))
+        if not any(_is_large_constant(x) for x in leaves):
             try:
                 return func(*args, **kwargs)
             except RuntimeError:  # it wants memory of its own for every element

@@ -11,6 +11,7 @@ whose attention sees the tokens that it should predict: such a model trains to a
 """
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import nn
 
 from keyhole.errors import UserError
 from keyhole.model.structure.config_file import check_config_file, check_implementation
-from keyhole.model.structure.reach import freeze_unreached
+from keyhole.model.structure.reach import mark_use
 from keyhole.model.structure.source import check_name, find_file, is_local
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
@@ -164,6 +165,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
         except Exception as error:  # the family's own code, on numbers that do not go together
             why = " ".join(str(error).split()) or type(error).__name__
             raise UserError(f"model: no module can be built from {type(config).__name__}: {why}") from error
+    _check_one_dtype(module, dtype)
     stand_ins: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in owner._parameters.items():
@@ -172,8 +174,32 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
     for name, buffer in saved_buffers(module).items():
         if any(part in name for part in module._keep_in_fp32_modules_strict or ()):
             buffer.data = buffer.data.float()
-    module.eval().keyhole_untried = freeze_unreached(module)
+    module.eval()
+    module.keyhole_untried = mark_use(module)
     return module
+
+
+def _check_one_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Refuses 16 bit where Transformers keeps some parameters in float32: units here have one dtype."""
+    kept = _kept_in_fp32(module, dtype)
+    if kept:
+        other = "bfloat16" if dtype == torch.float16 and not _kept_in_fp32(module, torch.bfloat16) else "float32"
+        raise UserError(
+            f"dtype: {str(dtype).removeprefix('torch.')}: Transformers keeps {len(kept)} parameters of "
+            f"{type(module).__name__} in float32 ({kept[0]}, ...), and all parameters have one dtype here; set "
+            f"dtype={other}"
+        )
+
+
+def _kept_in_fp32(module: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Names of parameters that the family wants in float32 whatever the dtype, or that its code makes so."""
+    patterns = [pattern.replace("*", ".*") for pattern in module._get_dtype_plan(dtype)]
+    return [
+        name
+        for name, param in module.named_parameters()
+        if any(re.search(pattern, name) for pattern in patterns)
+        or (dtype.itemsize < 4 and param.dtype == torch.float32)
+    ]
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

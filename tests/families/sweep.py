@@ -1,0 +1,100 @@
+"""The sweep over every causal language model of the installed Transformers, and the table that it writes.
+
+    python -m tests.families.sweep            all types, about 15 minutes on one core; writes docs/families.md
+    python -m tests.families.sweep llama bert these alone, to the terminal
+
+Every type runs in a process of its own, with a time limit, so that none can stop the others.
+"""
+
+import multiprocessing
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.families.checks import outcome
+from tests.families.tiny import TYPES
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+LIMIT_S = 180
+ROW = re.compile(r"^\| `(\S+)` \| (.+) \|$", re.MULTILINE)
+
+
+def run(types: list[str]) -> Iterator[tuple[str, str]]:
+    """(type, outcome) of each, in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.families.checks"])
+    for model_type in types:
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(model_type, sender), daemon=True)
+        child.start()
+        sender.close()
+        try:
+            found = receiver.recv() if receiver.poll(LIMIT_S) else f"failed: no end after {LIMIT_S} s"
+        except EOFError:
+            found = "failed: the process died"
+        child.kill()
+        child.join()
+        yield model_type, found
+
+
+def _child(model_type: str, sender: Any) -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    sender.send(outcome(model_type))
+
+
+def table() -> dict[str, str]:
+    """Type -> outcome, as docs/families.md says."""
+    return dict(ROW.findall(PAGE.read_text()))
+
+
+def page(found: dict[str, str]) -> str:
+    """docs/families.md."""
+    passes = sum(result == "passes" for result in found.values())
+    rows = [f"| `{model_type}` | {result.replace('|', '/')} |" for model_type, result in found.items()]
+    return "\n".join(
+        [
+            "# Model families",
+            "",
+            f"Of the {len(found)} causal language models that Transformers {transformers.__version__} knows, {passes} pass. "
+            "Written by",
+            "`python -m tests.families.sweep`, which builds a tiny random model of every type, without downloads, and checks "
+            "three things on",
+            f"a CPU (PyTorch {torch.__version__.partition('+')[0]}):",
+            "",
+            "- one step of LOMO in float32 is one step of torch's SGD on the same module from Transformers, every weight to "
+            "1e-5;",
+            "- two steps of LOMO on a model that is streamed in single matrices give the bits of the resident one;",
+            "- so do two steps of ZO.",
+            "",
+            "Encoders (BERT and its kin) are built as decoders, and the decoder of an encoder-decoder (BART) alone. *Refused* is an",
+            "error that says why; *failed* is what does not work today. `pytest -m families tests/families` compares this table "
+            "with what is",
+            "installed. Parts that tokens never reach (towers, attention to an encoder) are frozen, and the start block says so.",
+            "",
+            "| type | result |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    found: dict[str, str] = {}
+    for model_type, result in run(sys.argv[1:] or TYPES):
+        found[model_type] = result
+        print(f"{model_type}: {result}", flush=True)
+    if not sys.argv[1:]:
+        PAGE.write_text(page(found))
+
+
+if __name__ == "__main__":
+    main()
