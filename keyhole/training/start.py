@@ -120,7 +120,8 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None, 
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
-    schedule = Schedule(config.lr_scheduler_type, config.learning_rate, total, config.warmup_ratio)
+    rate, warmup = config.learning_rate, config.warmup_ratio
+    schedule = Schedule(config.lr_scheduler_type, rate, total, warmup, config.min_lr_ratio)
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
     display = parts.display(total, config.logging_steps)
