@@ -9,7 +9,7 @@ below: each part gets the few values that it needs.
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -59,6 +59,7 @@ class Parts:
     load_data: Callable[[DataSettings], Data] = load_data
     load: Callable[..., Model] = load
     display: Callable[[int, int], Display] = Display
+    model_hash: Callable[[str], str | None] = field(default_factory=lambda: model_hash)
     allow_code_execution: bool = False
 
 
@@ -152,7 +153,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
-    base = model_hash(config.model) if origin.state is None else origin.base
+    base = job.parts.model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
