@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import typer
 
 import keyhole
-from keyhole.cli import arguments, bench, chat, config, data, demo, env, replay, train
+from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, replay, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
@@ -37,6 +37,7 @@ app.command(cls=train.TrainCommand)(train.train)
 app.command(cls=arguments.SettingsCommand)(data.data)
 app.command(cls=eval_.EvalCommand)(eval_.eval)
 app.command(cls=arguments.SettingsCommand)(chat.chat)
+app.command(cls=arguments.SettingsCommand)(compare.compare)
 app.command(cls=arguments.SettingsCommand)(replay.replay)
 app.command()(env.env)
 app.add_typer(config.app, name="config")

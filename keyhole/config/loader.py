@@ -39,13 +39,17 @@ class LocatedNode:
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainConfig, list[str]]:
     """Reads a config file and overrides; returns the resolved config and warnings, or raises UserError."""
+    return parse_config(read_text(path), overrides, source=str(path))
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a YAML file; UserError where it is none."""
     try:
-        text = _read_text(Path(path))
+        return _read_text(Path(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read the config: {getattr(error, 'strerror', error)}") from None
-    return parse_config(text, overrides, source=str(path))
 
 
 def _read_text(path: Path) -> str:
@@ -70,7 +74,7 @@ def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, 
     faults: list[Finding] = []
     entries: dict[str, LocatedNode] = {}
     for word in words:
-        entries |= _override(word, faults)
+        entries |= parse_override(word, faults)
     for key in entries.keys() & settings().keys() - set(allowed):
         faults.append(Finding(key, f"not used here; this command takes {', '.join(allowed)}", COMMAND_LINE))
     values = _typed(entries, faults)
@@ -83,9 +87,17 @@ def parse_config(
 ) -> tuple[TrainConfig, list[str]]:
     """Reads config text: the work behind load_config and resolve. `where` stands in for line numbers."""
     faults: list[Finding] = []
-    entries = _open(_compose(text, source), "", where, faults)
+    entries = open_sections(compose(text, source), "", where, faults)
     for word in overrides:
-        entries |= _override(word, faults)
+        entries |= parse_override(word, faults)
+    return build_config(entries, source, faults)
+
+
+def build_config(
+    entries: dict[str, LocatedNode], source: str, faults: list[Finding] | None = None
+) -> tuple[TrainConfig, list[str]]:
+    """The config of these entries and its warnings. faults: those found so far."""
+    faults = faults or []
     values = _typed(entries, faults)
     for key, setting in settings().items():
         if setting.required and key not in entries:
@@ -96,7 +108,7 @@ def parse_config(
     return config, [str(_placed(warning, entries)) for warning in warnings]
 
 
-def _compose(text: str, source: str) -> yaml.MappingNode:
+def compose(text: str, source: str) -> yaml.MappingNode:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -112,7 +124,9 @@ def _compose(text: str, source: str) -> yaml.MappingNode:
     return root
 
 
-def _open(root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]) -> dict[str, LocatedNode]:
+def open_sections(
+    root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]
+) -> dict[str, LocatedNode]:
     """Dotted key -> entry; sections are opened, nothing else is."""
     entries: dict[str, LocatedNode] = {}
     for key_node, node in root.value:
@@ -131,13 +145,13 @@ def _open(root: yaml.MappingNode, prefix: str, where: str | None, faults: list[F
 
 def _section(key: str, node: yaml.Node, where: str | None, place: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     if isinstance(node, yaml.MappingNode):
-        return _open(node, f"{key}.", where, faults)
+        return open_sections(node, f"{key}.", where, faults)
     if not is_null(node):
         faults.append(Finding(key, f"found {show(node)}, expected a section such as {key}: {{...}}", place))
     return {}
 
 
-def _override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
+def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
     """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text."""
     key, equals, text = word.partition("=")
     key, text = key.strip(), text.strip()

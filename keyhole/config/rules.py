@@ -82,6 +82,8 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
                 yield Finding(f"{name}.{key}", f"has no effect: {why}")
     if config.max_steps is not None and config.num_train_epochs is not None:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
+    if config.min_lr_ratio and config.lr_scheduler_type != "cosine_with_min_lr":
+        yield Finding("min_lr_ratio", f"has no effect: lr_scheduler_type is {config.lr_scheduler_type}")
     unread = OF_FILES if config.task is not None else OF_TASKS
     for key in (key for key in unread if getattr(config, key) != settings()[key].default):
         yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")

@@ -85,8 +85,10 @@ class RunConfig:
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
     learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
     """Peak of the schedule; null = the rate that the method's section names."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """Course of the learning rate after warm-up: stays, or falls to 0 in a line or half a cosine."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "linear"
+    """Course of the learning rate after warm-up: stays, or falls to 0 (to min_lr_ratio) in a line or half a cosine."""
+    min_lr_ratio: Fraction = 0.0
+    """Share of the peak at which cosine_with_min_lr ends."""
     warmup_ratio: Fraction = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
     weight_decay: NotNegative = 0.0

@@ -11,6 +11,8 @@ compared with a config before anything is built.
 
 import pickle
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -102,9 +104,35 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
+Shards = dict[tuple[Path, int, int], Shard]  # by path, time and size
+_kept: Shards | None = None
+
+
+@contextmanager
+def kept_open(shards: Shards) -> Iterator[None]:
+    """Inside, weight files that are opened stay open in `shards`, and are taken from there: their pages are mapped, so
+    a model that is loaded again is copied from memory."""
+    global _kept
+    before, _kept = _kept, shards
+    try:
+        yield
+    finally:
+        _kept = before
+
+
 def open_shard(file: Path) -> Shard:
     """One weight file, open for reading while it is referred to; UserError where it is damaged, or holds more than
     tensors. (Safetensors checks the whole header, and the file's size against it.)"""
+    if _kept is None or not file.is_file():
+        return _open_shard(file)
+    about = file.stat()
+    key = (file.resolve(), about.st_mtime_ns, about.st_size)
+    if key not in _kept:
+        _kept[key] = _open_shard(file)
+    return _kept[key]
+
+
+def _open_shard(file: Path) -> Shard:
     from safetensors import SafetensorError, safe_open
 
     try:

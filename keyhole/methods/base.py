@@ -224,6 +224,10 @@ class Method:
         """One update from one batch, or from the micro-batches of one step. Returns the loss, a device scalar."""
         raise NotImplementedError  # abstract
 
+    def follow(self, factor: Callable[[float], float]) -> None:
+        """Before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of the
+        peak rate that the schedule has at this step."""
+
     def state_dict(self) -> State:
         """All that a later process needs to go on, beside the weights. Flushes."""
         raise NotImplementedError  # abstract

@@ -10,7 +10,7 @@ are the same, bit for bit, as N steps, a stop, and M more. How a run gets here i
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -113,6 +113,7 @@ class Run:
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
         self.method.lr = rate
+        self.method.follow(lambda warmup_ratio: replace(self.schedule, warmup_ratio=warmup_ratio).factor(step - 1))
         loss = self.method.step(batches)
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())

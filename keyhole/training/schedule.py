@@ -6,7 +6,8 @@ warm-up:
     s < W        peak * s / W                                    (so the first update of a warm-up has rate 0)
     constant     peak
     linear       peak * (total - s) / (total - W)
-    cosine       peak * (1 + cos(pi (s - W) / (total - W))) / 2
+    cosine       peak * c,  c = (1 + cos(pi (s - W) / (total - W))) / 2
+    cosine_with_min_lr        peak * (c (1 - m) + m), with m = min_lr_ratio, where it ends
 
 To the last bit these are the values of transformers' get_scheduler, which a test checks; its "constant" has
 no warm-up, so ours is its "constant_with_warmup".
@@ -14,6 +15,8 @@ no warm-up, so ours is its "constant_with_warmup".
 
 import math
 from dataclasses import dataclass
+
+MIN_LR = "cosine_with_min_lr"
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Schedule:
     peak: float
     total: int
     warmup_ratio: float = 0.0
+    min_lr_ratio: float = 0.0
 
     @property
     def warmup_steps(self) -> int:
@@ -39,6 +43,9 @@ class Schedule:
             return max(0.0, (self.total - done) / max(1, self.total - warm))
         if self.kind == "cosine":
             return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((done - warm) / max(1, self.total - warm)))))
+        if self.kind == MIN_LR:
+            cosine = 0.5 * (1.0 + math.cos(math.pi * ((done - warm) / max(1, self.total - warm))))
+            return cosine * (1 - self.min_lr_ratio) + self.min_lr_ratio
         assert self.kind == "constant", self.kind
         return 1.0
 

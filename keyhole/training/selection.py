@@ -40,6 +40,12 @@ class SelectionSettings:
         return 1 if (not falls if self.greater is None else self.greater) else -1
 
 
+def value_of(found: dict[str, Any], metric: str) -> float | None:
+    """A metric of an evaluation, with or without `eval_` before its name; None where it has no such number."""
+    name = metric.removeprefix("eval_")
+    return next((float(found[key]) for key in (f"eval_{name}", name) if found.get(key) is not None), None)
+
+
 class Selection:
     """The evaluations of a run, and what follows from them."""
 
@@ -78,8 +84,7 @@ class Selection:
         return self.best_steps()[:1] == [step]
 
     def _find(self, found: dict[str, Any]) -> float | None:
-        name = self.settings.metric.removeprefix("eval_")
-        return next((float(found[key]) for key in (f"eval_{name}", name) if found.get(key) is not None), None)
+        return value_of(found, self.settings.metric)
 
     def best_steps(self) -> list[int]:
         """Steps with an evaluation, the best first; of equal ones the earlier."""

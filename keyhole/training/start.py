@@ -9,7 +9,7 @@ below: each part gets the few values that it needs.
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -60,6 +60,7 @@ class Parts:
     load_data: Callable[[DataSettings], Data] = load_data
     load: Callable[..., Model] = load
     display: Callable[[int, int], Display] = Display
+    model_hash: Callable[[str], str | None] = field(default_factory=lambda: model_hash)
     allow_code_execution: bool = False
 
 
@@ -121,7 +122,8 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None, 
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
-    schedule = Schedule(config.lr_scheduler_type, config.learning_rate, total, config.warmup_ratio)
+    rate, warmup = config.learning_rate, config.warmup_ratio
+    schedule = Schedule(config.lr_scheduler_type, rate, total, warmup, config.min_lr_ratio)
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
     display = parts.display(total, config.logging_steps)
@@ -152,7 +154,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
-    base = model_hash(config.model) if origin.state is None else origin.base
+    base = job.parts.model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)

@@ -18,6 +18,7 @@ SURFACE = {
     "train": {"CONFIG", "KEY=VALUE", "--resume", "--dry-run"},
     "data": {"CONFIG", "KEY=VALUE", "-n", "--count"},
     "eval": {"DIR", "KEY=VALUE", "--tasks", "--limit", "--json"},
+    "compare": {"[FILE]", "KEY=VALUE", "--dry-run", "--retry", "--allow-code-execution"},
     "chat": {"DIR", "KEY=VALUE", "--system", "--max-new-tokens"},
     "replay": {"BASE", "JOURNAL", "OUT", "KEY=VALUE", "--steps"},
     "env": {"--json"},

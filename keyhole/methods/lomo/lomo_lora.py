@@ -10,6 +10,7 @@ Both parts change, so they are saved apart: the model as an ordinary directory, 
 writes them, in adapter/. peft.PeftModel.from_pretrained(model, "<dir>/adapter") puts them together.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class LOMOLoRA(LOMO):
         lr: float = 5e-3,
         *,
         adapter_lr: float = 2e-4,
+        adapter_warmup_ratio: float | None = None,
         r: int = 8,
         alpha: float = 16.0,
         target_modules: list[str] | str | None = None,
@@ -53,6 +55,7 @@ class LOMOLoRA(LOMO):
         self._addon = lora.Adapters(self.adapters, self.config)
         super().__init__(model, lr, seed=seed, **options)
         self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
+        self.adapter_warmup_ratio, self.adapter_factor = adapter_warmup_ratio, 1.0
         groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
 
@@ -71,10 +74,20 @@ class LOMOLoRA(LOMO):
     def _drop_extra_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
+    def follow(self, factor: Callable[[float], float]) -> None:
+        if self.adapter_warmup_ratio is not None:
+            self.adapter_factor = factor(self.adapter_warmup_ratio)
+
+    @property
+    def adapter_rate(self) -> float:
+        """Of this step: it follows LOMO's, unless that was 0 from the start, or the adapters warm up by themselves."""
+        if self.adapter_warmup_ratio is not None:
+            return self.adapter_lr * self.adapter_factor
+        return self.adapter_lr if self.ratio is None else self.lr * self.ratio
+
     @torch.no_grad()
     def _update_extra(self) -> None:
-        """AdamW on the adapters, with the same clipping. Their rate follows LOMO's, unless that was 0 from the
-        start."""
+        """AdamW on the adapters, with the same clipping."""
         for grad in (p.grad for p in self.adapters.values() if p.grad is not None):
             if self.clip_group_norm is not None:
                 grad.mul_(self._group_scale(self._squares_of(grad)))
@@ -83,7 +96,7 @@ class LOMOLoRA(LOMO):
             if self.clip_value is not None:
                 grad.clamp_(-self.clip_value, self.clip_value)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.adapter_lr if self.ratio is None else self.lr * self.ratio
+            group["lr"] = self.adapter_rate
         self.optimizer.step()
         self._drop_extra_gradients()
 

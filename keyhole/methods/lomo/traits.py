@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from keyhole.limits import Count, Positive
+from keyhole.limits import Count, Fraction, Positive
 from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
 
 
@@ -39,6 +39,8 @@ class LOMOLoRAConfig(LOMOConfig):
 
     adapter_lr: Positive = 2e-4
     """Peak rate of the adapters; follows the schedule of learning_rate."""
+    adapter_warmup_ratio: Fraction | None = None
+    """Share of the steps over which the adapters' rate rises; null = as warmup_ratio says."""
     r: Count = 8
     """Rank of the adapters."""
     alpha: Positive = 16.0

@@ -122,3 +122,23 @@ def test_bad_settings_are_refused(options: dict[str, Any], says: str) -> None:
     """With what to change."""
     with pytest.raises(UserError, match=says):
         LOMOLoRA(load(), **options)
+
+
+def test_adapters_warm_up_by_themselves() -> None:
+    """With a warm-up of their own the adapters' rate is that of a schedule with that warm-up, whatever LOMO's is."""
+    from dataclasses import replace
+
+    from keyhole.training.schedule import Schedule
+
+    schedule, found = Schedule("linear", 0.05, 10, 0.2), {}
+    for warmup in (None, 0.5):
+        opt = LOMOLoRA(load(), lr=schedule.peak, adapter_lr=1e-2, adapter_warmup_ratio=warmup, r=4)
+        found[warmup] = []
+        for done in range(10):
+            opt.lr = schedule.rate(done)
+            opt.follow(lambda ratio, done=done: replace(schedule, warmup_ratio=ratio).factor(done))
+            found[warmup].append(opt.adapter_rate)
+        step(opt, 0, 1)
+        assert opt.optimizer.param_groups[0]["lr"] == opt.adapter_rate
+    assert found[None] == pytest.approx([0.2 * schedule.rate(done) for done in range(10)])
+    assert found[0.5] == [Schedule("linear", 1e-2, 10, 0.5).rate(done) for done in range(10)]

@@ -1,0 +1,291 @@
+"""Runs a comparison: one run after the other in this process, the tables written anew after each.
+
+    output_dir/comparison.json    what is compared: the marker of a directory that is ours
+    output_dir/runs/<id>/         a run of `keyhole train`: run/metrics.jsonl, log.txt, config.yaml, loss.png
+    output_dir/results/<id>.json  its numbers, once it is over (result.py)
+    output_dir/table.json, table.md, report.html
+
+First every model is scored as it is (zero-shot), then every point of every grid is run with the first seed (with all
+seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read before the
+first run: a mistake in the last one is found at once.
+
+Started again, the comparison goes on: a run with a result is not repeated, one that was interrupted goes on from its
+checkpoint or its journal, or from the beginning. Nothing but metrics stays of a run, unless save_model is set.
+"""
+
+import hashlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from keyhole.checkpoint import select
+from keyhole.compare.file import Comparison
+from keyhole.compare.kept import Kept, free_memory
+from keyhole.compare.page import make_page
+from keyhole.compare.plan import Group, Trial, plan
+from keyhole.compare.progress import Progress, Quiet
+from keyhole.compare.result import CRASH, REFUSED, Result, blank, read_result, summarise, write_result
+from keyhole.compare.table import ZERO_SHOT, Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
+from keyhole.config.data import data_settings
+from keyhole.disk.files import remove, write_text
+from keyhole.errors import UserError
+from keyhole.eval.rows import BATCH_TOKENS, PASSES
+from keyhole.machine.probe import environment
+from keyhole.machine.text import duration
+from keyhole.methods.base import Workload
+from keyhole.training.lock import locked
+from keyhole.training.signals import EXIT_INTERRUPTED
+from keyhole.training.start import Parts, train
+from keyhole.training.validation import Judge, common_metric
+
+MARKER = "comparison.json"
+FORMAT = 1
+ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs go on
+
+
+def compare(
+    comparison: Comparison,
+    *,
+    allow_code_execution: bool = False,
+    retry: bool = False,
+    dry_run: bool = False,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Runs what is not done yet and returns the exit code: 0, or 130 when interrupted. retry: failed runs too."""
+    kept = Kept()
+    groups, warnings = plan(comparison, kept.model_hash)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    root = Path(comparison.output_dir)
+    if dry_run:
+        for group in groups:
+            for trial in group.trials.values():
+                say(f"{trial.id}: {trial.label}")
+        return 0
+    _take(root, comparison)
+    with locked(root / "runs" / "lock") as lock:
+        lock.take()
+        return Execution(comparison, groups, kept, root, retry, allow_code_execution, say).go()
+
+
+def _take(root: Path, comparison: Comparison) -> None:
+    """Makes the directory ours; one with somebody else's files is refused."""
+    if root.exists() and not root.is_dir():
+        raise UserError(f"output_dir: {root} is a file; choose a directory")
+    strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if strangers and not (root / MARKER).is_file():
+        raise UserError(
+            f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
+        )
+    try:
+        (root / "runs").mkdir(parents=True, exist_ok=True)
+        about = {"format": FORMAT, "title": comparison.title, "source": comparison.source}
+        write_text(root / MARKER, json.dumps(about) + "\n")
+    except OSError as error:
+        raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
+
+
+@dataclass
+class Execution:
+    """A comparison that is under way."""
+
+    comparison: Comparison
+    groups: list[Group]
+    kept: Kept
+    root: Path
+    retry: bool
+    allow_code_execution: bool
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.results: dict[str, Result] = {}
+        self.zero_shot: dict[tuple[str, str], Result] = {}
+        self.environment = environment()
+
+    def go(self) -> int:
+        """All that is left. Tables are written also when it is interrupted."""
+        seeds = self.comparison.seeds
+        total = sum(len(group.points) for group in self.groups) + len(self.groups) * (len(seeds) - 1)
+        if self.comparison.choose_by != "first-seed":
+            total = sum(len(group.trials) for group in self.groups)
+        self._recall()
+        left = f"{total} runs, {len(self.results)} done" if self.results else f"{total} runs"
+        self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
+        self._read_tasks()
+        with Progress(total) as self.progress:
+            self._score_untrained()
+            for trial in self._trials():
+                if not self._is_done(trial) and self._run(trial) is None:
+                    self._write()
+                    self.say("interrupted; the same command goes on from here")
+                    return EXIT_INTERRUPTED
+                self.progress.finished += 1
+        self._write()
+        self.say((self.root / "table.md").read_text(encoding="utf-8"))
+        self.say(f"page: {self.root / 'report.html'}")
+        return 0
+
+    def _recall(self) -> None:
+        """What was done before: the results of all runs of the plan."""
+        for trial in (trial for group in self.groups for trial in group.trials.values()):
+            found = read_result(self.root, trial.id)
+            if found is not None and found.kind != CRASH and not (found.error and self.retry):
+                self.results[trial.id] = found
+
+    def _is_done(self, trial: Trial) -> bool:
+        return trial.id in self.results
+
+    def _trials(self) -> Iterator[Trial]:
+        """In their order; the second part depends on what the first one found."""
+        seeds = self.comparison.seeds
+        first = seeds[:1] if self.comparison.choose_by == "first-seed" else seeds
+        for seed in first:
+            for group in self.groups:
+                yield from (group.trials[point, seed] for point in group.points)
+        for seed in [seed for seed in seeds if seed not in first]:
+            for group in self.groups:
+                point = choose(group, seeds, self.results, self.comparison.choose_by)
+                if point is None:
+                    self.progress.finished += 1
+                else:
+                    yield group.trials[point, seed]
+
+    def _read_tasks(self) -> None:
+        """The data of the first run of each task: mistakes are found before hours of training."""
+        for group in self.groups:
+            trial = next(iter(group.trials.values()))
+            data = self.kept.load_data(data_settings(trial.config))
+            Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution).check()
+
+    def _run(self, trial: Trial) -> Result | None:
+        """One run; None when it was interrupted. An error is its result."""
+        began_s = time.monotonic()
+        self.progress.begin(trial.label)
+        parts = Parts(
+            load_data=self.kept.load_data,
+            load=self.kept.load,
+            display=lambda total, every: Quiet(total, every, self.progress.step),
+            model_hash=self.kept.model_hash,
+            allow_code_execution=self.allow_code_execution,
+        )
+        try:
+            if train(trial.config, resume="last", parts=parts) == EXIT_INTERRUPTED:
+                return None
+            result = summarise(trial, self.kept.load_data(data_settings(trial.config)))
+        except ONE_RUN as error:
+            result = blank(trial)
+            result.error, result.kind = " ".join(str(error).split()) or type(error).__name__, REFUSED
+        except torch.AcceleratorError:
+            raise  # the device is lost: no later run could work
+        except Exception as error:
+            result = blank(trial)
+            result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
+            with suppress(OSError):
+                (self.root / "results").mkdir(exist_ok=True)
+                write_text(self.root / "results" / f"{trial.id}.error.txt", traceback.format_exc())
+        free_memory()
+        self._keep(result)
+        self._clean(trial)
+        self.say(
+            f"[{self.progress.count()}] {trial.label}: {self._line(result)}, {duration(time.monotonic() - began_s)}"
+        )
+        self._write()
+        return result
+
+    def _line(self, result: Result) -> str:
+        if result.error:
+            return f"failed: {result.error}"
+        dev, test = number(result.dev_metric, result.dev), number(result.test_metric, result.test)
+        size = "" if result.gpu_gib is None else f", GPU {result.gpu_gib:.2f} GiB"
+        best = f"step {result.best_step} of {result.steps}"
+        return f"dev {result.dev_metric} {dev}, test {result.test_metric or ''} {test} ({best}{size})"
+
+    def _keep(self, result: Result) -> None:
+        self.results[result.id] = result
+        try:
+            write_result(self.root, result)
+        except OSError as error:
+            raise UserError(f"output_dir: cannot write to {self.root}: {error.strerror}") from error
+
+    def _clean(self, trial: Trial) -> None:
+        """Checkpoints are for runs that go on; this one is over."""
+        if not trial.config.save_model:
+            for path in select.checkpoints(Path(trial.config.output_dir)):
+                remove(path)
+
+    def _score_untrained(self) -> None:
+        """Every model as it is, on the test questions of every task."""
+        for group in self.groups:
+            place = (group.model, group.task)
+            if place in self.zero_shot:
+                continue
+            trial = next(iter(group.trials.values()))
+            made = blank(trial)
+            made.id, made.method, made.point = self._zero_shot_id(trial), ZERO_SHOT, []
+            found = read_result(self.root, made.id)
+            if found is None or found.error:
+                self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
+                found = self._score(trial, made)
+                write_result(self.root, found)
+                self.say(f"{group.model}, {group.task}, {ZERO_SHOT}: {self._line_untrained(found)}")
+            self.zero_shot[place] = found
+
+    def _line_untrained(self, result: Result) -> str:
+        if result.error:
+            return f"failed: {result.error}"
+        return f"test {result.test_metric or ''} {number(result.test_metric, result.test)}"
+
+    def _zero_shot_id(self, trial: Trial) -> str:
+        config = trial.config
+        keys = ("task", "task_data", "task_splits", "num_train", "num_dev", "num_eval", "dtype", "max_length", "seed")
+        told = [self.kept.model_hash(config.model) or config.model, *(getattr(config, key) for key in keys)]
+        digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
+        return f"{trial.id.rpartition('-')[0]}-{ZERO_SHOT}-{digest}"
+
+    def _score(self, trial: Trial, made: Result) -> Result:
+        config, data = trial.config, self.kept.load_data(data_settings(trial.config))
+        judge = Judge(data.dev, data.test, config.max_length, self.allow_code_execution)
+        made.dev_metric, made.test_metric = judge.metric or "loss", common_metric(data.test)
+        work = Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES)
+        where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+        try:
+            model = self.kept.load(config.model, dtype=config.dtype or "auto", workload=work, **where)
+            try:
+                made.tests = judge.test_metrics(model, lambda: False) or {}
+                dev = judge.dev_metrics(model, lambda: False) or {}
+            finally:
+                model.close()
+            made.test, made.dev = made.tests.get(f"test_{made.test_metric}"), dev.get(f"eval_{made.dev_metric}")
+        except ONE_RUN as error:
+            made.error, made.kind = " ".join(str(error).split()), REFUSED
+        free_memory()
+        return made
+
+    def cells(self) -> list[Cell]:
+        """The table as far as it is known."""
+        cells = []
+        for group in self.groups:
+            place = (group.model, group.task)
+            if place in self.zero_shot and not any(c.method == ZERO_SHOT and (c.model, c.task) == place for c in cells):
+                cells.append(zero_shot_cell(self.zero_shot[place]))
+            cells.append(cell_of(group, self.comparison, self.results))
+        return cells
+
+    def _write(self) -> None:
+        cells = self.cells()
+        settings = {
+            f"{group.method} on {group.task}": asdict(next(iter(group.trials.values())).config) for group in self.groups
+        }
+        try:
+            write_text(self.root / "table.json", to_json(self.comparison, cells, self.environment))
+            write_text(self.root / "table.md", to_markdown(self.comparison, cells))
+            write_text(self.root / "report.html", make_page(self.comparison, cells, settings, self.environment))
+        except OSError as error:
+            print(f"keyhole: the tables cannot be written: {error}", file=sys.stderr)

@@ -1,0 +1,214 @@
+"""A comparison file: what is compared, with which settings.
+
+    # A title for people
+    models: [dir-or-hub-id]                   or name: dir-or-hub-id
+    tasks: [sst2, rte]                        or name: {settings of runs on this task}
+    methods:
+      adamw: {learning_rate: [1e-5, 3e-5]}    name: settings; a list is a grid
+      lomo clipped: {method: lomo, max_grad_norm: 1.0, learning_rate: 3e-2}
+    seeds: [0, 1, 2]
+    choose_by: first-seed                     or all-seeds
+    common: {batch_size: 16, num_train_epochs: 5, eval_steps: 50}
+    output_dir: out
+
+A method's name is the method itself, unless its settings say `method: ...`; a task's likewise (`task: ...`), so that a
+file can compare one method with itself. Settings are those of `keyhole train` (docs/config.md), sections included.
+Where several places set one, the command line counts most, then the method, the task, and `common`. A setting that is a
+list by nature (lora.target_modules) is a grid where it is a list of lists.
+
+On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, by
+names and commas; any setting of a run holds for all runs.
+"""
+
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keyhole.config.faults import Finding, nearest, refuse
+from keyhole.config.fields import settings
+from keyhole.config.loader import COMMAND_LINE, LocatedNode, compose, open_sections, parse_override, read_text
+from keyhole.config.recipes import title
+from keyhole.config.types import is_null, show
+from keyhole.errors import UserError
+
+DIRECTORY = Path(__file__).parents[1] / "comparisons"
+KEYS = ("models", "tasks", "methods", "seeds", "common", "output_dir", "choose_by")
+WORDS = ("model", *KEYS[:4], *KEYS[5:])  # that the command line knows beside settings
+CHOOSE_BY = ("first-seed", "all-seeds")
+Entries = dict[str, LocatedNode]
+
+
+@dataclass
+class Comparison:
+    """What is compared. Entries are settings by dotted key, not yet read as their types."""
+
+    source: str
+    title: str
+    models: dict[str, str]
+    tasks: dict[str, Entries]
+    methods: dict[str, Entries]
+    seeds: list[int]
+    output_dir: str
+    common: Entries = field(default_factory=dict)
+    overrides: Entries = field(default_factory=dict)
+    choose_by: str = CHOOSE_BY[0]
+
+
+def comparisons() -> dict[str, Path]:
+    """The comparisons that are shipped: name -> file."""
+    return {path.stem: path for path in sorted(DIRECTORY.glob("*.yaml"))}
+
+
+def find_comparison(name: str) -> Path:
+    """The file of that name, or the shipped comparison."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        raise UserError(f"{name} is a directory; a comparison is a YAML file")
+    stem = name.removesuffix(".yaml")
+    if stem in comparisons():
+        return comparisons()[stem]
+    raise UserError(
+        f"{name}: no such comparison file{nearest(stem, comparisons())}; shipped: {', '.join(comparisons())}"
+    )
+
+
+def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
+    """The comparison of a file, with `key=value` words of the command line; all faults at once."""
+    faults: list[Finding] = []
+    root = compose(read_text(path), str(path))
+    nodes: dict[str, LocatedNode] = {}
+    for key, node in root.value:
+        where = f"line {key.start_mark.line + 1}"
+        name = key.value if isinstance(key, yaml.ScalarNode) else show(key)
+        if name in KEYS:
+            nodes[name] = LocatedNode(node, where)
+        else:
+            inside = "; a setting of all runs stands under `common`" if name in settings() else nearest(name, KEYS)
+            faults.append(Finding(name, f"unknown key{inside}; a comparison has {', '.join(KEYS)}", where))
+    overrides: Entries = {}
+    picked: dict[str, str] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        if key.strip() in WORDS:
+            picked[key.strip()] = text.strip()
+        else:
+            overrides |= parse_override(word, faults)
+    made = Comparison(
+        source=str(path),
+        title=title(path) or path.stem,
+        models=_models(nodes, picked, faults),
+        tasks=_named(nodes, "tasks", picked, faults, may_add=True),
+        methods=_named(nodes, "methods", picked, faults, may_add=False),
+        seeds=_seeds(nodes, picked, faults),
+        output_dir=picked.get("output_dir") or _text(nodes, "output_dir", faults) or f"{path.stem}-out",
+        common=_settings(nodes.get("common"), faults),
+        overrides=overrides,
+        choose_by=picked.get("choose_by") or _text(nodes, "choose_by", faults) or CHOOSE_BY[0],
+    )
+    if made.choose_by not in CHOOSE_BY:
+        faults.append(Finding("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}"))
+    refuse(str(path), faults)
+    return made
+
+
+def _settings(entry: LocatedNode | None, faults: list[Finding]) -> Entries:
+    """The settings of a mapping; {} for null or nothing."""
+    if entry is None or is_null(entry.node):
+        return {}
+    if isinstance(entry.node, yaml.MappingNode):
+        return open_sections(entry.node, "", None, faults)
+    faults.append(
+        Finding("", f"found {show(entry.node)}, expected settings such as {{learning_rate: 1e-5}}", entry.where)
+    )
+    return {}
+
+
+def _text(nodes: dict[str, LocatedNode], key: str, faults: list[Finding]) -> str | None:
+    if key not in nodes:
+        return None
+    node = nodes[key].node
+    if isinstance(node, yaml.ScalarNode) and not is_null(node):
+        return str(node.value)
+    faults.append(Finding(key, f"found {show(node)}, expected text", nodes[key].where))
+    return None
+
+
+def _words(node: yaml.Node) -> list[str] | None:
+    """The texts of a scalar or a list of scalars; None where it is something else."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    good = all(isinstance(item, yaml.ScalarNode) and not is_null(item) for item in items)
+    return [str(item.value) for item in items] if good and items else None
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.strip("[] ").split(",") if part.strip()]
+
+
+def _models(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[Finding]) -> dict[str, str]:
+    asked = _split(picked.get("model") or picked.get("models") or "")
+    known: dict[str, str] = {}
+    if (entry := nodes.get("models")) is not None:
+        if isinstance(entry.node, yaml.MappingNode):
+            known = {key.value: value.value for key, value in entry.node.value}
+        elif (words := _words(entry.node)) is not None:
+            known = {_short(word): word for word in words}
+        else:
+            faults.append(Finding("models", f"found {show(entry.node)}, expected directories or hub ids", entry.where))
+    if asked:
+        return {name: known[name] for name in asked} if set(asked) <= known.keys() else {_short(p): p for p in asked}
+    if not known:
+        faults.append(Finding("models", "missing; name a directory or hub id, here or as model=DIR"))
+    return known
+
+
+def _short(path: str) -> str:
+    return Path(path).name or path
+
+
+def _named(
+    nodes: dict[str, LocatedNode], key: str, picked: dict[str, str], faults: list[Finding], *, may_add: bool
+) -> dict[str, Entries]:
+    """Names with their settings; a list has names only. may_add: the command line may name others."""
+    known: dict[str, Entries] = {}
+    if (entry := nodes.get(key)) is not None:
+        if isinstance(entry.node, yaml.MappingNode):
+            for name, node in entry.node.value:
+                where = f"line {name.start_mark.line + 1}"
+                known[str(name.value)] = _settings(LocatedNode(node, where), faults)
+        elif (words := _words(entry.node)) is not None:
+            known = {word: {} for word in words}
+        else:
+            faults.append(Finding(key, f"found {show(entry.node)}, expected names", entry.where))
+    asked = _split(picked.get(key, ""))
+    for name in asked if not may_add else []:
+        if name not in known:
+            faults.append(Finding(key, f"`{name}` is not in the file, which has {', '.join(known)}", COMMAND_LINE))
+    if not (asked or known):
+        faults.append(Finding(key, "missing; there is nothing to compare"))
+    return {name: known.get(name, {}) for name in asked} if asked else known
+
+
+def _seeds(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[Finding]) -> list[int]:
+    if "seeds" not in nodes and "seeds" not in picked:
+        return [0]
+    words = _split(picked["seeds"]) if "seeds" in picked else _words(nodes["seeds"].node)
+    try:
+        seeds = [int(word) for word in words or []]
+    except ValueError:
+        seeds = []
+    if not seeds or len(set(seeds)) < len(seeds):
+        faults.append(Finding("seeds", "expected different whole numbers, such as [0, 1, 2]"))
+    return seeds
+
+
+def takes_list(key: str) -> bool:
+    """Whether a setting may be a list by nature."""
+    kind: Any = settings()[key].type
+    arms = typing.get_args(kind) if typing.get_origin(kind) is not list else (kind,)
+    return any(typing.get_origin(arm) is list for arm in arms)

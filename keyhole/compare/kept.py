@@ -1,0 +1,62 @@
+"""What the runs of one process share, so that a run starts in a second: weights, data, hashes. Kernels stay by
+themselves: those that were compiled belong to the process.
+
+    weights    files of the compared models stay open and mapped; loading copies from memory (disk/weight_files.py)
+    data       read, drawn and tokenised once per task, seed and length; a run gets a loader of its own
+    hashes     of a model's content: once
+
+A model itself is built anew for every run. A method leaves hooks, adapters and state in it, and what it costs to build
+(0.3 s for 30 layers) is not worth the doubt.
+"""
+
+import copy
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from keyhole.data import Data, DataSettings, load_data
+from keyhole.disk.weight_files import Shards, kept_open
+from keyhole.loading import load
+from keyhole.model.model import Model
+from keyhole.training.start import model_hash
+
+
+class Kept:
+    """Weights, data and hashes, each had once."""
+
+    def __init__(self) -> None:
+        self.shards: Shards = {}
+        self.data: dict[str, Data] = {}
+        self.hashes: dict[str, str | None] = {}
+        self.models: set[str] = set()  # whose files stay open
+
+    def model_hash(self, model: str) -> str | None:
+        """The content hash of a model, which is one of the compared ones."""
+        self.models.add(model)
+        if model not in self.hashes:
+            self.hashes[model] = model_hash(model)
+        return self.hashes[model]
+
+    def load_data(self, settings: DataSettings) -> Data:
+        """The data of a run, with a loader that begins at the first row."""
+        key = repr(settings)
+        if key not in self.data:
+            self.data[key] = load_data(settings)
+        found = self.data[key]
+        return replace(found, train=copy.copy(found.train))
+
+    def load(self, source: str, **how: Any) -> Model:
+        """A model; the files of a checkpoint are not kept."""
+        if source not in self.models:
+            return load(source, **how)
+        with kept_open(self.shards):
+            return load(source, **how)
+
+
+def free_memory() -> None:
+    """Gives back what the last run held, as far as nobody refers to it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,239 @@
+"""report.html: the comparison as one self-contained page, with no script and nothing fetched from anywhere.
+
+From top to bottom: what won, in a sentence; a table per model; for every task the dev metric over steps and over
+training time, and test over GPU memory; every point of every grid; what failed; and what is needed to run it again. It
+follows the reader's light or dark theme and fits a phone. All that comes from files or settings is escaped.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from keyhole.compare.chart import Series, chart
+from keyhole.compare.file import Comparison
+from keyhole.compare.plan import NO_NUMBER
+from keyhole.compare.result import Result, lower_is_better
+from keyhole.compare.style import COLOURS, STYLE
+from keyhole.compare.table import ZERO_SHOT, Cell, average, number, point_text, shown
+from keyhole.config.fields import sections, settings
+from keyhole.machine.text import duration
+
+Settings = Mapping[str, dict[str, Any]]
+
+
+def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, environment: dict[str, Any]) -> str:
+    """The page. runs: the settings of one run of each method and task."""
+    names = list(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
+    colours = {name: i % len(COLOURS) for i, name in enumerate(names)}
+    parts = [_header(comparison, cells)]
+    for model in comparison.models:
+        own = [cell for cell in cells if cell.model == model]
+        parts.append(f"<section><h2>{escape(model)}</h2>{_table(own, colours)}</section>")
+        for task in dict.fromkeys(cell.task for cell in own):
+            parts.append(_charts(task, [cell for cell in own if cell.task == task], colours))
+    parts += [_grids(cells, colours), _failures(cells), _again(comparison, cells, runs, environment)]
+    rules = "".join(f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS))
+    head = f"<title>{escape(comparison.title)}</title><style>{STYLE}{rules}</style>"
+    view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{view}{head}</head>'
+        f"<body><main>{''.join(parts)}</main></body></html>\n"
+    )
+
+
+def _header(comparison: Comparison, cells: Sequence[Cell]) -> str:
+    done = {result.id for cell in cells for result in (*cell.grid, *cell.runs)}
+    missing = sum(cell.missing for cell in cells)
+    spent = {result.id: result.seconds for cell in cells for result in (*cell.grid, *cell.runs)}
+    facts = [
+        f"{len(done)} runs" + (f", {missing} to come" if missing else ""),
+        f"{duration(sum(spent.values()))} of training",
+        f"{len(comparison.seeds)} {'seed' if len(comparison.seeds) == 1 else 'seeds'}",
+        "settings chosen by dev, numbers of test",
+    ]
+    chips = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
+    return (
+        f"<header><p class='eyebrow'>keyhole compare</p><h1>{escape(comparison.title)}</h1>"
+        f"<p class='lead'>{_lead(cells)}</p><ul class='chips'>{chips}</ul></header>"
+    )
+
+
+def _best(cells: Sequence[Cell]) -> Cell | None:
+    known = [cell for cell in cells if cell.mean is not None and cell.method != ZERO_SHOT]
+    if not known:
+        return None
+    sign = 1 if lower_is_better(known[0].metric or "") else -1
+    return min(known, key=lambda cell: sign * (cell.mean or 0.0))
+
+
+def _lead(cells: Sequence[Cell]) -> str:
+    said = []
+    for model, task in dict.fromkeys((cell.model, cell.task) for cell in cells):
+        own = [cell for cell in cells if (cell.model, cell.task) == (model, task)]
+        best, before = _best(own), next((cell for cell in own if cell.method == ZERO_SHOT), None)
+        if best is None:
+            continue
+        start = (
+            "" if before is None or before.mean is None else f", from {number(before.metric, before.mean)} untrained"
+        )
+        said.append(
+            f"<b>{escape(task)}</b>: {escape(best.method)} leads with {escape(shown(best))} "
+            f"{escape(best.metric or '')}{start}"
+        )
+    return "; ".join(said) + "." if said else "No run is finished yet."
+
+
+def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
+    best = {task: _best([cell for cell in cells if cell.task == task]) for task in tasks}
+    metrics = {task: next((c.metric for c in cells if c.task == task and c.metric), "") for task in tasks}
+    head = "".join(f"<th>{escape(task)}<small>{escape(metrics[task] or '')}</small></th>" for task in tasks)
+    mean = len(tasks) > 1
+    head += "<th>mean</th>" if mean else ""
+    rows = []
+    for method in dict.fromkeys(cell.method for cell in cells):
+        row = {cell.task: cell for cell in cells if cell.method == method}
+        dot = f"<span class='dot b{colours[method]}'></span>" if method in colours else "<span class='dot'></span>"
+        numbers = "".join(_cell(row.get(task), best[task], cells) for task in tasks)
+        numbers += f"<td class='mean'>{escape(average(list(row.values())))}</td>" if mean else ""
+        sizes = [cell.gpu_gib for cell in row.values() if cell.gpu_gib is not None]
+        seconds = [cell.seconds for cell in row.values() if cell.seconds]
+        size = f"{max(sizes):.2f}" if sizes else "-"
+        time = duration(statistics.fmean(seconds)) if seconds else "-"
+        kind = " class='untrained'" if method == ZERO_SHOT else ""
+        rows.append(f"<tr{kind}><th scope='row'>{dot}{escape(method)}</th>{numbers}<td>{size}</td><td>{time}</td></tr>")
+    return (
+        f"<div class='scroll'><table><thead><tr><th>method</th>{head}<th>GPU<small>GiB</small></th>"
+        f"<th>time<small>per run</small></th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
+    if cell is None:
+        return "<td>-</td>"
+    if cell.mean is None:
+        hint = escape("; ".join(cell.errors)[:400])
+        return f"<td class='none' title='{hint}'>{escape(shown(cell))}</td>"
+    known = [c.mean for c in cells if c.task == cell.task and c.mean is not None]
+    low, high = min(known), max(known)
+    share = 1.0 if high == low else (cell.mean - low) / (high - low)
+    share = 1 - share if lower_is_better(cell.metric or "") else share
+    spread = "" if cell.spread is None else f"<i>± {escape(number(cell.metric, cell.spread))}</i>"
+    mark = " class='best'" if cell is best else ""
+    more = f"<span class='warn' title='{escape('; '.join(cell.errors)[:400])}'>!</span>" if cell.errors else ""
+    bar = f"<span class='bar'><span style='width:{6 + 94 * share:.0f}%'></span></span>"
+    return f"<td{mark}><b>{escape(number(cell.metric, cell.mean))}</b>{spread}{more}{bar}</td>"
+
+
+def _scale(metric: str | None) -> float:
+    return 1.0 if lower_is_better(metric or "") else 100.0
+
+
+def _curve(cell: Cell, colour: int, column: int) -> Series:
+    """The dev metric of the chosen runs over column 0 (steps) or 1 (seconds) of their curves."""
+    runs = [run for run in cell.runs if not run.error and run.curve]
+    count, factor = min((len(run.curve) for run in runs), default=0), _scale(cell.dev_metric)
+    x, y, low, high = [], [], [], []
+    for i in range(count):
+        values = [factor * run.curve[i][2] for run in runs if run.curve[i][2] is not None]
+        if values:
+            x.append(statistics.fmean(run.curve[i][column] or 0.0 for run in runs))
+            y.append(statistics.fmean(values))
+            low.append(min(values))
+            high.append(max(values))
+    return Series(cell.method, colour, x, y, low, high)
+
+
+def _memory(cell: Cell, colour: int) -> Series:
+    if cell.gpu_gib is None or cell.mean is None:
+        return Series(cell.method, colour, [], [], [], [])
+    factor, spread = _scale(cell.metric), cell.spread or 0.0
+    low, high = factor * (cell.mean - spread), factor * (cell.mean + spread)
+    return Series(cell.method, colour, [cell.gpu_gib], [factor * cell.mean], [low], [high])
+
+
+def _charts(task: str, cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
+    trained = [cell for cell in cells if cell.method in colours and cell.runs]
+    if not trained:
+        return ""
+    before = next((cell for cell in cells if cell.method == ZERO_SHOT), None)
+    dev = next((cell.dev_metric for cell in trained if cell.dev_metric), "metric") or "metric"
+    test = next((cell.metric for cell in trained if cell.metric), None) or "metric"
+    start = None if before is None or before.dev_mean is None else _scale(dev) * before.dev_mean
+    figures = []
+    for column, label in ((0, "step"), (1, "seconds of training")):
+        lines = [_curve(cell, colours[cell.method], column) for cell in trained]
+        title = f"{task}: dev {dev} by {label}"
+        figures.append(f"<figure>{chart(lines, title, label, f'dev {dev}', start)}</figure>")
+    points = [_memory(cell, colours[cell.method]) for cell in trained]
+    if any(each.x for each in points):
+        drawn = chart(points, f"{task}: test {test} by memory", "peak GPU memory, GiB", f"test {test}")
+        figures.append(f"<figure>{drawn}</figure>")
+    return f"<section><h3>{escape(task)}</h3><div class='charts'>{''.join(figures)}</div></section>"
+
+
+def _grids(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
+    rows = []
+    for cell in cells:
+        for result in sorted(cell.grid, key=lambda result: result.seed):
+            rows.append(_grid_row(cell, result, colours.get(cell.method)))
+    if not rows:
+        return ""
+    head = "<th>method</th><th>task</th><th>settings</th><th>seed</th><th>dev</th><th>test</th><th>best step</th>"
+    return (
+        "<section><details><summary>Every run</summary><div class='scroll'><table class='small'><thead><tr>"
+        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details></section>"
+    )
+
+
+def _grid_row(cell: Cell, result: Result, colour: int | None) -> str:
+    dot = "" if colour is None else f"<span class='dot b{colour}'></span>"
+    mark = " class='chosen'" if result.grid == cell.chosen else ""
+    head = f"<th scope='row'>{dot}{escape(cell.method)}</th><td class='left'>{escape(cell.task)}</td>"
+    head += f"<td class='left'>{escape(point_text(result.grid))}</td><td>{result.seed}</td>"
+    if result.error:
+        return f"<tr{mark}>{head}<td colspan='3' class='left none'>failed: {escape(result.error[:300])}</td></tr>"
+    dev, test = number(result.dev_metric, result.dev), number(result.test_metric, result.test)
+    return f"<tr{mark}>{head}<td>{escape(dev)}</td><td>{escape(test)}</td><td>{result.best_step or '-'}</td></tr>"
+
+
+def _failures(cells: Sequence[Cell]) -> str:
+    items = [
+        f"<li><b>{escape(cell.method)}</b> on {escape(cell.task)}, {escape(point_text(result.grid))}, seed "
+        f"{result.seed}: {escape(result.error[:1000])}</li>"
+        for cell in cells
+        for result in cell.grid
+        if result.error
+    ]
+    return f"<section><h3>What failed</h3><ul>{''.join(items)}</ul></section>" if items else ""
+
+
+def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, environment: dict[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th scope='row'>{escape(name)}</th><td class='left'>{escape(_told(values))}</td></tr>"
+        for name, values in runs.items()
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
+    gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
+    cpu = environment["cpu"]
+    machine = f"{cpu['name']}, {cpu['cores']} cores; {gpus}; {environment['os']}"
+    choice = "the first seed" if comparison.choose_by == "first-seed" else "the mean of all seeds"
+    return (
+        f"<section><h3>How it was run</h3><p>Of each grid the settings with the best dev metric are taken, by "
+        f"{choice}; then the other seeds are run. Test is that of the best step by dev, unless load_best_model_at_end is false. "
+        "A band reaches from the lowest seed to the highest; ± is the standard deviation. Time is that of the training "
+        "steps, without evaluations.</p><details><summary>Settings</summary><div class='scroll'><table class='small'>"
+        f"<tbody>{rows}</tbody></table></div></details>"
+        f"<p class='note'>{escape(machine)}.<br>{escape(versions)}.</p>"
+        f"<pre>keyhole compare {escape(comparison.source)}</pre></section>"
+    )
+
+
+def _told(values: dict[str, Any]) -> str:
+    """The settings that are not the defaults; of a grid, those of its first point."""
+    table, flat = settings(), {}
+    for key, value in values.items():
+        flat |= {f"{key}.{name}": each for name, each in value.items()} if key in sections() else {key: value}
+    kept = {k: v for k, v in flat.items() if k in table and v != table[k].default and k not in NO_NUMBER}
+    return ", ".join(f"{key}={value}" for key, value in kept.items() if key != "seed")

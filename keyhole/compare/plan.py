@@ -1,0 +1,147 @@
+"""From a comparison to its runs: one group per model, task and method, in it one point per combination of its grids.
+
+    group    SmolLM2-135M, sst2, adamw      points    learning_rate=1e-05; learning_rate=3e-05      runs    point x seed
+
+All configs are made, and so all mistakes found, before the first run begins. A run is known by a hash of its settings:
+of those that differ from their defaults and change its numbers (not where it is written, or how often it prints), with
+the content of the model instead of its path. So a comparison that is started again finds what it has, also after lines
+were added to its file.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keyhole.compare.file import Comparison, Entries, takes_list
+from keyhole.config import TrainConfig, to_dict
+from keyhole.config.fields import sections, settings
+from keyhole.config.loader import LocatedNode, build_config
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+
+DEFAULTS = {"save_model": "false", "load_best_model_at_end": "true", "logging_steps": "10"}
+NO_NUMBER = {
+    "model", "output_dir", "logging_steps", "report_to", "save_model", "save_steps", "save_total_limit",
+    "background_save", "journal_sync", "data_cache",
+}  # fmt: skip
+Point = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: names for people, its settings, and the id that it is recognised by."""
+
+    model: str
+    task: str
+    method: str
+    point: Point
+    seed: int
+    config: TrainConfig
+    id: str
+
+    @property
+    def label(self) -> str:
+        """`SmolLM2-135M, sst2, adamw, learning_rate=1e-05, seed 0`."""
+        return ", ".join(
+            [self.model, self.task, self.method, *(f"{k}={v}" for k, v in self.point), f"seed {self.seed}"]
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """All runs of a method on one task and model: points x seeds."""
+
+    model: str
+    task: str
+    method: str
+    points: tuple[Point, ...]
+    trials: dict[tuple[Point, int], Trial]
+
+
+def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tuple[list[Group], list[str]]:
+    """The groups in the order model, task, method; and warnings about their settings, each once."""
+    groups, warnings = [], {}
+    for (model, path), task, method in itertools.product(
+        comparison.models.items(), comparison.tasks, comparison.methods
+    ):
+        base = DEFAULT_ENTRIES | comparison.common | comparison.tasks[task] | comparison.methods[method]
+        base |= comparison.overrides
+        fixed = {"model": path, "output_dir": comparison.output_dir}
+        fixed |= {} if "method" in base else {"method": method}
+        fixed |= {} if "task" in base or "train_data" in base else {"task": task}
+        base |= _entries(fixed)
+        trials, points = {}, []
+        for point, entries in _points(base):
+            points.append(point)
+            for seed in comparison.seeds:
+                source = f"{comparison.source}: {method} on {task}"
+                config, found = build_config(entries | _entries({"seed": str(seed)}), source)
+                warnings |= dict.fromkeys(f"{method} on {task}: {text}" for text in found)
+                about = (model, task, method, point, seed)
+                trials[point, seed] = _trial(about, config, model_hash(config.model), Path(comparison.output_dir))
+        if len(set(points)) < len(points):
+            raise UserError(f"{comparison.source}: {method}: a grid names one value twice")
+        groups.append(Group(model, task, method, tuple(points), trials))
+    return groups, list(warnings)
+
+
+def _trial(about: tuple[str, str, str, Point, int], config: TrainConfig, content: str | None, root: Path) -> Trial:
+    model, task, method, _, seed = about
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{task}-{method}-{seed}")[:80]
+    run = f"{name}-{settings_hash(config, content)}"
+    return Trial(*about, replace(config, output_dir=str(root / "runs" / run)), run)
+
+
+def settings_hash(config: TrainConfig, content: str | None) -> str:
+    """12 hex digits that change with every setting that changes a run's numbers. content: the model's hash."""
+    values = to_dict(config)
+    own = METHODS[config.method].section
+    flat = {key: value for key, value in values.items() if key not in sections()}
+    flat |= {f"{own}.{key}": value for key, value in values[own].items()}
+    told = {key: value for key, value in flat.items() if key not in NO_NUMBER and value != settings()[key].default}
+    told["model"] = content or config.model
+    text = json.dumps(told, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _entries(values: dict[str, str]) -> Entries:
+    return {key: LocatedNode(yaml.ScalarNode("tag:yaml.org,2002:str", value), "") for key, value in values.items()}
+
+
+DEFAULT_ENTRIES = _entries(DEFAULTS)
+
+
+def _points(entries: Entries) -> Iterator[tuple[Point, Entries]]:
+    """Every combination of the grids, in the order of the file."""
+    grids = {key: _items(key, entry.node) for key, entry in entries.items() if _is_grid(key, entry.node)}
+    for values in itertools.product(*grids.values()):
+        chosen = dict(zip(grids, values, strict=True))
+        point = tuple((key, _shown(node)) for key, node in chosen.items())
+        yield point, entries | {key: LocatedNode(node, entries[key].where) for key, node in chosen.items()}
+
+
+def _is_grid(key: str, node: yaml.Node) -> bool:
+    if not isinstance(node, yaml.SequenceNode) or key not in settings():
+        return False
+    return not takes_list(key) or any(isinstance(item, yaml.SequenceNode) for item in node.value)
+
+
+def _items(key: str, node: yaml.Node) -> list[yaml.Node]:
+    if not node.value:
+        raise UserError(f"{key}: an empty list is no grid; write a value, or leave the key out")
+    return list(node.value)
+
+
+def _shown(node: yaml.Node) -> str:
+    def plain(part: yaml.Node) -> Any:
+        return [plain(item) for item in part.value] if isinstance(part, yaml.SequenceNode) else str(part.value)
+
+    found = plain(node)
+    return found if isinstance(found, str) else json.dumps(found)

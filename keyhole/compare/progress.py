@@ -1,0 +1,75 @@
+"""What is seen of a comparison while it runs: on a terminal a bar with the run under way, elsewhere nothing but lines.
+
+A run prints nothing itself: its lines are in its run/log.txt.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from keyhole.machine.text import duration, printable
+from keyhole.training.display import Display, Entry
+
+
+class Quiet(Display):
+    """The display of a run inside a comparison: lines go to run/log.txt alone, steps to `watch`."""
+
+    def __init__(self, total: int, every: int, watch: Callable[[int, int], None]) -> None:
+        super().__init__(total, every)
+        self.watch = watch
+
+    def open(self, first_step: int) -> None:
+        self.began_s, self.first_step = time.monotonic(), first_step
+
+    def _print(self, text: str) -> None:
+        """Nothing: the comparison has the screen."""
+
+    def step(self, entry: Entry) -> None:
+        super().step(entry)
+        self.watch(entry["step"], self.total)
+
+
+class Progress:
+    """How many runs are finished, and on a terminal a bar with the steps of the one under way."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.finished, self.before = total, 0, 0
+        self.began_s: float | None = None
+        self.bar: Any = None
+
+    def __enter__(self) -> "Progress":
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            columns = (BarColumn(), TextColumn("{task.description}"))
+            self.bar = Bar(*columns, console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task("", total=None)
+            self.bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def begin(self, label: str) -> None:
+        """A run begins."""
+        if self.began_s is None:
+            self.began_s, self.before = time.monotonic(), self.finished
+        self.label = printable(label, 100)
+        if self.bar is not None:
+            self.bar.update(self.task, description=f"{self.finished + 1}/{self.total} {self.label}", total=None)
+
+    def step(self, step: int, total: int) -> None:
+        """A step of it is done."""
+        if self.bar is not None:
+            text = f"{self.finished + 1}/{self.total} {self.label}, step {step}/{total}"
+            self.bar.update(self.task, description=text, total=total, completed=step)
+
+    def count(self) -> str:
+        """`12/84, 1 h 3 min left`, for the line of a run that is over now."""
+        done, began_s = self.finished + 1, self.began_s or time.monotonic()
+        left_s = (time.monotonic() - began_s) / max(1, done - self.before) * (self.total - done)
+        return f"{done}/{self.total}" + (f", {duration(left_s)} left" if done < self.total else "")

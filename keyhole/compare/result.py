@@ -1,0 +1,148 @@
+"""A run as numbers, from its run/metrics.jsonl; results/<id>.json marks it as finished.
+
+    dev        the metric that chooses, at the chosen step: the best by dev, or the last
+    test       the metric that judges, of the weights of that step
+    seconds    of the training steps, evaluations and saves left out
+    curve      (step, seconds so far, dev, loss on dev) of every evaluation
+    losses     (step, seconds so far, mean training loss) in at most MOST_POINTS pieces
+
+A run that failed has `error` instead. Its kind says what happens to it next time: `refused` (a mistake in settings or
+data, NaN, no memory) would fail again and stays; `crash` is tried again.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from keyhole.compare.plan import Trial
+from keyhole.data import Data
+from keyhole.data.tasks.spec import LOWER_IS_BETTER
+from keyhole.disk.files import read_small, write_text
+from keyhole.training.metrics import Entry, is_test, read_metrics
+from keyhole.training.selection import Selection, SelectionSettings, value_of
+from keyhole.training.validation import Judge, common_metric
+
+MOST_POINTS = 200
+MOST_BYTES = 2**24
+REFUSED, CRASH = "refused", "crash"
+
+
+@dataclass
+class Result:
+    """What came of a run."""
+
+    id: str
+    model: str
+    task: str
+    method: str
+    point: list[list[str]]
+    seed: int
+    dev_metric: str = "loss"
+    test_metric: str | None = None
+    dev: float | None = None
+    test: float | None = None
+    best_step: int | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    gpu_gib: float | None = None
+    curve: list[list[float | None]] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+    tests: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    kind: str | None = None
+
+    @property
+    def grid(self) -> tuple[tuple[str, str], ...]:
+        """The values of the grid, as a plan has them."""
+        return tuple((key, value) for key, value in self.point)
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether less of a metric is better."""
+    return metric.endswith(("loss", *LOWER_IS_BETTER))
+
+
+def blank(trial: Trial) -> Result:
+    """A result without numbers."""
+    names = (trial.id, trial.model, trial.task, trial.method)
+    return Result(*names, [list(pair) for pair in trial.point], trial.seed)
+
+
+def summarise(trial: Trial, data: Data) -> Result:
+    """The numbers of a run that is over."""
+    judge, config = Judge(data.dev, data.test), trial.config
+    metric = config.metric_for_best_model or judge.metric or "loss"
+    entries = read_metrics(Path(config.output_dir) / "run" / "metrics.jsonl")
+    steps = [entry for entry in entries if "loss" in entry]
+    evaluations = [entry for entry in entries if "eval_loss" in entry]
+    seconds = _seconds_at(steps)
+    made = blank(trial)
+    made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
+    made.steps, made.seconds = len(steps), seconds.get(len(steps), 0.0)
+    made.tokens = sum(entry["tokens"] for entry in steps)
+    made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
+    made.curve = [[e["step"], seconds.get(e["step"], 0.0), value_of(e, metric), e["eval_loss"]] for e in evaluations]
+    made.losses = _pieces(steps, seconds)
+    made.best_step = _chosen_step(trial, evaluations, metric)
+    at = [entry for entry in evaluations if entry["step"] == made.best_step]
+    made.dev = value_of(at[0], metric) if at else None
+    for entry in (entry for entry in entries if is_test(entry) and entry["step"] == made.best_step):
+        made.tests = {name: value for name, value in entry.items() if name.startswith("test_")}
+        made.test = made.tests.get(f"test_{made.test_metric}")
+    return made
+
+
+def _seconds_at(steps: list[Entry]) -> dict[int, float]:
+    """Training seconds so far, by step."""
+    found, total = {}, 0.0
+    for entry in steps:
+        total += entry["seconds"] or 0.0
+        found[entry["step"]] = total
+    return found
+
+
+def _pieces(steps: list[Entry], seconds: dict[int, float]) -> list[list[float]]:
+    size = max(1, -(-len(steps) // MOST_POINTS))
+    groups = [steps[i : i + size] for i in range(0, len(steps), size)]
+    means = [[entry["loss"] for entry in group if entry["loss"] is not None] for group in groups]
+    return [
+        [group[-1]["step"], seconds[group[-1]["step"]], sum(losses) / len(losses)]
+        for group, losses in zip(groups, means, strict=True)
+        if losses
+    ]
+
+
+def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str) -> int | None:
+    if not evaluations:
+        return None
+    if not trial.config.load_best_model_at_end:
+        return evaluations[-1]["step"]
+    selection = Selection(SelectionSettings(best=True, metric=metric, greater=trial.config.greater_is_better))
+    for entry in evaluations:
+        if value_of(entry, metric) is not None:
+            selection.note(entry["step"], entry)
+    return next(iter(selection.best_steps()), evaluations[-1]["step"])
+
+
+def path_of(root: Path, run: str) -> Path:
+    """Where the result of a run lies."""
+    return root / "results" / f"{run}.json"
+
+
+def write_result(root: Path, result: Result) -> None:
+    """Marks a run as finished."""
+    path = path_of(root, result.id)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(asdict(result), indent=1) + "\n")
+
+
+def read_result(root: Path, run: str) -> Result | None:
+    """The result of a finished run; None where there is none that can be read."""
+    try:
+        content: dict[str, Any] = json.loads(read_small(path_of(root, run), MOST_BYTES))
+        known = {each.name for each in fields(Result)}
+        return Result(**{key: value for key, value in content.items() if key in known})
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return None

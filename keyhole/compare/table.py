@@ -1,0 +1,178 @@
+"""The table of a comparison: the best settings of each method by dev, then their test, mean and spread over seeds.
+
+    chosen    the point of the grid with the best dev metric: of the first seed, or in the mean over all seeds
+              (choose_by); of equal ones the first in the file. Runs that failed are no candidates
+    mean      of test over the seeds of that point           spread    its standard deviation (n - 1); none for one seed
+
+Test questions are never used to choose.
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from keyhole.compare.file import Comparison
+from keyhole.compare.plan import Group, Point
+from keyhole.compare.result import Result, lower_is_better
+from keyhole.training.validation import as_published
+
+ZERO_SHOT = "zero-shot"
+Results = Mapping[str, Result]  # by id
+
+
+@dataclass
+class Cell:
+    """One method on one task and model."""
+
+    model: str
+    task: str
+    method: str
+    chosen: Point | None = None
+    metric: str | None = None
+    mean: float | None = None
+    spread: float | None = None
+    dev_metric: str | None = None
+    dev_mean: float | None = None
+    seconds: float | None = None
+    gpu_gib: float | None = None
+    runs: list[Result] = field(default_factory=list)  # of the chosen point, one per seed
+    grid: list[Result] = field(default_factory=list)  # all that were run
+    missing: int = 0  # runs of the grid that are not done
+
+    @property
+    def errors(self) -> list[str]:
+        """What went wrong, each once."""
+        return list(dict.fromkeys(result.error for result in [*self.grid, *self.runs] if result.error))
+
+
+def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
+    """The point with the best dev metric; None where no run of it succeeded."""
+    asked = seeds[:1] if choose_by == "first-seed" else seeds
+    best: tuple[float, int] | None = None
+    for i, point in enumerate(group.points):
+        found = [results.get(group.trials[point, seed].id) for seed in asked]
+        values = [result.dev for result in found if result is not None and not result.error and result.dev is not None]
+        if len(values) < len(asked) or not all(map(math.isfinite, values)):
+            continue
+        metric = next(result.dev_metric for result in found if result is not None)
+        loss = statistics.fmean(values) * (1 if lower_is_better(metric) else -1)
+        best = min(best, (loss, i)) if best is not None else (loss, i)
+    return None if best is None else group.points[best[1]]
+
+
+def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
+    """The cell of a group, from what is done so far."""
+    seeds = comparison.seeds
+    cell = Cell(group.model, group.task, group.method, choose(group, seeds, results, comparison.choose_by))
+    cell.grid = [results[trial.id] for trial in group.trials.values() if trial.id in results]
+    first = [group.trials[point, seeds[0]] for point in group.points]
+    cell.missing = sum(trial.id not in results for trial in first)
+    if cell.chosen is None:
+        return cell
+    done = [results.get(group.trials[cell.chosen, seed].id) for seed in seeds]
+    cell.missing += sum(result is None for result in done[1:])
+    cell.runs = [result for result in done if result is not None]
+    return _filled(cell)
+
+
+def _filled(cell: Cell) -> Cell:
+    good = [result for result in cell.runs if not result.error]
+    tests = [result.test for result in good if result.test is not None]
+    devs = [result.dev for result in good if result.dev is not None]
+    sizes = [result.gpu_gib for result in good if result.gpu_gib is not None]
+    cell.metric = next((result.test_metric for result in good), None)
+    cell.dev_metric = next((result.dev_metric for result in good), None)
+    cell.mean = statistics.fmean(tests) if tests else None
+    cell.spread = statistics.stdev(tests) if len(tests) > 1 else None
+    cell.dev_mean = statistics.fmean(devs) if devs else None
+    cell.seconds = statistics.fmean(result.seconds for result in good) if good else None
+    cell.gpu_gib = max(sizes, default=None)
+    return cell
+
+
+def zero_shot_cell(result: Result) -> Cell:
+    """The model as it was, on one task."""
+    return _filled(Cell(result.model, result.task, ZERO_SHOT, (), runs=[result]))
+
+
+def number(metric: str | None, value: float | None) -> str:
+    """A value as it is published, without its name; a dash for none."""
+    if metric is None or value is None:
+        return "-"
+    return as_published(metric, value).removeprefix(f"{metric} ").removesuffix(" %")
+
+
+def shown(cell: Cell) -> str:
+    """`88.4 ± 0.3`, or why there is no number."""
+    if cell.mean is not None:
+        spread = "" if cell.spread is None else f" ± {number(cell.metric, cell.spread)}"
+        return number(cell.metric, cell.mean) + spread
+    if cell.missing:
+        return "..."
+    return "failed" if cell.errors else "-"
+
+
+def average(cells: Sequence[Cell]) -> str:
+    """The mean over tasks, where every one has a number and more of each is better; "" otherwise."""
+    if len(cells) < 2 or any(cell.mean is None or lower_is_better(cell.metric or "") for cell in cells):
+        return ""
+    return f"{100 * statistics.fmean(cell.mean for cell in cells if cell.mean is not None):.1f}"
+
+
+def point_text(point: Point | None) -> str:
+    """`learning_rate=1e-05, warmup_ratio=0.1`."""
+    return ", ".join(f"{key}={value}" for key, value in point or ()) or "-"
+
+
+def to_json(comparison: Comparison, cells: Sequence[Cell], environment: dict[str, Any]) -> str:
+    """table.json: every cell with all its runs."""
+    about = {"title": comparison.title, "source": comparison.source, "choose_by": comparison.choose_by}
+    about |= {"seeds": comparison.seeds, "models": comparison.models, "environment": environment}
+    rows = [asdict(cell) | {"errors": cell.errors} for cell in cells]
+    return json.dumps(about | {"cells": rows}, indent=1) + "\n"
+
+
+def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
+    """table.md: a table per model, then what was chosen, and what failed."""
+    parts = [f"# {_plain(comparison.title)}", ""]
+    for model in comparison.models:
+        own = [cell for cell in cells if cell.model == model]
+        tasks = list(dict.fromkeys(cell.task for cell in own))
+        parts += [
+            f"## {_plain(model)}",
+            "",
+            _line(["method", *tasks, "mean"]),
+            _line(["---"] + ["---:"] * (len(tasks) + 1)),
+        ]
+        for method in dict.fromkeys(cell.method for cell in own):
+            row = [cell for cell in own if cell.method == method]
+            parts.append(_line([method, *map(shown, row), average(row)]))
+        parts.append("")
+    parts += [_line(["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"])]
+    parts.append(_line(["---"] * 4 + ["---:"] * 5))
+    for cell in cells:
+        dev, test = number(cell.dev_metric, cell.dev_mean), shown(cell)
+        size = "-" if cell.gpu_gib is None else f"{cell.gpu_gib:.2f}"
+        seconds = "-" if cell.seconds is None else f"{cell.seconds:.1f}"
+        counts = f"{len({result.id for result in [*cell.grid, *cell.runs]})}"
+        parts.append(
+            _line([cell.model, cell.task, cell.method, point_text(cell.chosen), dev, test, seconds, size, counts])
+        )
+    parts += ["", f"Chosen by dev ({comparison.choose_by}); test: mean ± standard deviation over the seeds", ""]
+    for cell in cells:
+        for result in (result for result in cell.grid if result.error):
+            about = [cell.model, cell.task, cell.method, point_text(result.grid), f"seed {result.seed}"]
+            parts.append(f"- failed: {_plain(', '.join(about))}: {_plain(result.error or '')}")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_plain(cell) for cell in cells)} |"
+
+
+def _plain(text: str) -> str:
+    """Text that ends neither its line nor its cell."""
+    return " ".join(text.split()).replace("|", "\\|")
