@@ -8,6 +8,7 @@ directory. Tests that change a directory copy it first.
 import gc
 import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{a} + {a * a} = ", "completion": f"{a + a * a}"} for a in range(1, 25)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's curve is an empty file, but in tests with the mark `picture`: drawing costs more than a short run."""
+    if "keyhole.training.reports" in sys.modules and "picture" not in request.keywords:
+        draw = lambda metrics, picture, title: picture.write_bytes(b"") == 0  # noqa: E731
+        monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
 
 
 @pytest.fixture

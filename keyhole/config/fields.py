@@ -49,6 +49,7 @@ def doc_lines(cls: type) -> dict[str, str]:
     return docs
 
 
+@functools.cache
 def sections() -> dict[str, type]:
     """Section name -> dataclass, in the order of the schema."""
     hints = typing.get_type_hints(TrainConfig, include_extras=True)

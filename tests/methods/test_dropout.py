@@ -69,7 +69,7 @@ def test_streamed_equals_resident(name: str, method: str) -> None:
     for how in (None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 12}):
         model = load(name) if how is None else streamed(load(name), **how)
         opt = make(method, model, max_grad_norm=0.7)
-        found.append((train(opt, 0, 3), trained(opt)))
+        found.append((train(opt, 0, 2), trained(opt)))
     for losses, other in found[1:]:
         assert losses == found[0][0] and all(torch.equal(other[key], found[0][1][key]) for key in other)
 

@@ -20,6 +20,8 @@ from keyhole.training.tracker import NullTracker
 from tests.training.children import Child
 from tests.training.runs import Make, losses, metrics, same, weights
 
+pytestmark = pytest.mark.picture  # it is one of the files that a full disk does not take
+
 
 def test_a_disk_without_room_is_refused_at_the_start(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step, with both numbers."""

@@ -17,7 +17,7 @@ from tests.training.runs import Make, losses, metrics, weights
 def test_training_learns(make: Make, method: str) -> None:
     """Every method lowers the loss on a set it sees again and again."""
     rates = {"sgd": 0.1, "zo": 2e-3}
-    steps = 60 if method == "zo" else 20
+    steps = 40 if method == "zo" else 20
     config = make(method=method, learning_rate=rates.get(method, 3e-3), max_steps=steps, batch_size=8)
     assert train(config) == 0
     curve = losses(config)
@@ -52,6 +52,7 @@ def test_epochs_become_steps(make: Make) -> None:
     assert len(losses(config)) == 9
 
 
+@pytest.mark.picture
 def test_non_finite_loss_stops_the_run(make: Make) -> None:
     """A rate that blows the weights up: the step, the samples and the last good checkpoint are named."""
     config = make(method="sgd", learning_rate=1e12, save_steps=1, lr_scheduler_type="constant", warmup_ratio=0.0)

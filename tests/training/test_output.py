@@ -23,6 +23,7 @@ from keyhole.training.start import train
 from tests.training.runs import Make, metrics, same, weights
 
 
+@pytest.mark.picture
 def test_output_directory(make: Make, tiny_data: Path) -> None:
     """Everything is where the documentation says, and transformers loads the model, equal in all weights."""
     config = make(save_steps=2, eval_data=str(tiny_data), report_to="tensorboard")

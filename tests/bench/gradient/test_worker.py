@@ -5,15 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from keyhole.bench.gradient.report import product_flop
 from keyhole.bench.gradient.run import bench_gradient
 from keyhole.bench.gradient.trials import Trial, read_trials
+from keyhole.bench.gradient.worker import GradientWorker
+from keyhole.bench.process import run_cases
 from keyhole.bench.rows import TABLES
 from keyhole.bench.shapes import LLAMA, llama_config
 from keyhole.errors import UserError
+from keyhole.methods.baselines import galore
 
 QUICK = {"quick": True, "steps": 1, "warm_up": 1, "command": "test", "say": lambda line: None}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker process would only import everything again; tests/bench/test_process.py has workers."""
+    monkeypatch.setattr(galore, "projector", galore.projector)  # a trial may change it for the rest of its process
+    worker = lambda module, receive, job, cases, say: run_cases(GradientWorker, receive, job, cases)  # noqa: E731
+    monkeypatch.setattr("keyhole.bench.gradient.run.run_apart", worker)
 
 
 def run(table: Path, out: Path, only: str = "") -> tuple[dict[str, dict[str, Any]], str]:
@@ -25,10 +37,21 @@ def run(table: Path, out: Path, only: str = "") -> tuple[dict[str, dict[str, Any
     return {r["name"]: r for r in records}, next(out.glob("*.md")).read_text()
 
 
+def shortened(table: str, directory: Path, names: list[str] | None = None, **quick: Any) -> Path:
+    """A shipped table with these trials alone, and other changes for a quick run."""
+    found = yaml.safe_load((TABLES / table).read_text())
+    found["trials"] = [trial for trial in found["trials"] if names is None or trial["name"] in names]
+    path = directory / table
+    path.write_text(yaml.safe_dump(found | {"quick": found["quick"] | quick}))
+    return path
+
+
 @pytest.mark.slow
 def test_lomo_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
     """Streamed losses are the resident ones."""
-    records, page = run(TABLES / "lomo.yaml", tmp_path, "lomo compiled")
+    records, page = run(
+        shortened("lomo.yaml", tmp_path, ["7B lomo compiled", "7B lomo compiled streamed 4GiB"]), tmp_path
+    )
     compared = [r for r in records.values() if r["case"]["compare"]]
     assert len(compared) == 1
     for record in compared:
@@ -39,8 +62,9 @@ def test_lomo_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_lsp_s_trials_run_on_tiny_shapes(tmp_path: Path) -> None:
-    """The first ones are those that matter, and the host's part of a step is in the record."""
-    records, page = run(TABLES / "lsp.yaml", tmp_path, "7B")
+    """The first ones are those that matter, and the host's part of a step is in the record. Blocks are not compiled
+    here: LOMO's trials are."""
+    records, page = run(shortened("lsp.yaml", tmp_path, compile=False), tmp_path, "7B")
     assert next(iter(records)) == "7B native adamw"
     on_host = records["7B lsp d=2048 cpu compiled"]
     assert all(on_host["parts"][f"{part}_s"] > 0 for part in ("forward", "reverse", "update", "layer_update"))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.demo.train import settings_of, start
 from keyhole.methods.lsp.gradient_buffers import view_in
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
@@ -26,10 +27,10 @@ def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip:
     model = load(name)
     train(
         LSP(model, d=256, weight_decay=0.1, weight_decay_on="all", max_grad_norm=clip, optimizer_on=where, eps=EPS),
-        5,
+        3,
         micro,
     )
-    expected = torch_adamw(name, 5, micro, clip)
+    expected = torch_adamw(name, 3, micro, clip)
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
@@ -54,8 +55,8 @@ def test_through_identity_projectors_it_is_adamw() -> None:
     rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
     rule = UpdateRule(rule, WeightDecay(0.1), max_grad_norm=None, rounding="stochastic", seed=0)
     opt.updates = SubspaceUpdates(model, opt.units, set(opt.units), rule)
-    train(opt, 8, 2)
-    expected = torch_adamw("llama", 8, 2, None)
+    train(opt, 4, 2)
+    expected = torch_adamw("llama", 4, 2, None)
     assert sum(target.p is not None for target in opt.targets.values()) == 21
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
@@ -66,12 +67,13 @@ CASES += [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None), ("qwen2
 
 @pytest.mark.parametrize("name, where, clip", CASES)
 def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> None:
-    """Losses and weights, to the bit, with two micro-batches and projectors that change in the last step."""
+    """Losses and weights, to the bit, with two micro-batches; in six families with projectors that are learned, and
+    change in the last step."""
     resident = load(name)
-    runs, other, steps = [], streamed(resident, slot_count=2), 3 if name in SIX else 2
+    runs, other = [], streamed(resident, slot_count=2)
     for model in (resident, other):
-        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, **SMALL | {"check_freq": steps - 1})
-        runs.append((train(opt, steps, 2), weights(model), float(opt.norm)))
+        opt = LSP(model, optimizer_on=where, max_grad_norm=clip, learn=name in SIX, **SOON)
+        runs.append((train(opt, 3 if name in SIX else 2, 2), weights(model), float(opt.norm)))
         opt.close()
     assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])
@@ -84,7 +86,7 @@ def test_host_and_device_take_the_same_steps(kind: str, clip: float | None) -> N
     for where in ("gpu", "cpu"):
         model = load()
         opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
-        train(opt, 5, 2)
+        train(opt, 4, 2)
         found.append(weights(model))
         norms.append(float(opt.norm))
     assert all(close(found[1][key], found[0][key], 1e-5) for key in found[0])
@@ -140,9 +142,16 @@ def test_it_learns_in_a_subspace() -> None:
     """On a batch it sees again and again the loss falls, though a quarter of the numbers is trained."""
     model = load()
     opt = LSP(model, 1e-2, **SMALL)
-    losses = [float(opt.step(batch())) for _ in range(30)]
-    assert losses[-1] < 0.6 * losses[0]
+    losses = [float(opt.step(batch())) for _ in range(20)]
+    assert losses[-1] < 0.7 * losses[0]
     assert sum(target.numel for target in opt.targets.values() if target.p is not None) < 30_720 / 4
+
+
+def test_the_demo_trains_a_seventh_of_the_numbers() -> None:
+    """With the settings of its row (tests/demo/test_run.py says how well)."""
+    _, opt = start("lsp", settings_of("lsp"), seed=0, device="cpu")
+    low = [target for target in opt.targets.values() if target.p is not None]
+    assert sum(p.numel for p in low) < sum(p.tensor.shape.numel() for p in low) / 6
 
 
 @pytest.mark.parametrize("where", ["gpu", "cpu"])
@@ -170,7 +179,7 @@ def test_compiled_blocks() -> None:
         found = []
         for compiled in (False, IN_PLACE):
             model = load()
-            train(LSP(model, compile=compiled, learn=False, **SMALL), 3, micro)
+            train(LSP(model, compile=compiled, learn=False, **SMALL), 2, micro)
             found.append(weights(model))
         assert all(close(found[1][key], found[0][key], 1e-4) for key in found[0])
 

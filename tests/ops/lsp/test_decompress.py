@@ -26,12 +26,12 @@ def problem(
     return w_mn.to(device), delta_dd.to(device), p.to(device), q.to(device)
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 2),
-    m=st.integers(1, 150),
-    n=st.integers(1, 200),
-    d=st.integers(1, 150),
+    m=st.integers(1, 80),
+    n=st.integers(1, 80),
+    d=st.integers(1, 80),
     r=st.integers(1, 12),
     kernel=st.booleans(),
 )
@@ -60,14 +60,13 @@ def test_identity_reproduces_the_gradient(kernel_device: torch.device, choice: s
     assert torch.equal(w_mn, grad_mn)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in sorted(KINDS)), ("runs", torch.float16)])
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_stochastic_rounding_is_by_element(
     kernel_device: torch.device, kind: str, dtype: torch.dtype, choice: str
 ) -> None:
     """The stored values are the float32 result rounded with the bits of their place; changes are counted."""
-    w_mn, delta_dd, p, q = problem((kind, kind), 150, 140, 32, 4, kernel_device)
+    w_mn, delta_dd, p, q = problem((kind, kind), 70, 140, 32, 4, kernel_device)
     w_mn = w_mn.to(dtype)
     exact_mn, before_mn = w_mn.float(), w_mn.clone()
     changed = torch.zeros((), dtype=torch.int64, device=kernel_device)
@@ -76,7 +75,7 @@ def test_stochastic_rounding_is_by_element(
         decompress_add_(
             w_mn, delta_dd, p, q, 1e-3, rounding="stochastic", offset=OFFSET, seed=SEED, step=STEP, changed=changed
         )
-    bits = bits2d_reference(150, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
+    bits = bits2d_reference(70, 140, offset=OFFSET, seed=SEED, step=STEP, device=torch.device("cpu"))
     assert torch.equal(w_mn.cpu(), stochastic_round_reference(exact_mn.cpu(), bits, dtype))
     assert changed == (w_mn != before_mn).sum()
 
