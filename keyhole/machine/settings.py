@@ -9,6 +9,7 @@ If somebody else has changed the setting meanwhile, that value stays: it is no l
 docs/process.md lists the settings.
 """
 
+import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -83,17 +84,20 @@ def memory_fraction(device: Any) -> Setting:
 
 @cache
 def allocator() -> Setting:
-    """PYTORCH_ALLOC_CONF. Memory that was reserved under one value stays as it is under the next."""
+    """PYTORCH_ALLOC_CONF. Memory that was reserved under one value stays as it is under the next. PyTorch before 2.13
+    does not say which value it has: there it is the environment's until we change it."""
     import torch
 
-    write = torch._C._accelerator_setAllocatorSettings
+    write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
+    known = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""]
 
     def write_all(text: str) -> None:
         if SEGMENTS not in text:  # what a text does not mention stays as it was, so it is mentioned first
             write(_joined(text, f"{SEGMENTS}:False"))
         write(text)
+        known[0] = text
 
-    return Setting(torch._C._accelerator_getAllocatorSettings, write_all)
+    return Setting(getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: known[0]), write_all)
 
 
 @cache

@@ -191,3 +191,20 @@ def test_a_budget_goes_with_its_model() -> None:
     models.clear()
     assert share(device) == pytest.approx(before[0]) and said() == before[1]
     torch.ones(2**20, device=device).add_(1)  # the allocator still works
+
+
+def test_a_torch_that_does_not_tell_its_allocator_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expandable segments go on beside the user's own text, and off again; the text of the environment counts."""
+    written: list[str] = []
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", written.append, raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    settings.allocator.cache_clear()
+    try:
+        changes = settings.Changes()
+        settings.expandable_segments(changes)
+        assert written == ["max_split_size_mb:64,expandable_segments:True"]
+        changes.put_back()
+        assert written[-2:] == ["max_split_size_mb:64,expandable_segments:False", "max_split_size_mb:64"]
+    finally:
+        settings.allocator.cache_clear()
