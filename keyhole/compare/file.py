@@ -20,6 +20,7 @@ On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` repl
 names and commas; any setting of a run holds for all runs.
 """
 
+import shlex
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -56,6 +57,12 @@ class Comparison:
     common: Entries = field(default_factory=dict)
     overrides: Entries = field(default_factory=dict)
     choose_by: str = CHOOSE_BY[0]
+    words: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """What was typed."""
+        return shlex.join(["keyhole", "compare", self.source, *self.words])
 
 
 def comparisons() -> dict[str, Path]:
@@ -91,6 +98,7 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         else:
             inside = "; a setting of all runs stands under `common`" if name in settings() else nearest(name, KEYS)
             faults.append(Finding(name, f"unknown key{inside}; a comparison has {', '.join(KEYS)}", where))
+    words = tuple(words)
     overrides: Entries = {}
     picked: dict[str, str] = {}
     for word in words:
@@ -110,6 +118,7 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
         common=_settings(nodes.get("common"), faults),
         overrides=overrides,
         choose_by=picked.get("choose_by") or _text(nodes, "choose_by", faults) or CHOOSE_BY[0],
+        words=words,
     )
     if made.choose_by not in CHOOSE_BY:
         faults.append(Finding("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}"))

@@ -43,7 +43,7 @@ def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, env
 
 
 def _header(comparison: Comparison, cells: Sequence[Cell]) -> str:
-    done = {result.id for cell in cells for result in (*cell.grid, *cell.runs)}
+    done = {result.id for cell in cells for result in cell.grid}
     missing = sum(cell.missing for cell in cells)
     spent = {result.id: result.seconds for cell in cells for result in (*cell.grid, *cell.runs)}
     facts = [
@@ -221,12 +221,13 @@ def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, enviro
     choice = "the first seed" if comparison.choose_by == "first-seed" else "the mean of all seeds"
     return (
         f"<section><h3>How it was run</h3><p>Of each grid the settings with the best dev metric are taken, by "
-        f"{choice}; then the other seeds are run. Test is that of the best step by dev, unless load_best_model_at_end is false. "
+        f"{choice}; then the other seeds are run. Test is that of the best step by dev, unless "
+        "load_best_model_at_end is false. "
         "A band reaches from the lowest seed to the highest; ± is the standard deviation. Time is that of the training "
         "steps, without evaluations.</p><details><summary>Settings</summary><div class='scroll'><table class='small'>"
         f"<tbody>{rows}</tbody></table></div></details>"
         f"<p class='note'>{escape(machine)}.<br>{escape(versions)}.</p>"
-        f"<pre>keyhole compare {escape(comparison.source)}</pre></section>"
+        f"<pre>{escape(comparison.command)}</pre></section>"
     )
 
 

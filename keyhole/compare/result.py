@@ -85,7 +85,7 @@ def summarise(trial: Trial, data: Data) -> Result:
     made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
     made.curve = [[e["step"], seconds.get(e["step"], 0.0), value_of(e, metric), e["eval_loss"]] for e in evaluations]
     made.losses = _pieces(steps, seconds)
-    made.best_step = _chosen_step(trial, evaluations, metric)
+    made.best_step = _chosen_step(trial, evaluations, metric, steps[-1]["step"] if steps else None)
     at = [entry for entry in evaluations if entry["step"] == made.best_step]
     made.dev = value_of(at[0], metric) if at else None
     for entry in (entry for entry in entries if is_test(entry) and entry["step"] == made.best_step):
@@ -114,9 +114,9 @@ def _pieces(steps: list[Entry], seconds: dict[int, float]) -> list[list[float]]:
     ]
 
 
-def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str) -> int | None:
+def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int | None) -> int | None:
     if not evaluations:
-        return None
+        return last
     if not trial.config.load_best_model_at_end:
         return evaluations[-1]["step"]
     selection = Selection(SelectionSettings(best=True, metric=metric, greater=trial.config.greater_is_better))

@@ -30,7 +30,8 @@ td b{font-size:16px;font-weight:600}td i{font-style:normal;color:var(--soft);fon
 .mean{font-weight:600}.none{color:var(--soft)}.untrained th,.untrained td{color:var(--soft)}
 .warn{display:inline-block;width:16px;height:16px;line-height:16px;border-radius:50%;text-align:center;font-size:11px;
 font-weight:700;background:#cc3f55;color:#fff;margin-left:6px}
-.bar{display:block;height:4px;border-radius:2px;background:var(--line);margin-top:6px;min-width:76px}
+.bar{display:block;height:4px;border-radius:2px;background:var(--line);margin:6px 0 0 auto;width:100%;
+min-width:76px;max-width:150px}
 .bar span{display:block;height:100%;border-radius:2px;background:var(--soft)}
 .dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:9px;background:var(--line)}
 .small th,.small td{padding:6px 12px;font-size:13px}

@@ -51,6 +51,9 @@ class Cell:
 def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
     """The point with the best dev metric; None where no run of it succeeded."""
     asked = seeds[:1] if choose_by == "first-seed" else seeds
+    if len(group.points) == 1:  # nothing to choose: dev may be missing
+        only = [results.get(group.trials[group.points[0], seed].id) for seed in asked]
+        return group.points[0] if any(result is not None and not result.error for result in only) else None
     best: tuple[float, int] | None = None
     for i, point in enumerate(group.points):
         found = [results.get(group.trials[point, seed].id) for seed in asked]
@@ -141,15 +144,12 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
         tasks = list(dict.fromkeys(cell.task for cell in own))
-        parts += [
-            f"## {_plain(model)}",
-            "",
-            _line(["method", *tasks, "mean"]),
-            _line(["---"] + ["---:"] * (len(tasks) + 1)),
-        ]
+        columns = [*tasks, "mean"] if len(tasks) > 1 else tasks
+        parts += [f"## {_plain(model)}", "", _line(["method", *columns])]
+        parts.append(_line(["---", *["---:"] * len(columns)]))
         for method in dict.fromkeys(cell.method for cell in own):
             row = [cell for cell in own if cell.method == method]
-            parts.append(_line([method, *map(shown, row), average(row)]))
+            parts.append(_line([method, *map(shown, row), *([average(row)] if len(tasks) > 1 else [])]))
         parts.append("")
     parts += [_line(["model", "task", "method", "chosen", "dev", "test", "seconds", "GPU GiB", "runs"])]
     parts.append(_line(["---"] * 4 + ["---:"] * 5))

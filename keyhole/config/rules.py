@@ -85,6 +85,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     if config.min_lr_ratio and config.lr_scheduler_type != "cosine_with_min_lr":
         yield Finding("min_lr_ratio", f"has no effect: lr_scheduler_type is {config.lr_scheduler_type}")
     unread = OF_FILES if config.task is not None else OF_TASKS
+    unread = () if config.task is None and config.test_task is not None else unread
     for key in (key for key in unread if getattr(config, key) != settings()[key].default):
         yield Finding(key, f"has no effect: {'task is' if config.task is not None else 'no task is'} set")
     row = METHODS[config.method]

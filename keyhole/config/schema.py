@@ -50,6 +50,8 @@ class RunConfig:
     """Held-out data, same forms as train_data; null = no evaluation."""
     task: str | list[str] | None = None
     """Public task by name (sst2, rte, ...), or a task file, or a list: instead of train_data. See docs/tasks.md."""
+    test_task: str | list[str] | None = None
+    """Further tasks that judge the trained model, such as humaneval, without rows to train on; null = none."""
     task_data: str | None = None
     """Directory with a folder of files for each task; null = the hub, through `datasets`."""
     task_splits: dict[str, str] | None = None

@@ -29,7 +29,7 @@ from keyhole.data.settings import DataSettings, PrepareSettings
 from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.preview import preview_task
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.run import load_tasks
+from keyhole.data.tasks.run import load_tasks, load_test_tasks
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import read_tokenizer
 
@@ -64,11 +64,13 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     tokenizer = tokenizer or load_tokenizer(settings.model)
     known = _model_config(settings.model)
     tasks = load_tasks(settings, tokenizer, known) if settings.task else None
+    further = load_test_tasks(settings)
     if tasks is not None:
         train, report = tasks.train, [*tasks.report, *_step_lines(settings, len(tasks.train))]
     else:
         train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
         report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
+    report += [f"test: task {task.name}: {task.about} ({task.fingerprint})" for task in further]
     about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
     loader = Loader(
         train,
@@ -81,13 +83,14 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     batches = EvalBatches(None, settings.batch_size)
     if tasks is not None:
         batches = EvalBatches(tasks.held_out, settings.batch_size, padding_multiple(tasks.held_out, known))
-        return Data(loader, batches, report, train.end_token_ids, dev=tasks.dev, test=tasks.test)
+        test = (*tasks.test, *further)
+        return Data(loader, batches, report, train.end_token_ids, dev=tasks.dev, test=test)
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
         report += [f"eval:  {line}" for line in lines]
         batches = EvalBatches(held_out, settings.batch_size, padding_multiple(held_out, known))
-    return Data(loader, batches, report, train.end_token_ids, train.chat_template)
+    return Data(loader, batches, report, train.end_token_ids, train.chat_template, test=further)
 
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:

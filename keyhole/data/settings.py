@@ -98,6 +98,7 @@ class DataSettings(PrepareSettings):
     gradient_accumulation_steps: int = 1
     seed: int = 0
     task: str | list[str] | None = None
+    test_task: str | list[str] | None = None
     task_data: str | None = None
     task_splits: dict[str, str] | None = None
     num_train: int | None = 1000

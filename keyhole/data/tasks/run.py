@@ -47,6 +47,14 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     return TaskData(data, held_out, train, dev, test, report)
 
 
+def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
+    """The tasks that only judge (test_task)."""
+    names = [settings.test_task] if isinstance(settings.test_task, str) else list(settings.test_task or ())
+    numbers = Numbers(test=settings.num_eval, seed=settings.seed)
+    how = {"training": False}
+    return tuple(load_task(name, settings.task_data, numbers, settings.task_splits, **how)["test"] for name in names)
+
+
 def _lines(drawn: dict[str, Task]) -> list[str]:
     spec = drawn["train"].spec
     parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
