@@ -51,6 +51,16 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("loss", f"{config.loss} needs a task with candidates; set task, or loss=tokens")
     if config.packing and config.loss == "candidates":
         yield Finding("packing", "does not go with loss=candidates: a row is one candidate; set packing=false")
+    if config.head is not None:
+        if config.task is None:
+            yield Finding("head", f"{config.head} needs the labels of a task; set task, or head=null")
+        for key, usual in {"loss": "tokens", "packing": False, "train_end_token": None}.items():
+            if getattr(config, key) != usual:
+                yield Finding(key, f"has no meaning with head={config.head}; leave it out, or set head=null")
+        if (config.metric_for_best_model or "").endswith("perplexity"):
+            yield Finding("metric_for_best_model", f"a model with head={config.head} has no perplexity; use loss")
+    elif config.num_labels is not None:
+        yield Finding("num_labels", "is set but head is not; set head=classification, or num_labels=null")
     if config.eval_steps is not None and config.eval_data is None and config.task is None:
         yield Finding("eval_steps", "is set but eval_data is not; set eval_data or task, or eval_steps=null")
     for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):

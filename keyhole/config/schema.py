@@ -64,6 +64,10 @@ class RunConfig:
     """Questions of each task to be judged by, the same for every seed; null = all."""
     loss: Literal["tokens", "candidates"] = "tokens"
     """tokens = of the right answer; candidates = choosing it, by mean log-likelihood (MeZO's; tasks with a choice)."""
+    head: Literal["classification"] | None = None
+    """classification = each text of a task gets a label, by a head on an encoder or decoder; null = as the model."""
+    num_labels: Count | None = None
+    """Labels of the head, or 1 for a number (regression); null = as many as the task has."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and of the arithmetic; null = that of the model's files, if method and device can use it."""
     wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None

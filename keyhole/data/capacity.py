@@ -9,6 +9,8 @@ the model has never been trained.
     a table                     no rope_parameters, and a matrix of L rows (OPT: L + 2) named after positions;
                                 the module is built for this question (no memory, skeleton.py), and only when a
                                 text is longer than L
+    a classifier                its position table, without the rows before the first token (RoBERTa's begin behind
+                                the padding's)
     rows of the embedding       vocab_size; a tokenizer may be smaller, or larger with tokens that no text has,
                                 so the ids that occur are compared, not the sizes
 
@@ -19,9 +21,13 @@ table whole rows have to fit; and a batch is not rounded up to 8 where that woul
 from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from keyhole.data.dataset import Dataset
 from keyhole.errors import UserError
+from keyhole.model.classification import text_positions
+from keyhole.model.structure.skeleton import build, is_classifier
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 TABLE_WORDS = ("pos", "wpe")
@@ -31,7 +37,8 @@ def context_length(config: Any) -> int | None:
     """The longest text the model is made for, where its HF config says so."""
     text = config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in POSITIONS)
-    return next((length for length in found if isinstance(length, int) and length > 0), None)
+    length = next((length for length in found if isinstance(length, int) and length > 0), None)
+    return (text_positions(_built(config)) or length) if length is not None and is_classifier(config) else length
 
 
 def has_table(config: Any, module: Any = None) -> bool:
@@ -41,17 +48,16 @@ def has_table(config: Any, module: Any = None) -> bool:
         return False
     if getattr(text, POSITIONS[0], None) is None and getattr(text, "max_seq_len", None):
         return True  # MPT: biases for max_seq_len distances, made anew at every call
-    if module is None:
-        import torch
-
-        from keyhole.model.structure.skeleton import build
-
-        module = build(config, torch.float32)
+    module = _built(config) if module is None else module
     return any(
         tensor.ndim == 2 and length <= len(tensor) <= length + 2 and any(word in name for word in TABLE_WORDS)
         for tensors in (module.named_parameters(), module.named_buffers())
         for name, tensor in tensors
     )
+
+
+def _built(config: Any) -> nn.Module:
+    return build(config, torch.float32)
 
 
 def embedding_rows(config: Any) -> int | None:

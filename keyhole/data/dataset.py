@@ -10,6 +10,9 @@ for:
                        nothing is predicted from one sample into the next
     row.position_ids   0, 1, 2, ... from the beginning of every sample (packed rows only)
 
+A data set of a *classifier* has a number per sample (a label, or the value of a regression), no trained token, and
+types of tokens where the model knows them (1 byte per token).
+
 A data set of *questions* has a row per question, and in it a sample per candidate, of which one is right. Such a row
 is not one text: the loader asks for its samples, and as a single sample it is its right candidate.
 
@@ -30,11 +33,13 @@ IGNORED = -100
 
 
 class Sample(NamedTuple):
-    """One row. `position_ids` is None unless rows are packed."""
+    """One row. `position_ids` is None unless rows are packed; `target` unless the row is classified."""
 
     input_ids: list[int]
     labels: list[int]
     position_ids: list[int] | None = None
+    token_type_ids: list[int] | None = None
+    target: int | float | None = None
 
 
 class Cut(NamedTuple):
@@ -93,6 +98,8 @@ class Dataset(Sequence[Sample]):
         lengths: Sequence[int] | None = None,
         rows: Sequence[list[int]] | None = None,
         questions: tuple[list[list[int]], list[int]] | None = None,
+        targets: Sequence[int | float] | None = None,
+        types: Sequence[list[int]] | None = None,
         sources: Sequence[int] = (),
         report: Report | None = None,
         where: Sequence[str] | None = None,
@@ -103,8 +110,8 @@ class Dataset(Sequence[Sample]):
     ) -> None:
         """ids and trained: an array per sample, or one of all samples together with their lengths. rows: the samples
         of each packed row; None gives every sample a row of its own. questions: the samples of each question, and which
-        of them is right. sources: from which source a sample came. chat_template: that of the chats, where it is not
-        the tokenizer's."""
+        of them is right. targets, types: of each sample, for a classifier. sources: from which source a sample came.
+        chat_template: that of the chats, where it is not the tokenizer's."""
         if lengths is None:
             lengths = [len(x) for x in ids]
             ids = np.concatenate([*ids, np.zeros(0, dtype=np.int32)]).astype(np.int32)
@@ -117,6 +124,8 @@ class Dataset(Sequence[Sample]):
         self.right: list[int] | None = None  # of a question's samples
         if questions is not None:
             self.rows, self.right = questions
+        self.targets = None if targets is None else list(targets)
+        self.types = None if types is None else np.array([kind for row in types for kind in row], dtype=np.uint8)
         self.sources = sources
         self.report = report or Report()
         self.where = where or [f"sample {i + 1}" for i in range(len(self.lengths))]
@@ -140,7 +149,10 @@ class Dataset(Sequence[Sample]):
         trained = [flag for part in parts for flag in self.trained[part].tolist()]
         labels = [token if flag else IGNORED for token, flag in zip(ids, trained, strict=True)]
         positions = [t for i in samples for t in range(self.lengths[i])] if self.packed else None
-        return Sample(ids, labels, positions)
+        if self.targets is None:
+            return Sample(ids, labels, positions)
+        types = None if self.types is None else self.types[parts[0]].tolist()
+        return Sample(ids, labels, positions, types, self.targets[samples[0]])
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[i] for i in range(len(self)))
@@ -161,10 +173,11 @@ class Dataset(Sequence[Sample]):
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that change with any token, mask, boundary, row or right answer, and with packing."""
+        """32 hex digits that change with any token, type, mask, boundary, row, label or right answer, and packing."""
         digest = hashlib.blake2b(bytes([self.packed]), digest_size=16)
         rows = np.array([i for row in self.rows for i in (*row, -1)], dtype=np.int64)
         right = [] if self.right is None else [np.array(self.right, dtype=np.int64)]
-        for part in (self.starts, self.ids, self.trained, rows, *right):
+        kinds = [np.array(part) for part in (self.targets, self.types) if part is not None]
+        for part in (self.starts, self.ids, self.trained, rows, *right, *kinds):
             digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()

@@ -19,6 +19,7 @@ is trained on and nobody sees.
 
 Rows that are questions become batches with all their candidates as rows, question by question, and two more tensors
 [rows]: `question` (0, 0, 1, 1, ...) and `answer` (1 for the right candidate). batch_size counts questions.
+Rows of a classifier have one number each in `labels` [rows], and token_type_ids where the model knows them.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
 
 
 def collate(samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = 8) -> Batch:
-    """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU."""
+    """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU; of a classifier, labels are [B]."""
     longest = max(len(s.input_ids) for s in samples)
     width = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
 
@@ -59,7 +60,12 @@ def collate(samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = 
         return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int64)
 
     batch = {"input_ids": padded([s.input_ids for s in samples], pad_token_id)}
-    batch["labels"] = padded([s.labels for s in samples], IGNORED)
+    if samples[0].target is None:
+        batch["labels"] = padded([s.labels for s in samples], IGNORED)
+    else:
+        batch["labels"] = torch.tensor([s.target for s in samples])
+    if samples[0].token_type_ids is not None:
+        batch["token_type_ids"] = padded([s.token_type_ids for s in samples], 0)
     if samples[0].position_ids is None:
         batch["attention_mask"] = padded([[1] * len(s.input_ids) for s in samples], 0)
     else:

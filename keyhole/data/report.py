@@ -39,6 +39,7 @@ class Report:
     train_on: str = "answers"
     mixture: str = ""
     cached: str = ""  # the file that the tokens were read from
+    labels: str = ""  # of a classifier's rows: how many of each
 
     def lines(self) -> list[str]:
         """The counts, the losses last; what did not happen is not mentioned."""
@@ -47,10 +48,10 @@ class Report:
         out += [f"... and {len(files) - MOST_FILES} more files"] if len(files) > MOST_FILES else []
         out += [f"template: {self.template}"] if self.template else []
         share = _percent(self.trained_tokens, self.tokens)
+        trained = f"{self.trained_tokens:,} trained on ({share}, train_on={self.train_on})"
         out.append(
             f"{self.samples:,} samples of {self.read:,} rows read, "
-            f"{self.tokens:,} tokens (longest sample {self.longest:,}), "
-            f"{self.trained_tokens:,} trained on ({share}, train_on={self.train_on})"
+            f"{self.tokens:,} tokens (longest sample {self.longest:,}), {self.labels or trained}"
         )
         out += ["only the first rows were read; `keyhole train --dry-run` counts all of them"] if self.partial else []
         out += [self.mixture] if self.mixture else []
@@ -66,7 +67,9 @@ class Report:
 
     def _losses(self) -> list[str]:
         out, limit = [], f"max_length={self.max_length}"
-        if self.truncated:
+        if self.truncated and self.labels:
+            out.append(f"truncated to {limit}: {self.truncated:,} samples")
+        elif self.truncated:
             whole = self.trained_tokens + self.cut_trained_tokens
             prompts = f", {self.cut_prompts:,} of them at the beginning of the prompt" if self.cut_prompts else ""
             out.append(

@@ -26,18 +26,23 @@ from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
+from keyhole.data.tasks.classify import check_settings
 from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.preview import preview_task
+from keyhole.data.tasks.labels import class_names
+from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import load_tasks, load_test_tasks
 from keyhole.errors import UserError
+from keyhole.model.structure.skeleton import is_classifier, read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
 
 
 @dataclass(frozen=True)
 class Data:
     """Everything a run needs to know about its data. chat_template: the one to save with the model; None: its own.
-    dev, test: the questions of each task, where the run has tasks; eval has the right answers of dev then."""
+    dev, test: the questions of each task, where the run has tasks; eval has the right answers of dev then.
+    labels: names of a classifier's labels."""
 
     train: Loader
     eval: EvalBatches
@@ -46,12 +51,17 @@ class Data:
     chat_template: str | None = None
     dev: tuple[Task, ...] = ()
     test: tuple[Task, ...] = ()
+    labels: tuple[str, ...] = ()
 
 
 def load_tokenizer(model: str) -> Any:
     """The tokenizer that lies with a model."""
+    read_config(locate(model, MODEL))  # says so in plain words when there is no model at all
+    return _tokenizer(model)
+
+
+def _tokenizer(model: str) -> Any:
     model = locate(model, MODEL)
-    _model_config(model)  # says so in plain words when there is no model at all
     tokenizer = read_tokenizer(model)
     if tokenizer is None:
         raise UserError(f"model: {model} has no tokenizer; copy its tokenizer files in")
@@ -61,8 +71,8 @@ def load_tokenizer(model: str) -> Any:
 def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     """Loaders and report. tokenizer: None takes the model's."""
     settings = replace(settings, template_date=settings.day.isoformat())  # one day, whenever midnight is
-    tokenizer = tokenizer or load_tokenizer(settings.model)
-    known = _model_config(settings.model)
+    known = _model_config(settings)
+    tokenizer = tokenizer or _tokenizer(settings.model)
     tasks = load_tasks(settings, tokenizer, known) if settings.task else None
     further = load_test_tasks(settings)
     if tasks is not None:
@@ -72,6 +82,8 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
     report += [f"test: task {task.name}: {task.about} ({task.fingerprint})" for task in further]
     about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
+    if tasks is not None and tasks.labels:
+        about |= {"labels": list(tasks.labels), "pad_token_id": train.pad_token_id}
     loader = Loader(
         train,
         settings.batch_size,
@@ -84,7 +96,7 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     if tasks is not None:
         batches = EvalBatches(tasks.held_out, settings.batch_size, padding_multiple(tasks.held_out, known))
         test = (*tasks.test, *further)
-        return Data(loader, batches, report, train.end_token_ids, dev=tasks.dev, test=test)
+        return Data(loader, batches, report, train.end_token_ids, None, tasks.dev, test, tasks.labels)
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
@@ -95,10 +107,12 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:
     """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads no more than these."""
-    tokenizer = load_tokenizer(settings.model)
-    known = _model_config(settings.model)
+    known = _model_config(settings)
+    tokenizer = _tokenizer(settings.model)
     if settings.task:
         tasks = load_tasks(settings, tokenizer, known)
+        if tasks.labels:
+            return "\n".join([*tasks.report, "", preview_classes(tasks.train, tokenizer, tasks.labels, count)])
         encoder = Encoder(tokenizer, settings.max_length, "drop" if settings.overlong == "drop" else "truncate")
         how = {"color": color, "end": settings.train_end_token}
         shown = [preview_task(task, tokenizer, encoder, count, **how) for task in tasks.drawn]
@@ -107,10 +121,16 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
     return "\n".join([*lines, "", preview(dataset, tokenizer, count, color=color)])
 
 
-def _model_config(model: str) -> Any:
-    from keyhole.model.structure.skeleton import read_config
-
-    return read_config(locate(model, MODEL))
+def _model_config(settings: DataSettings) -> Any:
+    """The HF config of the model, with the head that is asked for; refused where the data's settings do not fit it."""
+    count = settings.num_labels
+    if settings.head is not None and count is None and settings.task:
+        first = settings.task if isinstance(settings.task, str) else settings.task[0]
+        count = len(class_names(read_spec(first)))
+    known = read_config(locate(settings.model, MODEL), head=settings.head, num_labels=count)
+    if is_classifier(known):
+        check_settings(settings, known.architectures[0])
+    return known
 
 
 def _prepare(

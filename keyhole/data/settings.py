@@ -105,3 +105,5 @@ class DataSettings(PrepareSettings):
     num_dev: int = 500
     num_eval: int | None = 1000
     loss: str = "tokens"
+    head: str | None = None
+    num_labels: int | None = None

@@ -26,6 +26,7 @@ from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, task_names
 from keyhole.errors import UserError
+from keyhole.eval.classes import ClassScore
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
 from keyhole.eval.score import AnswerScore, DataScore, Score, check_code, data_score, score
 from keyhole.eval.tasks import is_task, read_task, task_name
@@ -107,6 +108,8 @@ def score_data(
     model: Model, source: str, limit: int | None = None, *, max_length: int | None = None, **options: Any
 ) -> DataScore:
     """Loss and perplexity of a file in any training format. options: see rows.py."""
+    if model.classifies:
+        raise UserError(f"{source}: {type(model.module).__name__} classifies texts; --tasks: name a task, such as sst2")
     if model.tokenizer is None:
         raise UserError(f"{source}: the model directory has no tokenizer, so text cannot be scored")
     check_max_length(max_length, model.config, model.module)
@@ -156,6 +159,9 @@ def _cells(found: Score) -> list[str]:
     result = _number(found.metric, found.metrics[found.metric])
     if isinstance(found, AnswerScore):
         return [found.name, f"{found.questions:,}", result, *["-"] * 5]
+    if isinstance(found, ClassScore):
+        chance = "-" if found.chance is None else f"{100 * found.chance:.1f}%"
+        return [found.name, f"{found.questions:,}", result, chance, "-", "-", f"{found.loss:.4f}", "-"]
     shares = [f"{100 * x:.1f}%" for x in (found.chance, found.accuracy_sum)]
     return [found.name, f"{found.questions:,}", result, *shares, f"{found.margin:+.3f}", f"{found.loss:.4f}", "-"]
 

@@ -39,14 +39,37 @@ def score_rows(
     """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
     count_R = torch.zeros(len(rows), dtype=torch.int64)
-    batches = plan_batches([len(row.input_ids) for row in rows], batch_tokens)
-    together = passes if model.engine.streamed else 1
-    for group in watch([batches[i : i + together] for i in range(0, len(batches), together)]):
+    for group in watch(_groups(model, rows, batch_tokens, passes)):
         results = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
         for batch, (nll_B, count_B) in zip(group, results, strict=True):
             nll_R[batch] = nll_B.double().cpu()
             count_R[batch] = count_B.cpu()
     return nll_R, count_R
+
+
+def class_logits(
+    model: Model,
+    rows: Sequence[Sample],
+    pad_token_id: int,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    passes: int = PASSES,
+    watch: Watch = iter,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits_RL float32, nll_R float64) of a classifier's rows, on the host."""
+    logits_RL = torch.zeros(len(rows), model.config.num_labels)
+    nll_R = torch.zeros(len(rows), dtype=torch.float64)
+    for group in watch(_groups(model, rows, batch_tokens, passes)):
+        batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
+        for batch, (logits_BL, nll_B) in zip(group, model.logits(batches), strict=True):
+            logits_RL[batch], nll_R[batch] = logits_BL.cpu(), nll_B.double().cpu()
+    return logits_RL, nll_R
+
+
+def _groups(model: Model, rows: Sequence[Sample], batch_tokens: int, passes: int) -> Groups:
+    batches = plan_batches([len(row.input_ids) for row in rows], batch_tokens)
+    together = passes if model.engine.streamed else 1
+    return [batches[i : i + together] for i in range(0, len(batches), together)]
 
 
 def not_finite(model: Model, what: str) -> NonFinite:

@@ -3,6 +3,7 @@
     choice        scoring.py: candidates by their mean log-likelihood
     likelihood    the loss of the right answers, and perplexity
     generated     generate.py; then texts are compared (metrics.py), or programs are run (programs.py)
+    a classifier  classes.py: every choice is one of its labels
 
 Each result has `metric`, the name of the task's own metric, and `metrics` with it and the others; `value` is its value.
 """
@@ -21,6 +22,7 @@ from keyhole.data.tasks.question import Question, Task
 from keyhole.data.tasks.spec import CHOICE, LIKELIHOOD
 from keyhole.errors import UserError
 from keyhole.eval import metrics
+from keyhole.eval.classes import ClassScore, score_classes
 from keyhole.eval.generate import generate_answers
 from keyhole.eval.programs import run_program
 from keyhole.eval.rows import not_finite, score_rows
@@ -57,7 +59,7 @@ class DataScore:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-Score = TaskScore | AnswerScore | DataScore
+Score = TaskScore | AnswerScore | DataScore | ClassScore
 
 
 def score(
@@ -65,6 +67,8 @@ def score(
 ) -> Score:
     """The result of a task. options: batch_tokens, watch."""
     check_code(task, allow_code_execution)
+    if model.classifies:
+        return score_classes(model, task, max_length=max_length, **options)
     if task.spec is None or task.spec.kind == CHOICE:
         return score_task(model, task, max_length=max_length, **options)
     check_max_length(max_length, model.config, model.module)

@@ -12,12 +12,12 @@ blocks come and go, are perturbed, run again, updated. A batch has `labels` of o
 labels), and may have token_type_ids where the model knows them.
 
 A head that the weight files lack (an encoder as it was pretrained) is drawn: matrices from N(0, initializer_range^2) by
-the seed, vectors as the module's own code sets them.
+the seed, the same on every device; vectors as the module's own code sets them.
 Legend: B rows, T positions, L labels.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,23 @@ def problem_of(config: Any) -> str:
     return config.problem_type or (REGRESSION if config.num_labels == 1 else "single_label_classification")
 
 
+def text_positions(module: nn.Module) -> int | None:
+    """The longest text that the module's position table has room for; None where it has no such table."""
+    named = [m for name, m in module.named_modules() if name.endswith("position_embeddings")]
+    tables = [m for m in named if isinstance(m, nn.Embedding)]
+    first = [0 if m.padding_idx is None else m.padding_idx + 1 for m in tables]  # RoBERTa's: behind the padding's
+    return min((m.num_embeddings - k for m, k in zip(tables, first, strict=True)), default=None)
+
+
+def name_labels(config: Any, names: Sequence[str], pad_token_id: int) -> None:
+    """Gives the labels their names, and the padding its id where the config has none: a decoder's head looks for the
+    last token before it."""
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: i for i, name in enumerate(names)}
+    if config.pad_token_id is None:
+        config.pad_token_id = pad_token_id
+
+
 class ClassificationHead:
     """Logits of a whole module, their loss, and the batches that it takes. It has no units: `linear` is None."""
 
@@ -47,10 +64,7 @@ class ClassificationHead:
         self.takes = PER_TOKEN if "token_type_ids" in takes else PER_TOKEN[:2]
         self.options = {"use_cache": False} if "use_cache" in takes else {}  # a block that runs again would add to it
         self.type_count = getattr(module.config, "type_vocab_size", None) or 1
-        named = [m for name, m in module.named_modules() if name.endswith("position_embeddings")]
-        tables = [m for m in named if isinstance(m, nn.Embedding)]
-        first = [0 if m.padding_idx is None else m.padding_idx + 1 for m in tables]  # RoBERTa's: behind the padding's
-        self.longest = min((m.num_embeddings - k for m, k in zip(tables, first, strict=True)), default=None)
+        self.longest = text_positions(module)
 
     def logits(self, batch: DeviceBatch) -> torch.Tensor:
         """[B, L]"""

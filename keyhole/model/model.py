@@ -216,6 +216,24 @@ class Model:
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. A list of batches is run together: each unit crosses the
         link once."""
+        batches, found = self._evaluated(batch, self._nll_of)
+        results = [_by_row(nll_N, b) for nll_N, b in zip(found, batches, strict=True)]
+        return results[0] if isinstance(batch, Mapping) else results
+
+    @without_autocast()
+    @torch.no_grad()
+    def logits(self, batches: list[Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches are
+        run together."""
+        sent, found = self._evaluated(batches, lambda logits, sent, spine: logits)
+        return [(x.float(), self.head.nll(x, b.target_N)) for x, b in zip(found, sent, strict=True)]
+
+    def _evaluated(
+        self,
+        batch: Batch | list[Batch],
+        result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[torch.Tensor]],
+    ) -> tuple[list[DeviceBatch], list[torch.Tensor]]:
+        """One pass per batch, without gradients. result: of hidden states, batches and spine, within the sweep."""
         self.apply_deferred()
         batches = self.to_device(batch)
 
@@ -229,9 +247,7 @@ class Model:
         with self.sweep("evaluate"):
             spine = self.acquire_weights(self.layout.spine)
             hidden = self.lockstep(batches, serve, lambda i, ids_M: self.table_rows(ids_M).to(self.dtype))
-            found = self._nll_of(hidden, batches, spine)
-        results = [_by_row(nll_N, b) for nll_N, b in zip(found, batches, strict=True)]
-        return results[0] if isinstance(batch, Mapping) else results
+            return batches, result(hidden, batches, spine)
 
     def _nll_of(
         self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor

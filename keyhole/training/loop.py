@@ -35,7 +35,7 @@ from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
-from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown
+from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
 
 
 @dataclass(kw_only=True)
@@ -171,9 +171,8 @@ class Run:
             self.last_eval = found
             self.selection.note(step, found)
             self.reports.send({"step": step, **found})
-            numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
             scores = f"; {text}" if (text := shown(found, EVAL)) else ""
-            self.display.line(f"eval at step {step}: {numbers} over {found['eval_tokens']:,} tokens{scores}")
+            self.display.line(f"eval at step {step}: {shown_loss(found)}{scores}")
 
     def is_asked(self) -> bool:
         """Whether a signal asks the run to stop."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from keyhole.loading import choose_device, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method, Shared, Workload
+from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.skeleton import build, read_config
@@ -151,6 +153,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     if config.packing:
         model.check_packing(config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
+    if data.labels:
+        name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
@@ -202,8 +206,14 @@ def load_model(config: TrainConfig, choice: select.Choice, data: Data, load: Cal
     where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
     source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
+    how |= _head(config, data)
     how["adapter"] = source == config.model  # of a checkpoint, adapters are in the method's state
     return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
+
+
+def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
+    """The head that the config asks for, as loading a model takes it."""
+    return {} if config.head is None else {"head": config.head, "num_labels": len(data.labels)}
 
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
@@ -257,7 +267,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     """The lines of the start block about model and machine, from the model's config and the headers of its weight
     files; no weight is read, and nothing is downloaded."""
     source = weights_source(config, choice)
-    hf_config, device = read_config(source), choose_device(config.device)
+    hf_config, device = read_config(source, **_head(config, data)), choose_device(config.device)
     check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, chosen.dtype)
@@ -266,7 +276,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     where = [start_block.device_line(config.device, device), str(chosen)]
     weights = "weights: on the hub, not checked"
     if Path(source).is_dir():
-        weights = check_weights(module, layout, Path(source))
+        weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
     model = [*start_block.model_lines(module, layout, chosen.dtype), weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]
 

@@ -2,6 +2,7 @@
 
     eval_loss = sum of NLL over all trained tokens of the set / their number      perplexity = exp(eval_loss)
 
+A classifier's loss is a mean over rows, and has no perplexity.
 Sums are added in float64 on the host. When units are streamed, up to EVAL_PASSES batches go through the model together,
 as many as the memory plan has room for: they share every upload, and the result does not depend on the grouping.
 
@@ -34,7 +35,8 @@ MEAN = "score"  # of different metrics
 
 
 def evaluate(model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-    """{"eval_loss", "perplexity", "eval_tokens"} over all batches; None when `stop` said so midway."""
+    """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
+    when `stop` said so midway."""
     nll, tokens = 0.0, 0
     for group in _groups(batches, model.placed.evaluation_passes(model.layout, EVAL_PASSES)):
         if stop():
@@ -43,6 +45,8 @@ def evaluate(model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = 
             nll += float(nll_B.double().sum())
             tokens += int(count_B.sum())
     loss = nll / max(1, tokens)
+    if model.classifies:
+        return {"eval_loss": loss, "eval_rows": tokens}
     return {"eval_loss": loss, "perplexity": math.exp(min(loss, 700.0)), "eval_tokens": tokens}
 
 
@@ -130,11 +134,19 @@ def _named(tasks: Sequence[Task], found: dict[str, dict[str, float]], prefix: st
     return numbers | ({} if common is None else {f"{prefix}_{common}": sum(own) / len(own)}) | count
 
 
+def shown_loss(found: dict[str, Any]) -> str:
+    """The loss of an evaluation for people."""
+    if "eval_rows" in found:
+        return f"loss {found['eval_loss']:.4f} over {found['eval_rows']:,} rows"
+    numbers = f"loss {found['eval_loss']:.4f}, perplexity {found['perplexity']:.2f}"
+    return f"{numbers} over {found['eval_tokens']:,} tokens"
+
+
 def shown(found: dict[str, Any], prefix: str) -> str:
     """The metrics of an entry for people: `accuracy 88.4 %, f1 87.1 % of 500 questions`; "" where there are none."""
     own = {name.removeprefix(f"{prefix}_"): value for name, value in found.items() if name.startswith(f"{prefix}_")}
     count = own.pop("questions", 0)
-    numbers = [as_published(name, value) for name, value in own.items() if name not in ("loss", "tokens")]
+    numbers = [as_published(name, value) for name, value in own.items() if name not in ("loss", "tokens", "rows")]
     return f"{', '.join(numbers)} of {count:,} questions" if numbers and count else ""
 
 

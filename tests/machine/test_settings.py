@@ -175,7 +175,7 @@ def test_what_the_user_says_of_expandable_segments_counts() -> None:
 def test_a_budget_goes_with_its_model() -> None:
     """The allocator's limit and expandable segments, while two models live and afterwards."""
     device = torch.device("cuda", torch.cuda.current_device())
-    share, said = torch.cuda.get_per_process_memory_fraction, torch._C._accelerator_getAllocatorSettings
+    share, said = torch.cuda.get_per_process_memory_fraction, settings.allocator().read
     before, total = (share(device), said()), torch.cuda.get_device_properties(device).total_memory
     models = []
     for gib in (2, 1):

@@ -7,8 +7,8 @@ the whole journal, and the time is that of the update passes alone,
                                                also waits for kernels to be compiled)
 
 `keyhole replay BASE JOURNAL OUT` needs no GPU and no data: base weights of the right content, and the journal.
-The result has the run's bits on whatever device replays it: noise and update are the same to the bit everywhere
-(ops/noise/gaussian.py, ops/zo/element.py).
+A head that the base lacks (of a classifier) is drawn again by the run's seed. The result has the run's bits on whatever
+device replays it: noise and update are the same to the bit everywhere (ops/noise/gaussian.py, ops/zo/element.py).
 """
 
 import time
@@ -29,6 +29,7 @@ from keyhole.methods.base import Workload
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
+from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights import save as hf
@@ -88,7 +89,14 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
     records = [record for record in found.records if steps is None or record.step <= steps]
     check_base(found.header, base)
     where.setdefault("placement", "auto")
-    model = load(base, dtype=found.header.dtype, wire=found.header.wire, workload=Workload("replay"), **where)
+    model = load(
+        base,
+        dtype=found.header.dtype,
+        wire=found.header.wire,
+        workload=Workload("replay"),
+        **where,
+        **_head(found.header),
+    )
     try:
         method = method_of(found.header, model)
         say(f"base: {base}, content {found.header.base[:12]}, as recorded")
@@ -98,10 +106,20 @@ def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: S
         hf.add_end_tokens(model.module, found.header.end_token_ids)
         if "chat_template" in found.header.loader:
             model.tokenizer.chat_template = found.header.loader["chat_template"]
+        if "labels" in found.header.loader:
+            name_labels(model.config, found.header.loader["labels"], found.header.loader["pad_token_id"])
         model.save_pretrained(out)
     finally:
         model.close()
     return Replayed(len(records), seconds, time.perf_counter() - begin_s)
+
+
+def _head(header: Header) -> dict[str, Any]:
+    """The head of a classifier as the run had it: what the base lacks of it is drawn by the run's seed."""
+    if header.config.get("head") is None:
+        return {}
+    labels = header.loader.get("labels", [])
+    return {"head": header.config["head"], "num_labels": len(labels), "seed": header.config["seed"]}
 
 
 def read_whole(path: Path, steps: int | None) -> Journal:

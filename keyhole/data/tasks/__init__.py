@@ -6,5 +6,6 @@ places, tables, columns       where the rows lie, rows of tables with odd header
 question, build               a row as a question; labels in all their spellings
 draw                          which rows train, which choose (dev), which judge (test), by seed
 encode, dataset               questions in tokens, and as rows to train on
+labels, classify              the same for a classifier: which label is which class, texts in tokens
 run, preview                  the tasks of a run; questions for people
 """

@@ -39,9 +39,10 @@ def _choice(record: Record, spec: TaskSpec) -> Question:
     right = _right(row, raw, spec)
     texts = [spec.candidate.run({**row, "candidate": text}) if spec.candidate else text for text in raw]
     prompt = spec.prompt.run(row)
-    check_text("\n".join([prompt, *texts]), "the row")
+    given = tuple(text.run(row) for text in spec.texts)
+    check_text("\n".join([prompt, *texts, *given]), "the row")
     value = None if spec.value is None else _number(row[spec.value], spec.value)
-    return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value)
+    return Question(prompt, tuple(texts), right[0], record.where, tuple(right[1:]), value=value, texts=given)
 
 
 def _candidates(row: dict[str, Any], spec: TaskSpec) -> list[str]:

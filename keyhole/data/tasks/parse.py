@@ -71,6 +71,8 @@ def _fault(spec: TaskSpec) -> str:
         return f"labels: {listed(sorted(twice))} stands for two candidates"
     if isinstance(spec.candidates, tuple) and spec.candidates and len(set(spec.candidates)) < 2:
         return "candidates: two different texts at least"
+    if len(spec.texts) > 2 or (spec.texts and spec.kind != CHOICE):
+        return "texts: one or two, for tasks with candidates: what a classifier is given"
     if ("pearson" in spec.metrics) != (spec.value is not None):
         return "value: goes with metric pearson: the column with the number that is compared"
     if ("pass@1" in spec.metrics) != (spec.program is not None):
@@ -162,6 +164,10 @@ def _program(value: Any, key: str) -> Text:
     return Text(_text(value, key), key)
 
 
+def _programs(value: Any, key: str) -> tuple[Text, ...]:
+    return tuple(_program(item, key) for item in (value if isinstance(value, list) else [value]))
+
+
 def _expression(value: Any, key: str) -> Expression:
     return Expression(_text(value, key), key)
 
@@ -174,6 +180,7 @@ _READERS = {
     "rows": _texts,
     "let": lambda value, key: {name: _expression(e, f"{key}.{name}") for name, e in _mapping(value, key).items()},
     "prompt": _program,
+    "texts": _programs,
     "candidates": _candidates,
     "candidate": _program,
     "labels": _labels,

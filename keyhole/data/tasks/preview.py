@@ -5,12 +5,14 @@ question 1 of 1,000 (sst2/train.tsv, row 42110): 4 tokens of prompt, 2 candidate
   ids             ...
   RIGHT        4   great
   wrong        4   terrible
+
+A classifier's rows have a label each, and no candidates.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from keyhole.data.dataset import IGNORED
+from keyhole.data.dataset import IGNORED, Dataset
 from keyhole.data.preview import run_lines
 from keyhole.data.tasks.dataset import ends
 from keyhole.data.tasks.encode import Encoder
@@ -23,6 +25,18 @@ def preview_task(task: Task, tokenizer: Any, encoder: Encoder, n: int, *, color:
     lines: list[str] = []
     for index, encoded in enumerate(encoder.encode(task.questions[:n], ends(task, end))):
         lines += [*_question(task, index, encoded, tokenizer, color), ""]
+    return "\n".join(lines)
+
+
+def preview_classes(dataset: Dataset, tokenizer: Any, labels: Sequence[str], n: int) -> str:
+    """The first n rows of a classifier, with their labels."""
+    lines: list[str] = []
+    for i in range(min(n, len(dataset))):
+        row = dataset[i]
+        answer = f"label {labels[row.target]}" if len(labels) > 1 else f"{labels[0]} {row.target:g}"
+        place = f"row {i + 1} of {len(dataset):,} ({printable(dataset.where[dataset.rows[i][0]], 300)})"
+        lines.append(f"{place}: {len(row.input_ids)} tokens, {answer}")
+        lines += [*run_lines(tokenizer, row.input_ids, 0, "read", show_ids=True), ""]
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ class Question:
     also: tuple[int, ...] = ()  # further candidates that are right
     references: tuple[str, ...] = ()  # right answers in free text; those of a program: the program that checks it
     value: float | None = None  # the number that a regression is judged by
+    texts: tuple[str, ...] = ()  # what a classifier is given, where that is not the prompt
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,13 @@ from keyhole.data.capacity import check_data
 from keyhole.data.dataset import Dataset
 from keyhole.data.prepare import arrange
 from keyhole.data.settings import DataSettings
+from keyhole.data.tasks.classify import TextEncoder, class_set
 from keyhole.data.tasks.dataset import CANDIDATES, TOKENS, training_set
 from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.labels import Labels, find_labels
 from keyhole.data.tasks.question import Task
 from keyhole.errors import UserError
+from keyhole.model.structure.skeleton import is_classifier
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class TaskData:
     dev: tuple[Task, ...]
     test: tuple[Task, ...]
     report: list[str]
+    labels: tuple[str, ...] = ()  # names of a classifier's labels
 
 
 def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
@@ -37,14 +41,27 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     drawn = [load_task(name, settings.task_data, numbers, settings.task_splits) for name in names]
     train, dev, test = (tuple(each[split] for each in drawn) for split in ("train", "dev", "test"))
     dev = tuple(task for task in dev if task.questions)
-    data = arrange(training_set(train, tokenizer, settings, settings.loss), settings, weights, settings.seed)
+    labels = None
+    if is_classifier(known):
+        labels = find_labels([task.spec for task in train], known, settings.head is not None)
+    rows = _rows(train, tokenizer, settings, settings.loss, labels, known)
+    data = arrange(rows, settings, weights, settings.seed)
     report = [line for each in drawn for line in _lines(each)]
     report += [*data.report.lines(), *check_data(data, settings.model, known)]
     if settings.loss == CANDIDATES:
         report.append(f"loss: candidates; {len(data.lengths):,} candidates of {len(data):,} questions")
-    held_out = training_set(dev or test, tokenizer, replace(settings, overlong="truncate"), TOKENS)
+    held_out = _rows(dev or test, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
     check_data(held_out, settings.model, known)
-    return TaskData(data, held_out, train, dev, test, report)
+    return TaskData(data, held_out, train, dev, test, report, () if labels is None else labels.names)
+
+
+def _rows(
+    tasks: tuple[Task, ...], tokenizer: Any, how: DataSettings, loss: str, labels: Labels | None, known: Any
+) -> Dataset:
+    """The questions as rows to train on: of a classifier, where there are labels."""
+    if labels is None:
+        return training_set(tasks, tokenizer, how, loss)
+    return class_set(tasks, TextEncoder(tokenizer, known, how.max_length, how.overlong), labels)
 
 
 def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:

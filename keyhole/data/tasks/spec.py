@@ -14,6 +14,8 @@ What else a file may say:
     rows         paths of lists: a row is repeated for each item, which stands where the list stood; `*` stands for the
                  values of an object whose values are all objects
     let          further names, each a Jinja expression over the columns and the names before it
+    texts        [premise, hypothesis]: Jinja for the one or two texts that a classifier is given (encoders, with
+                 head=classification); without: the prompt
     candidates   also one Jinja expression: a list of texts that differs from row to row
     candidate    Jinja for one candidate, over the columns and `candidate`
     right        Jinja expression: the right candidate, or a list of them (instead of a label)
@@ -62,6 +64,7 @@ class TaskSpec:
     header: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     let: dict[str, Expression] = field(default_factory=dict)
+    texts: tuple[Text, ...] = ()
     candidates: tuple[str, ...] | Expression = ()
     candidate: Text | None = None
     labels: tuple[tuple[str, ...], ...] = ()

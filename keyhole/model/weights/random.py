@@ -17,9 +17,10 @@ POOLED_NUMEL = 1 << 28
 
 
 def fill_random(model: Any, std: float, seed: int, only: list[FlatTensor] | None = None) -> None:
-    """Fills a Model, or these tensors of it (or fills it again: vectors then stay). Values depend on the seed and the
-    type of device only."""
-    device, tensors = model.device, model.layout.tensors if only is None else only
+    """Fills a Model (or fills it again: vectors then stay); its values depend on the seed and the type of device only.
+    only: these tensors of it, with values that depend on the seed alone."""
+    device = model.device if only is None else torch.device("cpu")
+    tensors = model.layout.tensors if only is None else only
     generator = torch.Generator(device).manual_seed(seed)
     total = sum(t.shape.numel() for t in tensors)
     pool = None

@@ -85,16 +85,19 @@ def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, 
             raise UserError(f"model: {file} holds {tensor.name} with shape {found.shape}; config.json says {expected}")
 
 
-def check_weights(module: nn.Module, layout: Layout, directory: Path) -> str:
-    """What a load would find, from the headers alone: UserError, or a line that says what is there."""
+def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head: bool = False) -> str:
+    """What a load would find, from the headers alone: UserError, or a line that says what is there. fresh_head: as in
+    `fill_from`."""
     stored = stored_tensors(directory)
-    names = match_names(module, layout, stored)
+    names = match_names(module, layout, stored, _head_names(module) if fresh_head else frozenset())
     files = len({one.file for one in stored.values()})
     count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
     if names is None:
         return f"weights: {count}, whose names Transformers will have to match; not checked further"
     check_shapes(layout, stored, names, directory)
-    return f"weights: {count}, complete and of the shapes that the config says"
+    drawn = [t.name for t in layout.tensors if t.name not in names]
+    rest = f"complete but for {', '.join(drawn)}, drawn by the seed," if drawn else "complete"
+    return f"weights: {count}, {rest} and of the shapes that the config says"
 
 
 def _fill_by_transformers(

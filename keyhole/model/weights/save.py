@@ -177,7 +177,9 @@ def make_generation_config_writable(module: nn.Module) -> None:
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
     """Makes generation stop at these tokens too; returns all tokens it stops at."""
-    generation = module.generation_config
+    generation = getattr(module, "generation_config", None)
+    if generation is None:  # a classifier
+        return []
     known = generation.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     known += [i for i in dict.fromkeys(token_ids) if i not in known]

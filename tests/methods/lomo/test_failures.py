@@ -87,7 +87,7 @@ def test_what_cannot_be_done_is_refused() -> None:
     away = load(placement="stream")
     for make, says in [
         (lambda: LOMO(load().module), "keyhole.load"),
-        (lambda: LOMO(load(placement="stream", wire="fp8")), "fp8"),
+        (lambda: LOMO(load(placement="stream", wire="fp8")), "packed"),
         (lambda: LOMO(away, activations="none"), "block or host"),
         (lambda: LOMO(away, rounding="kahan"), "stochastic"),
         (lambda: LOMO(away).backward(torch.ones(())), "step"),
