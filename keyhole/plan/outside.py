@@ -40,7 +40,9 @@ def _parts(frozen: set[str], reached: set[str]) -> str:
     parts: dict[str, None] = {}
     for name in sorted(frozen):
         steps = name.split(".")
-        outermost = next((".".join(steps[:n]) for n in range(1, len(steps)) if ".".join(steps[:n]) not in prefixes), name)
+        outermost = next(
+            (".".join(steps[:n]) for n in range(1, len(steps)) if ".".join(steps[:n]) not in prefixes), name
+        )
         parts[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", outermost)] = None
     named = list(parts)
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""

@@ -1,8 +1,8 @@
 """What every family must pass: one step of LOMO is SGD, and weights that are streamed and cut give the bits of resident ones.
 
-    lomo is sgd     one step of LOMO in fp32 against torch's SGD on the same module from Transformers: every weight to 1e-5, and
-                    the change of every tensor to 0.1 % of that change, so that a gradient that is lost is seen however small
-    lomo, zo        two steps: resident, and streamed in single matrices through slots that are poisoned when they are left
+lomo is sgd     one step of LOMO in fp32 against torch's SGD on the same module from Transformers: every weight to 1e-5, and
+                the change of every tensor to 0.1 % of that change, so that a gradient that is lost is seen however small
+lomo, zo        two steps: resident, and streamed in single matrices through slots that are poisoned when they are left
 """
 
 import random
@@ -50,7 +50,9 @@ def check_lomo_is_sgd(model_type: str) -> None:
     for name, after in weights(model).items():
         torch.testing.assert_close(after, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
         change = (expected[name] - before[name]).norm()
-        assert (after - expected[name]).norm() <= 1e-3 * change + 1e-6 * before[name].norm() + 1e-7, f"{name}: its change is off"
+        assert (after - expected[name]).norm() <= 1e-3 * change + 1e-6 * before[name].norm() + 1e-7, (
+            f"{name}: its change is off"
+        )
         moved += bool(change)
     trained = sum(tensor.param.requires_grad for tensor in model.layout.tensors)
     assert moved > trained / 2, f"{moved} of {trained} tensors have a gradient"

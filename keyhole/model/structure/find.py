@@ -26,7 +26,11 @@ def find_decoder(module: nn.Module) -> nn.Module:
         return part is not embedding and any(inside is embedding for inside in part.modules())
 
     decoder = module.get_decoder()
-    return decoder if decoder is not module and holds_embedding(decoder) else next(filter(holds_embedding, module.children()))
+    return (
+        decoder
+        if decoder is not module and holds_embedding(decoder)
+        else next(filter(holds_embedding, module.children()))
+    )
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
