@@ -23,7 +23,7 @@ def check_loss(config: Any) -> None:
     for key in (*ALWAYS, *(OF_ROUTERS if with_routers else ())):
         coefficient = next((value for one in configs if (value := getattr(one, key, None))), 0)
         if coefficient:
-            off = f'"{key}": 0' + (' or "output_router_logits": false' if key in OF_ROUTERS else "")
+            off = f'"{key}": 0.0' + (' or "output_router_logits": false' if key in OF_ROUTERS else "")
             raise UserError(
                 f"model: {key} is {coefficient:g} in its config"
                 + (" and output_router_logits is true" if key in OF_ROUTERS else "")

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from keyhole.errors import UserError
 
-LENGTHS = (512, 32)  # of the row, in tokens: some parts are used only from a length on, some models end before
+SHORT, LONG = 16, 512  # tokens of the row; some parts are used only from a length on
 LARGE = 2**16  # elements of a constant whose values are not computed
 _tried: dict[tuple[type, str], "Tried"] = {}
 
@@ -67,22 +67,18 @@ def mark_use(module: nn.Module) -> str:
 
 
 def _try(module: nn.Module) -> Tried:
-    vocabulary, why = module.get_input_embeddings().weight.shape[0], ""
-    for length in LENGTHS:
-        watch = _Watch(module)
-        try:
-            with torch.no_grad(), watch.noting(), watch:
-                module(input_ids=torch.arange(length)[None] % min(64, vocabulary), use_cache=False)
-        except Exception as error:  # the family's own code
-            why = " ".join(str(error).split())[:120] or type(error).__name__
-            continue
-        never = {id(param) for param in _never_reached(module, watch.reached)}
-        return Tried(
-            frozenset(name for name, param in module.named_parameters() if id(param) in never),
-            frozenset(name for name, part in module.named_modules() if id(part) in watch.readers),
-            next((name for name, param in module.named_parameters() if id(param) in watch.changed), ""),
-        )
-    return Tried(why=why)
+    """Runs a short row, and a long one where the short one does not reach all: a loop over tokens takes its time."""
+    watch = _Watch(module)
+    if why := watch.forward(SHORT):
+        return Tried(why=why)
+    if next(_never_reached(module, watch.reached), None) is not None:
+        watch.forward(LONG)  # a model that ends before has said all it can
+    never = {id(param) for param in _never_reached(module, watch.reached)}
+    return Tried(
+        frozenset(name for name, param in module.named_parameters() if id(param) in never),
+        frozenset(name for name, part in module.named_modules() if id(part) in watch.readers),
+        next((name for name, param in module.named_parameters() if id(param) in watch.changed), ""),
+    )
 
 
 def is_matrix(p: nn.Parameter) -> bool:
@@ -129,6 +125,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        self.module = module
         self.reached: set[int] = set()  # ids of parameters
         self.readers: set[int] = (
             set()
@@ -140,8 +137,19 @@ class _Watch(TorchDispatchMode):
                 self.owners.setdefault(id(param), []).append(part)
         self.entered: list[nn.Module] = []
 
+    def forward(self, length: int) -> str:
+        """Runs the module on a row of tokens; returns why it could not."""
+        ids = torch.arange(length)[None] % min(64, self.module.get_input_embeddings().weight.shape[0])
+        self.entered = []
+        try:
+            with torch.no_grad(), self._noting(), self:
+                self.module(input_ids=ids, use_cache=False)
+        except Exception as error:  # the family's own code
+            return " ".join(str(error).split())[:120] or type(error).__name__
+        return ""
+
     @contextmanager
-    def noting(self) -> Iterator[None]:
+    def _noting(self) -> Iterator[None]:
         """A context in which parameters that are fetched from a module, or owned by one that is entered (a recurrent
         layer of PyTorch has its own list of them), are noted."""
         fetch = nn.Module.__getattr__
