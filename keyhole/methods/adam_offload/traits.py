@@ -22,7 +22,7 @@ class AdamOffloadConfig:
     threads: Threads | None = None
     """CPU threads of the updates; null = all cores but one, or but two where the GPU helps."""
     gpu_updates: bool | None = None
-    """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""
+    """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501
     activations: Literal["block", "host", "none"] = "block"
     """What the forward keeps: block inputs on the device, or in host memory, or everything (no second run)."""
     compile: bool = False

@@ -57,7 +57,7 @@ class LSPConfig:
     others: Literal["adam", "frozen"] = "adam"
     """What is no matrix of a block (embeddings, head, vectors): trained by plain Adam, or not at all."""
     optimizer_on: Literal["auto", "gpu", "cpu"] = "auto"
-    """Where Adam's moments are and its arithmetic runs; auto = on the GPU what fits gpu_memory, embedding and first layers first, the rest on the CPU."""
+    """Where Adam's moments are and its arithmetic runs; auto = on the GPU what fits gpu_memory, embedding and first layers first, the rest on the CPU."""  # noqa: E501
     threads: Threads | None = None
     """CPU threads of the updates (cpu); null = three of four cores."""
     beta1: BelowOne = 0.9

@@ -25,7 +25,7 @@ class ZOConfig:
     deferred_update: bool = True
     """Apply a step's update when the weights are next visited: one pass over them less; same results."""
     write_back_every: Count | None = None
-    """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""
+    """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""  # noqa: E501
     compile: bool = False
     """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
 
