@@ -37,7 +37,7 @@ def class_names(spec: TaskSpec, num_labels: int | None = None) -> tuple[str, ...
         return (spec.value,)
     if not isinstance(spec.candidates, tuple) or not spec.candidates:
         why = "its candidates differ from row to row" if spec.candidates else "its answers are free text"
-        raise UserError(f"task {spec.name}: {why}; a classifier has no labels for it: use a decoder without head")
+        raise UserError(f"task {spec.name}: {why}; a classifier has no labels for it, use a decoder without head")
     if num_labels not in (None, len(spec.candidates)):
         raise UserError(
             f"num_labels: {num_labels}, but task {spec.name} has {len(spec.candidates)} labels; set num_labels=null, "
