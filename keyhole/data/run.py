@@ -11,7 +11,6 @@ may print (the day the run began, also when it is resumed later), and the templa
 tokenizer's, which the trained model is saved with: who talks to it then writes what it was trained on.
 """
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
+from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import read_tokenizer
 
@@ -117,9 +117,8 @@ def _prepare(
 def stop_token_ids(model: str) -> tuple[int, ...]:
     """The tokens that end an answer, as the model's generation_config.json has them; none where that cannot be read."""
     try:
-        found = json.loads((Path(locate(model, MODEL)) / "generation_config.json").read_text(encoding="utf-8"))
-        ids = found.get("eos_token_id")
-    except (OSError, ValueError, RecursionError, AttributeError):
+        ids = read_json(Path(locate(model, MODEL)) / "generation_config.json", "model").get("eos_token_id")
+    except UserError:
         return ()
     return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
 
