@@ -10,11 +10,14 @@ is imported inside it, so that `keyhole --help` starts without torch. Exit codes
 """
 
 import io
+import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import typer
 
@@ -24,6 +27,8 @@ from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
 from keyhole.training.display import open_missing_streams
+
+UsageError = typer.BadParameter.__mro__[1]  # click's, wherever typer keeps it
 
 app = typer.Typer(
     help="Full-parameter fine-tuning of language models that do not fit your GPU.",
@@ -57,9 +62,15 @@ def main(args: Sequence[str] | None = None) -> int:
     _open_streams()
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # bf16 on this CPU: the start block says it
     try:
-        typer.main.get_command(app)(args=args, prog_name="keyhole")
+        with _clean_logs():
+            code = typer.main.get_command(app).main(args=args, prog_name="keyhole", standalone_mode=False)
+        return code if isinstance(code, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except UsageError as error:
+        error.show(file=(said := io.StringIO()))
+        print(printable_lines(said.getvalue().rstrip()), file=sys.stderr)
+        return error.exit_code
     except UserError as error:
         print(f"keyhole: {printable_lines(error)}", file=sys.stderr)
         return 2
@@ -74,7 +85,25 @@ def main(args: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 1
-    return 0
+
+
+@contextmanager
+def _clean_logs() -> Iterator[None]:
+    """What libraries log or warn of may come from a file too (a key of a config, a name)."""
+    make, form = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def clean(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        record.msg, record.args = printable_lines(record.getMessage()), ()
+        return record
+
+    logging.setLogRecordFactory(clean)
+    warnings.formatwarning = lambda *args, **kwargs: printable_lines(form(*args, **kwargs))
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        warnings.formatwarning = form
 
 
 def _open_streams() -> None:

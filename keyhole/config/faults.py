@@ -31,6 +31,8 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
+MOST_SHOWN = 30
+
 SPELLINGS = {
     "fp32": "float32", "float": "float32", "f32": "float32", "fp16": "float16", "half": "float16", "f16": "float16",
     "bf16": "bfloat16", "brain": "bfloat16",
@@ -52,8 +54,9 @@ class Finding:
 def refuse(source: str, faults: list[Finding]) -> None:
     """Raises one UserError with all faults, if there are any."""
     if faults:
-        count = "1 problem" if len(faults) == 1 else f"{len(faults)} problems"
-        raise UserError("\n".join([f"{source}: {count}"] + [f"  {fault}" for fault in faults]))
+        count = "1 problem" if len(faults) == 1 else f"{len(faults):,} problems"
+        more = [f"  ... and {len(faults) - MOST_SHOWN:,} more"] if len(faults) > MOST_SHOWN else []
+        raise UserError("\n".join([f"{source}: {count}"] + [f"  {fault}" for fault in faults[:MOST_SHOWN]] + more))
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:

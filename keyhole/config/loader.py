@@ -18,7 +18,7 @@ import yaml
 
 from keyhole.config import rules
 from keyhole.config.dump import to_yaml
-from keyhole.config.faults import Finding, refuse, suggest_key, suggest_value
+from keyhole.config.faults import MOST_SHOWN, Finding, refuse, suggest_key, suggest_value
 from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.config.types import NULL_TAG, Mismatch, choices, is_null, parse, show
@@ -45,14 +45,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainC
 def read_text(path: str | Path) -> str:
     """The text of a YAML file; UserError where it is none."""
     try:
-        return _read_text(Path(path))
+        return read_limited(Path(path))
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}); is it a YAML file?") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read the config: {getattr(error, 'strerror', error)}") from None
 
 
-def _read_text(path: Path) -> str:
+def read_limited(path: Path) -> str:
     """The text of a file of at most LIMIT_BYTES. A named pipe would wait for somebody to write into it; one that the
     shell has opened for the command, as in `keyhole train <(...)`, is read."""
     if stat.S_ISFIFO(path.stat().st_mode) and path.parent != Path("/dev/fd"):
@@ -175,7 +175,8 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
     table, values = settings(), {}
     for key, entry in entries.items():
         if key not in table:
-            faults.append(Finding(key, f"unknown key{suggest_key(key)}", entry.where))
+            near = suggest_key(key) if len(faults) < MOST_SHOWN else ""  # the others are only counted
+            faults.append(Finding(key, f"unknown key{near}", entry.where))
             continue
         try:
             values[key] = parse(entry.node, table[key].type)

@@ -31,6 +31,7 @@ from keyhole.data.files import resolve
 from keyhole.data.prepare import tokenise
 from keyhole.data.report import Report
 from keyhole.data.settings import PrepareSettings
+from keyhole.disk.files import open_regular, remove
 from keyhole.errors import UserError
 
 MAGIC, FORMAT = b"KEYHOLED", 1
@@ -104,6 +105,7 @@ def write_entry(path: Path, data: Dataset) -> None:
     digest = hashlib.blake2b(digest_size=16)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove(path)  # one that could not be read, whatever it is
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
         with os.fdopen(descriptor, "wb") as file:
             parts = [np.asarray(values, dtype=ARRAYS[name]) for name, values in arrays.items()]
@@ -119,12 +121,16 @@ def write_entry(path: Path, data: Dataset) -> None:
 def read_entry(path: Path) -> Dataset | None:
     """The data set of an entry; None where there is none, or none that can be trusted."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
             magic, length = FRONT.unpack(file.read(FRONT.size))
-            if magic != MAGIC or length > path.stat().st_size:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if magic != MAGIC or length > size_bytes:
                 return None
             text = file.read(length)
             about = json.loads(text)
+            sizes = [about["sizes"][name] * np.dtype(kind).itemsize for name, kind in ARRAYS.items()]
+            if min(sizes) < 0 or sum(sizes) > size_bytes:
+                return None
             found = {name: np.fromfile(file, dtype=kind, count=about["sizes"][name]) for name, kind in ARRAYS.items()}
             digest = hashlib.blake2b(FRONT.pack(magic, length) + text, digest_size=16)
             for part in found.values():

@@ -1,7 +1,8 @@
 """Rows of files that are stored by column: Parquet, and Arrow as Hugging Face's `save_to_disk` writes it.
 
 A batch of 64 rows is weighed before it becomes Python objects: its bytes, texts of dictionaries counted as often as
-they occur. A heavy batch is taken apart row by row, and a row above 16 MiB is refused.
+they occur. A heavy batch is taken apart row by row, and a row above 16 MiB is refused. So is a file whose rows so far
+weigh a hundred times more than the file: a text that is stored once and used 10^4 times.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 from keyhole.data.readers import GROWTH_FROM, MOST_GROWTH, MOST_ROW_BYTES, ROWS_AT_ONCE, Record
 from keyhole.errors import UserError, printable
 
-MOST_VALUES_PER_BYTE = 16
+MOST_VALUES_PER_BYTE, ROWS_GROWTH = 16, 100
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
@@ -27,8 +28,9 @@ def read_parquet(path: Path) -> Iterator[Record]:
         with parquet.ParquetFile(path) as file:
             texts = _check(path, file.metadata)
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
+            weigh = _Scales(path)
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                for row in _rows(path, batch, number):
+                for row in _rows(path, batch, number, weigh):
                     number += 1
                     yield Record(str(path), "row", number, row)
     except (ArrowException, ValueError, RecursionError) as error:
@@ -50,9 +52,10 @@ def read_arrow(path: Path) -> Iterator[Record]:
             source.seek(0)
             opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if is_file else iter(opened)
+            weigh = _Scales(path)
             for whole in batches:
                 for start in range(0, whole.num_rows, ROWS_AT_ONCE):
-                    for row in _rows(path, whole.slice(start, ROWS_AT_ONCE), number):
+                    for row in _rows(path, whole.slice(start, ROWS_AT_ONCE), number, weigh):
                         number += 1
                         yield Record(str(path), "row", number, row)
     except (pyarrow.ArrowException, ValueError, RecursionError) as error:
@@ -81,16 +84,38 @@ def _check(path: Path, about: Any) -> list[str]:
     return sorted(texts)
 
 
-def _rows(path: Path, batch: Any, before: int) -> Iterator[dict[str, Any]]:
+class _Scales:
+    """Weighs rows, and refuses a file that holds far more than its size."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.total = path, 0
+        self.most = max(MOST_ROW_BYTES, ROWS_GROWTH * path.stat().st_size)
+
+    def __call__(self, rows: Any) -> int:
+        return sum(map(_weight, rows.columns))
+
+    def take(self, weight: int) -> None:
+        self.total += weight
+        if self.total > self.most:
+            raise UserError(
+                f"{self.path}: its rows hold more than {self.most:,} bytes, {ROWS_GROWTH} times the file: no text can "
+                "be compressed like that; write it without repetition"
+            )
+
+
+def _rows(path: Path, batch: Any, before: int, weigh: _Scales) -> Iterator[dict[str, Any]]:
     """The rows of a batch, none of them above the bound."""
-    if sum(map(_weight, batch.columns)) <= MOST_ROW_BYTES:
+    whole = weigh(batch)
+    if whole <= MOST_ROW_BYTES:
+        weigh.take(whole)
         yield from map(_without_nulls, batch.to_pylist())
         return
     for i in range(batch.num_rows):
         row = batch.slice(i, 1)
-        weight = sum(map(_weight, row.columns))
+        weight = weigh(row)
         if weight > MOST_ROW_BYTES:
             raise UserError(f"{path}, row {before + i + 1}: {weight:,} bytes; a row has at most {MOST_ROW_BYTES:,}")
+        weigh.take(weight)
         yield _without_nulls(row.to_pylist()[0])
 
 

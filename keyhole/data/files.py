@@ -13,13 +13,13 @@ only through the optional `datasets` package. Only regular files are read: a pip
 """
 
 import glob
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from keyhole.data.readers import SUFFIXES, Record, kind_of, read_file
+from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError, listed, printable
 
 __all__ = ["SUFFIXES", "Record", "read", "read_file", "resolve"]
@@ -77,9 +77,9 @@ def _saved(path: Path) -> list[str]:
     """The files of a data set that `save_to_disk` wrote, in its order; none where it is no such directory."""
     path = path / "train" if (path / "dataset_dict.json").is_file() and (path / "train").is_dir() else path
     try:
-        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        state = read_json(path / "state.json", "data")
         files = [path / Path(part["filename"]).name for part in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (UserError, KeyError, TypeError):
         return []
     return [str(file) for file in files if file.is_file()]
 

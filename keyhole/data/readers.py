@@ -20,6 +20,7 @@ import gzip
 import io
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,6 +218,9 @@ def _csv(path: Path) -> Iterator[Record]:
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         try:
             header = next(rows, [])
+            twice = [name for name, count in Counter(header).items() if count > 1]
+            if twice:
+                raise UserError(f"{path}, line 1: two columns are called {listed(twice)}; rename one, or remove it")
             for number, cells in enumerate((r for r in rows if r), 1):
                 if len(cells) != len(header):
                     raise UserError(

@@ -13,7 +13,6 @@ may print (the day the run began, also when it is resumed later), and the templa
 tokenizer's, which the trained model is saved with: who talks to it then writes what it was trained on.
 """
 
-import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import load_tasks, load_test_tasks
+from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
 from keyhole.model.structure.tokenizer import read_tokenizer
@@ -162,9 +162,8 @@ def _prepare(
 def stop_token_ids(model: str) -> tuple[int, ...]:
     """The tokens that end an answer, as the model's generation_config.json has them; none where that cannot be read."""
     try:
-        found = json.loads((Path(locate(model, MODEL)) / "generation_config.json").read_text(encoding="utf-8"))
-        ids = found.get("eos_token_id")
-    except (OSError, ValueError, RecursionError, AttributeError):
+        ids = read_json(Path(locate(model, MODEL)) / "generation_config.json", "model").get("eos_token_id")
+    except UserError:
         return ()
     return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
 

@@ -116,12 +116,12 @@ def staged(parent: Path, name: str) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a directory with everything in it, or a link or file; what cannot be deleted stays."""
-    if path.is_symlink() or path.is_file():
+    """Deletes a directory with everything in it, or a link, file or pipe; what cannot be deleted stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
         with suppress(OSError):
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def replace_directory(new: Path, path: Path) -> None:

@@ -9,6 +9,7 @@ tensor is copied. Shards are opened one after the other. Nothing here needs the 
 compared with a config before anything is built.
 """
 
+import os
 import pickle
 import zipfile
 from collections.abc import Iterator
@@ -98,7 +99,7 @@ def _read_index(path: Path) -> dict[str, str]:
     outside = [file for file in weight_map.values() if Path(file).name != file or file in ("", ".", "..")]
     if outside:
         raise UserError(f"model: {path} names {outside[0]!r}; weight files lie beside their index, without a path")
-    missing = sorted({file for file in weight_map.values() if not (path.parent / file).is_file()})
+    missing = sorted({file for file in weight_map.values() if not os.path.isfile(path.parent / file)})
     if missing:
         raise UserError(f"model: {path} names {missing[0]}, which is missing ({len(missing)} files)")
     return weight_map
@@ -144,7 +145,7 @@ def _open_shard(file: Path) -> Shard:
             f"model: {file} holds more than tensors, or is no weight file ({_first_line(error)}); such a pickle can "
             "run code, so it is not opened: convert it to safetensors where you trust it"
         ) from error
-    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, EOFError, KeyError, MemoryError) as error:
         raise UserError(
             f"model: {file} cannot be read, it may be damaged or incomplete: {_first_line(error)}"
         ) from error

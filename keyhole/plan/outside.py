@@ -18,8 +18,8 @@ def outside_lines(module: nn.Module, layout: Layout) -> list[str]:
     """A line for each stack outside of the blocks, and one for what is frozen because tokens do not reach it."""
     total = sum(tensor.shape.numel() for tensor in layout.tensors)
     lines = [
-        f"outside of the blocks: {stack.name}, {stack.count} x {stack.kind}, {stack.numel / total:.1%} of the parameters"
-        ": on the device all the time, not streamed"
+        f"outside of the blocks: {stack.name}, {stack.count} x {stack.kind}, {stack.numel / total:.1%} of the "
+        "parameters: on the device all the time, not streamed"
         for stack in layout.stacks_outside
     ]
     frozen = [tensor for tensor in layout.tensors if is_unreached(tensor.param)]

@@ -19,14 +19,14 @@ def caught(number: int) -> bool:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_next_is_the_systems(number: int, capfd: pytest.CaptureFixture) -> None:
     """One signal sets the flag and, after the grace, frees both; leaving the context puts the old handlers back."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before, heard = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}, caught(signal.SIGINT)
     with Interrupts() as interrupts:
         assert interrupts.requested is None
         signal.raise_signal(number)
         assert interrupts.requested == signal.Signals(number).name
         interrupts._grace.join()
         assert not caught(signal.SIGINT) and not caught(signal.SIGTERM)
-    assert {each: signal.getsignal(each) for each in before} == before and caught(signal.SIGINT)
+    assert {each: signal.getsignal(each) for each in before} == before and caught(signal.SIGINT) == heard
     assert "finishing this step" in capfd.readouterr().err
 
 

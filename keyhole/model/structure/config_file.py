@@ -20,12 +20,18 @@ SIZES, MOST_SIZE = (
 )
 POSITIONS, MOST_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 2**28
 NEVER = 2**24  # of a size, where there are no weights to compare with
+WORDS = ("model_type", "dtype", "torch_dtype")
 
 
 def check_config_file(path: Path) -> None:
     """UserError where a config.json asks for what its weight files cannot be, or for code from elsewhere."""
     config = read_json(path, "model")
+    names = config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"model: {path}: architectures is {names!r:.60}; a list of names is expected")
     for key, value in _entries(config):
+        if key in WORDS and not isinstance(value, str | None):
+            raise UserError(f"model: {path}: {key} is {value!r:.60}; a word is expected")
         check_implementation(key, value, path)
         if isinstance(value, int | float) and not isinstance(value, bool):
             _check_number(key, value, path)
@@ -56,18 +62,23 @@ def _check_number(key: str, value: float, path: Path) -> None:
         longest = lambda shapes: max((side for shape in shapes for side in shape), default=0)  # noqa: E731
         _compare(key, value, path, NEVER, "rows or columns in their largest tensor", longest)
     elif key in POSITIONS and value > MOST_POSITIONS:
-        raise UserError(f"model: {path}: {key} is {value:g}, more than any model has")
+        raise UserError(f"model: {path}: {key} is {_number(value)}, more than any model has")
+
+
+def _number(value: float) -> str:
+    """`1e+09`; an integer may have more digits than a float."""
+    return f"{value:g}" if isinstance(value, float) or value.bit_length() < 1000 else "beyond all numbers"
 
 
 def _compare(key: str, value: float, path: Path, most: int, unit: str, count: Any) -> None:
     """A number that is larger than usual must be borne out by the weights."""
     if not has_weights(path.parent):
         if value > most:
-            raise UserError(f"model: {path}: {key} is {value:g}, more than any model has")
+            raise UserError(f"model: {path}: {key} is {_number(value)}, more than any model has")
         return
     found = count([stored.shape for stored in stored_tensors(path.parent).values()])
     if value > found:
         raise UserError(
-            f"model: {path}: {key} is {value:g}, but the weight files beside it have {found:,} {unit}; is it the "
-            "config of another model?"
+            f"model: {path}: {key} is {_number(value)}, but the weight files beside it have {found:,} {unit}; is it "
+            "the config of another model?"
         )

@@ -16,9 +16,11 @@ The latter counts as none: a run with it would train on nothing.
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.read_json import LIMIT_BYTES
 from keyhole.errors import UserError
 
 TOKENIZER_FILES = ("token*", "vocab*", "merges.txt", "*.model", "tekken.json")
+READ_WITH_IT = ("*.json", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*.jinja")
 
 
 def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
@@ -30,11 +32,29 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
     path = Path(model)
     if path.is_dir() and not any(file for name in TOKENIZER_FILES for file in path.glob(name)):
         return None
+    for name in READ_WITH_IT if path.is_dir() else ():
+        for file in path.glob(name):
+            _check_readable(file)
     try:
         how = {"local_files_only": is_local(path), "trust_remote_code": trust_remote_code}
         tokenizer = AutoTokenizer.from_pretrained(model, **how)
+        added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class has no such method
+        if len(tokenizer) <= len(added):
+            return None
+        tokenizer("a")  # settings of the wrong type are met at the first text
     except Exception as error:  # bad files, a bad name, no network: each has its own type
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from error
-    added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class has no such method
-    return tokenizer if len(tokenizer) > len(added) else None
+    return tokenizer
+
+
+def _check_readable(file: Path) -> None:
+    """Refuses what Transformers would wait for (a pipe), or read without end (a device, a file of zeros)."""
+    try:
+        size = file.stat().st_size
+        if not file.is_file() and not file.is_dir():
+            raise OSError("it is no ordinary file")
+    except OSError as error:
+        raise UserError(f"model: {file} cannot be read: {error.strerror or error}") from error
+    if size > LIMIT_BYTES:
+        raise UserError(f"model: {file} has {size:,} bytes; a file of a tokenizer has at most {LIMIT_BYTES:,}")

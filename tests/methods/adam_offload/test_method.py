@@ -53,7 +53,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     [(n, 0.5) for n in ("llama", "mistral", "qwen3", "olmo2", "cohere", "gemma2")] + [("llama", None), ("llama", 1e3)],
 )
 def test_equals_torch_adamw_in_a_plain_loop(name: str, clip: float | None) -> None:
-    """Five steps of fp32, clipped, with 2 micro-batches, a schedule and weight decay: torch's weights to 1e-6."""
+    """Five fp32 steps, clipped, with 2 micro-batches, a schedule and weight decay: within 1e-6 of torch's weights."""
     ours, theirs = load(name), load(name).module
     method = AdamOffload(ours, max_grad_norm=clip, **HOW)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)

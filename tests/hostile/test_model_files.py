@@ -1,0 +1,184 @@
+"""Files of a model directory that are damaged or made to harm: config, weights, index, generation settings, tokenizer,
+adapters."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tests.hostile.conftest import MANY, Place
+from tests.hostile.values import ESCAPE, odd, places_of, with_value, write_json
+
+FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
+FILES += [
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+]
+HARMS: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "no text": lambda path: path.write_bytes(b"\xff\xfe\x00\x80" * 10),
+    "null": lambda path: path.write_text("null"),
+    "list": lambda path: path.write_text("[]"),
+    "number": lambda path: path.write_text("1" * 5000),
+    "deep": lambda path: path.write_text('{"a":' * 100_000),
+    "pipe": os.mkfifo,
+    "endless": lambda path: path.symlink_to("/dev/zero"),
+    "directory": Path.mkdir,
+    "loop": lambda path: path.symlink_to(path),
+    "sparse": lambda path: (path.touch(), os.truncate(path, 2**36)),
+}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_file_of_the_model_is_no_such_file(new_place: Callable[[], Place], file: str) -> None:
+    """Each of them empty, binary, another kind of JSON, nested, a pipe, a device, a directory, a loop, 64 GiB of holes:
+    the first four fields of a model are needed, so those are refused."""
+    for name, harm in HARMS.items():
+        place = new_place()
+        path = place.model / file
+        path.unlink(missing_ok=True)
+        harm(path)
+        ended = place.checked()
+        assert ended.code == 2 or file not in ("config.json", "tokenizer.json", "model.safetensors"), name
+
+
+@MANY
+@given(data=st.data())
+def test_odd_values_in_json(new_place: Callable[[], Place], data: st.DataObject) -> None:
+    """Any one value of any JSON file of the model replaced by one that does not belong there."""
+    place = new_place()
+    path = place.model / data.draw(st.sampled_from(["config.json", "generation_config.json", "tokenizer_config.json"]))
+    tree = json.loads(path.read_text())
+    at = data.draw(st.sampled_from([*places_of(tree), ("quantization_config",), ("auto_map",), ("rope_parameters",)]))
+    write_json(path, with_value(tree, at, data.draw(odd)))
+    place.run("eval", str(place.model), "--tasks", str(place.data), "--limit", "1", "device=cpu")
+
+
+@settings(parent=MANY, max_examples=15)
+@given(data=st.data())
+def test_odd_values_in_a_tokenizer(new_place: Callable[[], Place], data: st.DataObject) -> None:
+    """The vocabulary's own file."""
+    place = new_place()
+    path = place.model / "tokenizer.json"
+    tree = json.loads(path.read_text())
+    write_json(path, with_value(tree, data.draw(st.sampled_from(places_of(tree))), data.draw(odd)))
+    place.checked()
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
+    content = path.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+@MANY
+@given(data=st.data())
+def test_odd_headers_of_safetensors(new_place: Callable[[], Place], data: st.DataObject) -> None:
+    """Another value anywhere in the header, or another length of it, or of the file."""
+    place = new_place()
+    path = place.model / "model.safetensors"
+    header, body = header_of(path)
+    header = with_value(header, data.draw(st.sampled_from(places_of(header))), data.draw(odd))
+    text = json.dumps(header).encode()
+    length = data.draw(st.sampled_from([len(text), 0, len(text) - 1, len(text) + 8, 2**63, 2**64 - 1]))
+    content = struct.pack("<Q", length) + text + body
+    path.write_bytes(content[: data.draw(st.sampled_from([len(content), 4, 100, len(content) - 1]))])
+    place.checked()
+
+
+@MANY
+@given(data=st.data())
+def test_odd_values_in_an_index(new_place: Callable[[], Place], data: st.DataObject) -> None:
+    """Tensors in files that are not there, lie elsewhere, or are no names."""
+    place = new_place()
+    names = load_file(place.model / "model.safetensors").keys()
+    tree = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    places = [*places_of(tree), ("weight_map", ESCAPE)]
+    write_json(
+        place.model / "model.safetensors.index.json",
+        with_value(tree, data.draw(st.sampled_from(places)), data.draw(odd)),
+    )
+    place.checked()
+
+
+HUGE: dict[str, dict[str, Any]] = {
+    "a width of a billion": {"hidden_size": 10**9},
+    "ten million layers": {"num_hidden_layers": 10**7},
+    "a vocabulary of a billion": {"vocab_size": 10**9},
+    "a billion heads": {"num_attention_heads": 10**9},
+    "heads of a billion": {"head_dim": 10**9},
+    "an MLP of a billion": {"intermediate_size": 10**9},
+    "positions without end": {"max_position_embeddings": 10**15},
+    "code from a hub": {"attn_implementation": "someone/kernels"},
+    "code of its own": {
+        "auto_map": {"AutoModelForCausalLM": "evil.Model", "AutoConfig": "evil.Config"},
+        "model_type": "x",
+    },
+    "quantized": {"quantization_config": {"quant_method": "fp8"}},
+    "another family": {"model_type": ESCAPE},
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_config_that_asks_for_too_much_is_refused(place: Place, name: str) -> None:
+    """Before anything of that size is built, and before any code is fetched or run."""
+    path = place.model / "config.json"
+    write_json(path, json.loads(path.read_text()) | HUGE[name])
+    (place.model / "evil.py").write_text(f"open({str(place.root / 'ran')!r}, 'w')")
+    assert place.checked().code == 2
+
+
+def test_a_million_beams_are_refused(place: Place) -> None:
+    """Each would be a copy of the cache."""
+    path = place.model / "generation_config.json"
+    write_json(path, json.loads(path.read_text()) | {"num_beams": 10**6})
+    assert "num_beams is 1000000" in place.refused("chat", str(place.model), "device=cpu", stdin="hello\n")
+
+
+class Evil:
+    """A pickle that would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_pickles_run_nothing(place: Place) -> None:
+    """Weights in a .bin, and a training_args.bin beside them."""
+    (place.model / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "training_args.bin"):
+        torch.save({"model.norm.weight": Evil(place.root / "ran")}, place.model / name)
+    assert "holds more than tensors" in place.refused("train", str(place.config))
+
+
+ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+
+
+@MANY
+@given(data=st.data())
+def test_odd_adapters(new_place: Callable[[], Place], data: st.DataObject) -> None:
+    """Adapters with other settings, shapes, names or numbers than those of the model."""
+    place = new_place()
+    folder = place.model / "adapter"
+    folder.mkdir()
+    known = ADAPTER | {"base_model_name_or_path": str(place.model)}
+    at = data.draw(st.sampled_from([*places_of(known), ("auto_mapping",), ("modules_to_save",), ("rank_pattern",)]))
+    write_json(folder / "adapter_config.json", with_value(known, at, data.draw(odd)))
+    start = data.draw(st.sampled_from(["base_model.model.model.layers.0.self_attn.q_proj", "x", ESCAPE]))
+    shape = data.draw(st.sampled_from([(2, 32), (32, 2), (0,), (2, 32, 1)]))
+    save_file({f"{start}.lora_A.weight": torch.ones(shape)}, folder / "adapter_model.safetensors")
+    if data.draw(st.booleans()):
+        (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 64)
+    place.run("eval", str(place.model), "--tasks", str(place.data), "--limit", "1", "device=cpu")
