@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import keyhole
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.machine import settings
 from keyhole.machine.settings import Changes, Setting
-from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import batch, config
 
 

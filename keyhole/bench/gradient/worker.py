@@ -72,6 +72,8 @@ class GradientWorker:
 
     def _timed(self, trial: Trial) -> dict[str, Any]:
         length = QUICK_LENGTH if self.job.quick else trial.length
+        if self.job.quick:
+            import keyhole.bench.gradient.traced  # noqa: F401  (the backend that quick trials compile with)
         begin_s = time.perf_counter()
         model = load_trial(trial, self.device, length, self.job.quick)
         found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.batch * length}

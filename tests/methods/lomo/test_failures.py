@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.errors import UserError
 from keyhole.methods.lomo.method import LOMO
 from tests.methods.lomo.loops import load, micro_batches, weights
-from tests.model.backward.in_place import IN_PLACE
 
 
 def test_a_loss_that_is_not_finite_changes_nothing() -> None:

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.plan import placement
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
-from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import NAMES, config
 from tests.model.streaming import streamed
 

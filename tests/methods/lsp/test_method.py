@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.demo.train import settings_of, start
 from keyhole.methods.lsp.gradient_buffers import view_in
 from keyhole.methods.lsp.method import LSP
@@ -15,7 +16,6 @@ from keyhole.ops.lsp.projector import identity_projector
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
-from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import NAMES, batch, config
 from tests.model.streaming import streamed
 

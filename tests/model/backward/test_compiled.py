@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Saved
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
-from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
 

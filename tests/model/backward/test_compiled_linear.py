@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.model.backward.compiled_linear import linears_offer, offers_go_to
-from tests.model.backward.in_place import IN_PLACE
 
 CPU = torch.device("cpu")
 

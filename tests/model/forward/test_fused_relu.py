@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.bench.gradient.traced import IN_PLACE
 from keyhole.methods.lomo.method import LOMO
 from keyhole.model.backward.compiled_linear import linears_offer
 from keyhole.model.forward import fused_relu
 from keyhole.model.structure import find as blocks
-from tests.model.backward.in_place import IN_PLACE
 from tests.model.decoders import LAYERS, batch, config
 from tests.model.streaming import streamed
 
