@@ -71,8 +71,8 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
     for (model, path), task, method in itertools.product(
         comparison.models.items(), comparison.tasks, comparison.methods
     ):
-        base = DEFAULT_ENTRIES | comparison.common | comparison.tasks[task] | comparison.methods[method]
-        base |= comparison.overrides
+        layers = (comparison.common, comparison.tasks[task], comparison.methods[method], comparison.overrides)
+        base = _merged(DEFAULT_ENTRIES, *layers)
         fixed = {"model": path, "output_dir": comparison.output_dir}
         fixed |= {} if "method" in base else {"method": method}
         fixed |= {} if "task" in base or "train_data" in base else {"task": task}
@@ -109,6 +109,17 @@ def settings_hash(config: TrainConfig, content: str | None) -> str:
     told["model"] = content or config.model
     text = json.dumps(told, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _merged(*layers: Entries) -> Entries:
+    """Later layers count more; a number of steps replaces a number of epochs, and the other way round."""
+    merged: Entries = {}
+    for layer in layers:
+        for key, other in itertools.permutations(("max_steps", "num_train_epochs")):
+            if key in layer and other not in layer:
+                merged.pop(other, None)
+        merged |= layer
+    return merged
 
 
 def _entries(values: dict[str, str]) -> Entries:

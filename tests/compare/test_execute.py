@@ -1,0 +1,173 @@
+"""A comparison as a whole: what is chosen, what survives a kill, what a failure costs, what is read once."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.compare import kept as kept_module
+from keyhole.compare.result import read_result
+from keyhole.disk import weight_files
+from keyhole.errors import NonFinite, UserError
+from keyhole.training import loop
+from tests.compare.comparisons import TEXT, cell, run, table, write
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A finished comparison, and how often weights were opened and data prepared for it."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    counts = {"weights": 0, "data": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module, function in (("weights", weight_files, "_open_shard"), ("data", kept_module, "load_data")):
+            real = getattr(module, function)
+
+            def counted(*args: Any, real: Any = real, name: str = name) -> Any:
+                counts[name] += 1
+                return real(*args)
+
+            patch.setattr(module, function, counted)
+        assert run(write(root / "small.yaml"), root / "out") == 0
+    return root / "out", counts
+
+
+def test_the_best_settings_by_dev_are_taken_and_tested(undisturbed: tuple[Path, dict[str, int]]) -> None:
+    """Each grid is run with the first seed, its best point with the other; mean and spread are those of test."""
+    out, _ = undisturbed
+    for method, better in (("adamw", "2e-3"), ("lomo", "5e-2")):
+        found = cell(out, method)
+        devs = {dict(map(tuple, run["point"]))["learning_rate"]: run["dev"] for run in found["grid"] if not run["seed"]}
+        assert len(devs) == 2 and found["chosen"] == [["learning_rate", max(devs, key=lambda rate: devs[rate])]]
+        assert found["chosen"] == [["learning_rate", better]]
+        first, second = [run["test"] for run in found["runs"]]
+        assert found["mean"] == pytest.approx((first + second) / 2)
+        assert found["spread"] == pytest.approx(abs(first - second) / 2**0.5)
+        assert len(found["grid"]) == 3, "the worse point is not run with the second seed"
+    assert cell(out, "zero-shot")["mean"] is not None
+
+
+def test_weights_and_data_are_read_once(undisturbed: tuple[Path, dict[str, int]]) -> None:
+    """Six runs and a zero-shot in one process: one file of weights, two draws of data (one per seed)."""
+    assert undisturbed[1] == {"weights": 1, "data": 2}
+
+
+def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> None:
+    out, _ = undisturbed
+    assert not list(out.rglob("*.safetensors")) and not list(out.rglob("checkpoint-*"))
+    assert {path.name for path in out.iterdir()} >= {"table.json", "table.md", "report.html", "runs", "results"}
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from keyhole.training import loop
+from tests.compare.comparisons import run
+real, steps = loop.Run.step, []
+def step(self, number):
+    steps.append(number)
+    if len(steps) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(self, number)
+loop.Run.step = step
+run(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_killed_in_the_middle_and_resumed(undisturbed: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
+    """A comparison whose process was killed inside its second run ends with the same table."""
+    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    child = subprocess.run([sys.executable, "-c", KILLED, str(path), str(out), "7"], check=False, capture_output=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    assert len(list((out / "results").glob("*.json"))) == 2, "zero-shot and the first run"
+    assert run(path, out) == 0
+    assert table(out) == table(undisturbed[0])
+
+
+@pytest.mark.parametrize("stop", [3, 14])
+def test_interrupted_and_resumed(
+    undisturbed: tuple[Path, dict[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    """A signal ends the step and the comparison with 130; the same command goes on from the checkpoint."""
+    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    real, steps = loop.Run.step, []
+
+    def step(self: loop.Run, number: int) -> None:
+        steps.append(number)
+        if len(steps) == stop:
+            signal.raise_signal(signal.SIGINT)
+        real(self, number)
+
+    monkeypatch.setattr(loop.Run, "step", step)
+    assert run(path, out) == 130
+    assert (out / "report.html").exists() and list(out.rglob("checkpoint-*"))
+    done = len(steps)
+    assert run(path, out) == 0
+    assert len(steps) == 24 and done == stop, "no step is taken twice"
+    assert table(out) == table(undisturbed[0]) and not list(out.rglob("checkpoint-*"))
+    steps.clear()
+    assert run(path, out) == 0 and not steps, "everything is known"
+
+
+def test_a_line_more_in_the_file_runs_what_is_new(undisturbed: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
+    """Finished runs are recognised by their settings, whatever file they came from."""
+    out, _ = undisturbed
+    before = {path.name: path.stat().st_mtime_ns for path in (out / "results").iterdir()}
+    path = write(tmp_path / "more.yaml", TEXT.replace("  lomo:", "  sgd: {learning_rate: 5e-2}\n  lomo:"))
+    try:
+        assert run(path, out, "seeds=0") == 0
+        after = {path.name: path.stat().st_mtime_ns for path in (out / "results").iterdir()}
+        assert before.items() <= after.items() and len(after) == len(before) + 1
+    finally:
+        for name in {path.name for path in (out / "results").iterdir()} - before.keys():
+            (out / "results" / name).unlink()
+        assert run(write(tmp_path / "small.yaml"), out) == 0  # the table as it was
+
+
+def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN and a lack of memory are results of their cells; they stay until --retry; a crash is tried again."""
+    errors = {"1e-05": NonFinite("step 2: the loss is nan"), "0.002": MemoryError(), "0.05": ZeroDivisionError("oh")}
+    real = loop.Run.step
+
+    def step(self: loop.Run, number: int) -> None:
+        error = errors.get(f"{self.schedule.peak:g}")
+        if error is not None and number == 2:
+            raise error
+        real(self, number)
+
+    path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "step", step)
+        assert run(path, out, "seeds=0") == 0
+    adamw, lomo = cell(out, "adamw"), cell(out, "lomo")
+    assert adamw["errors"] == ["step 2: the loss is nan", "MemoryError"] and adamw["mean"] is None
+    assert lomo["errors"] == ["ZeroDivisionError: oh"] and lomo["chosen"] == [["learning_rate", "1e-4"]]
+    assert "the loss is nan" in (out / "table.md").read_text() and "failed" in (out / "report.html").read_text()
+    assert run(path, out, "seeds=0") == 0
+    assert cell(out, "adamw") == adamw, "it would fail again, so it is not run again"
+    assert not cell(out, "lomo")["errors"]
+    assert run(path, out, "seeds=0", retry=True) == 0
+    assert cell(out, "adamw")["mean"] is not None and not cell(out, "adamw")["errors"]
+
+
+def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:
+    """In the last task, in a setting of the last method, and a directory with somebody's files."""
+    out, other = tmp_path / "o", f"tasks: {{demo: , sst2: {{task_data: {tmp_path}}}}}"
+    with pytest.raises(UserError, match="no folder sst2/"):
+        run(write(tmp_path / "a.yaml", TEXT.replace("tasks: [demo]", other)), out)
+    assert not (out / "results").exists()
+    with pytest.raises(UserError, match="lomo on demo: 1 problem\n.*line 6: .*lerning_rate: unknown key"):
+        run(write(tmp_path / "b.yaml", TEXT.replace("lomo: {learning", "lomo: {lerning")), out)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(UserError, match="letter.txt"):
+        run(write(tmp_path / "c.yaml"), tmp_path / "mine")
+
+
+def test_a_torn_result_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "a.json").write_text(json.dumps({"id": "a"})[:-3])
+    assert read_result(tmp_path, "a") is None

@@ -1,0 +1,104 @@
+"""Comparison files: what they may say, what the command line changes, and those that are shipped."""
+
+from pathlib import Path
+
+import pytest
+
+from keyhole.compare.file import comparisons, find_comparison, read_comparison
+from keyhole.compare.plan import plan, settings_hash
+from keyhole.errors import UserError
+from tests.compare.comparisons import TEXT, write
+
+
+def points(path: Path, *words: str) -> dict[str, list[str]]:
+    """Method -> the settings of its grid, as text."""
+    groups, _ = plan(read_comparison(path, words), lambda model: "content")
+    return {group.method: [", ".join(f"{k}={v}" for k, v in point) for point in group.points] for group in groups}
+
+
+def test_a_list_is_a_grid_and_a_list_of_lists_one_of_lists(tmp_path: Path) -> None:
+    """Grids multiply; a setting that is a list by nature is one value."""
+    text = TEXT.replace(
+        "  lomo: {learning_rate: [5e-2, 1e-4]}",
+        "  lora: {warmup_ratio: [0.1, 0], learning_rate: [1e-3, 1e-4], lora: {target_modules: [q_proj, v_proj]}}\n"
+        "  two: {method: lora, lora: {target_modules: [[q_proj], [q_proj, v_proj]]}}",
+    )
+    found = points(write(tmp_path / "a.yaml", text))
+    assert found["lora"] == [f"warmup_ratio={w}, learning_rate={r}" for w in ("0.1", "0") for r in ("1e-3", "1e-4")]
+    assert found["two"] == ['lora.target_modules=["q_proj"]', 'lora.target_modules=["q_proj", "v_proj"]']
+
+
+def test_the_command_line_counts_most(tmp_path: Path) -> None:
+    """A setting replaces a grid; names select; steps replace epochs."""
+    path = write(tmp_path / "a.yaml", TEXT.replace("max_steps: 4", "num_train_epochs: 3"))
+    assert points(path, "learning_rate=1e-2", "methods=lomo") == {"lomo": [""]}
+    made = read_comparison(path, ("model=a/b,c/d", "tasks=rte", "seeds=[3, 4]", "max_steps=9"))
+    assert made.models == {"b": "a/b", "d": "c/d"} and list(made.tasks) == ["rte"] and made.seeds == [3, 4]
+    groups, warnings = plan(made, lambda model: "content")
+    config = next(iter(groups[0].trials.values())).config
+    assert (config.max_steps, config.num_train_epochs, config.task) == (9, None, "rte")
+    assert not any("num_train_epochs" in warning for warning in warnings)
+
+
+def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
+    """Settings and the content of the model do; the place of the output and how often it prints do not."""
+    path = write(tmp_path / "a.yaml")
+
+    def ids(*words: str, content: str = "x") -> list[str]:
+        groups, _ = plan(read_comparison(path, words), lambda model: content)
+        return [trial.id.rpartition("-")[2] for group in groups for trial in group.trials.values()]
+
+    same = ids()
+    assert len(set(same)) == len(same) == 8
+    assert ids("output_dir=elsewhere", "logging_steps=3", "save_steps=2") == same
+    assert not set(ids("batch_size=4")) & set(same) and not set(ids(content="y")) & set(same)
+    groups, _ = plan(read_comparison(path), lambda model: None)
+    config = next(iter(groups[0].trials.values())).config
+    assert settings_hash(config, None) != settings_hash(config, "x")
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (("models: [demo]", "modells: [demo]"), "line 2: modells: unknown key; did you mean `models`"),
+        (("seeds: [0, 1]", "seeds: [0, 0]"), "seeds: expected different whole numbers"),
+        (("seeds: [0, 1]", "choose_by: luck"), "choose_by: found `luck`, expected first-seed or all-seeds"),
+        (("seeds: [0, 1]", "batch_size: 3"), "batch_size: unknown key; a setting of all runs stands under `common`"),
+        (("models: [demo]", "models: [[demo]]"), "models: found a list"),
+        (("adamw: {learning_rate: [1e-5, 2e-3]}", "adamw: 3"), "line 5: found `3`, expected settings"),
+        (("[1e-5, 2e-3]", "[1e-5, 1e-5]"), "adamw: a grid names one value twice"),
+        (("[1e-5, 2e-3]", "[]"), "learning_rate: an empty list is no grid"),
+        (("[1e-5, 2e-3]", "[1e-5, fast]"), "adamw on demo: 1 problem\n.*line 5: learning_rate: found `fast`"),
+        (("  lomo:", "  lommo:"), "method: found `lommo`, expected .*did you mean `lomo`"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    path = write(tmp_path / "a.yaml", TEXT.replace(*change))
+    with pytest.raises(UserError, match=says):
+        points(path)
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean `zo-table4`"):
+        find_comparison("zo-tabel4")
+    with pytest.raises(UserError, match="`sgd` is not in the file"):
+        read_comparison(write(tmp_path / "a.yaml"), ("methods=sgd",))
+
+
+@pytest.mark.parametrize("name", comparisons())
+def test_shipped_comparisons_are_right(name: str) -> None:
+    """Every run of them has a config without faults and without a setting that does nothing, for another model too."""
+    for words in ((), ("model=demo", "output_dir=out", "task_data=data")):
+        comparison = read_comparison(comparisons()[name], words)
+        groups, warnings = plan(comparison, lambda model: "content")
+        assert groups and comparison.title
+        assert [w for w in warnings if "has no effect" in w and "task_data" not in w] == []
+
+
+def test_the_papers_grids() -> None:
+    """LOMO's two rates with three warm-ups; adapters of four ranks on q and v with a warm-up of their own."""
+    groups, _ = plan(read_comparison(comparisons()["lomo-table3"], ("tasks=rte",)), lambda model: "content")
+    sizes = {group.method: len(group.points) for group in groups}
+    assert sizes == {"lomo": 6, "lora": 1, "lomo-lora": 24}
+    config = next(iter(groups[2].trials.values())).config
+    assert config.lomo_lora.adapter_warmup_ratio == 0.05 and config.lomo_lora.target_modules == ["q_proj", "v_proj"]

@@ -1,0 +1,111 @@
+"""The page: it parses, fetches nothing, and shows names as text, whatever they are."""
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from keyhole.compare.chart import Series, chart, ticks
+from keyhole.compare.file import Comparison
+from keyhole.compare.page import make_page
+from keyhole.compare.result import Result
+from keyhole.compare.table import Cell, to_markdown, zero_shot_cell
+
+EVIL = "<script>alert(1)</script>\"'&|`</style>"
+VOID = {"meta", "br"}
+ENVIRONMENT = {"versions": {"torch": EVIL}, "gpus": [{"name": EVIL}], "cpu": {"name": EVIL, "cores": 2}, "os": EVIL}
+
+
+class Reader(HTMLParser):
+    """Checks that tags are closed in order, and collects them with their attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def result(method: str, **values: Any) -> Result:
+    curve = [[2, 0.5, 0.6, 0.7], [4, 1.0, 0.8, 0.5]]
+    known = {"dev_metric": "accuracy", "test_metric": "accuracy", "dev": 0.8, "test": 0.7, "gpu_gib": 1.5}
+    return Result("id", EVIL, EVIL, method, [["learning_rate", EVIL]], 0, **known | {"curve": curve} | values)
+
+
+def page(cells: list[Cell]) -> str:
+    comparison = Comparison(EVIL, EVIL, {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0, 1], "out", words=(EVIL,))
+    return make_page(comparison, cells, {EVIL: {"batch_size": 3}}, ENVIRONMENT)
+
+
+def cells() -> list[Cell]:
+    good = result(EVIL)
+    failed = result(EVIL, error=EVIL, kind="refused", dev=None, test=None, curve=[])
+    chosen = (("learning_rate", EVIL),)
+    one = Cell(EVIL, EVIL, EVIL, chosen, "accuracy", 0.7, 0.01, "accuracy", 0.8, 2.0, 1.5, [good, good], [good, failed])
+    return [zero_shot_cell(result("zero-shot")), one, Cell(EVIL, EVIL, "broken", grid=[failed])]
+
+
+def test_the_page_is_whole_and_escapes_everything() -> None:
+    """Hostile names of models, tasks, methods, settings, errors and machines are text."""
+    html = page(cells())
+    reader = Reader()
+    reader.feed(html)
+    assert reader.open == [] and {"table", "svg", "details"} <= {tag for tag, _ in reader.tags}
+    names = {tag for tag, _ in reader.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a"}
+    for _, attributes in reader.tags:
+        assert not {"src", "href", "srcset", "action"} & attributes.keys()
+        assert not any(name.startswith("on") for name in attributes)
+    assert "<script" not in html and html.count("</style>") == 1
+    assert not re.search(r"url\(|@import|https?:", html)
+
+
+def test_markdown_keeps_its_cells() -> None:
+    """A name with a bar or a line break does not end its cell."""
+    comparison = Comparison("a", "a|b\nc", {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0], "out")
+    rows = [line for line in to_markdown(comparison, cells()).splitlines() if line.startswith("| <")]
+    assert rows and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 10}
+
+
+def test_an_unfinished_comparison_has_a_page() -> None:
+    assert "No run is finished yet" in page([Cell(EVIL, EVIL, EVIL, missing=2)])
+
+
+@pytest.mark.parametrize("low, high", [(0.0, 1.0), (48.3, 99.2), (-0.5, 0.25), (1.6, 1.9)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 7 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)
+
+
+def test_a_chart_leaves_out_what_is_not_finite() -> None:
+    """A diverged curve does not take the others with it; one value, or none, is drawn too."""
+    nan, good = float("nan"), Series("good", 0, [1.0, 2.0], [0.5, 0.6], [0.4, 0.6], [0.5, 0.7])
+    bad = Series("bad", 1, [1.0, 2.0], [nan, nan], [nan, nan], [nan, nan])
+    drawn = chart([good, bad], "t", "x", "y")
+    assert "nan" not in drawn and "good" in drawn and "bad" not in drawn
+    assert "<svg" in chart([], "t", "x", "y") and "circle" in chart(
+        [Series("p", 0, [1.0], [0.5], [0.5], [0.5])], "", "", ""
+    )
+
+
+def test_times_that_differ_by_far_are_drawn_on_a_logarithmic_axis() -> None:
+    """Otherwise the fast curve would be a dot at the left."""
+
+    def ends(slow: float) -> list[float]:
+        lines = [
+            Series(name, 0, [x / 2, x], [0.5, 0.6], [0.5, 0.6], [0.5, 0.6]) for name, x in (("a", 1.0), ("b", slow))
+        ]
+        return [float(x) for x in re.findall(r'<circle class="f0" cx="([\d.]+)"', chart(lines, "t", "x", "y"))]
+
+    assert min(ends(1000.0)) > min(ends(15.0))
