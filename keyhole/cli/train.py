@@ -1,4 +1,4 @@
-"""keyhole train CONFIG [key=value ...] [--resume [PATH]] [--dry-run]"""
+"""keyhole train CONFIG [key=value ...] [--resume [PATH]] [--dry-run] [--allow-code-execution]"""
 
 from typing import Annotated
 
@@ -33,6 +33,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check config, data and model, print what would run, and stop.")
     ] = False,
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run programs that the model writes (humaneval), confined.")
+    ] = False,
 ) -> None:
     """Fine-tune a model.
 
@@ -40,6 +43,8 @@ def train(
     """
     settings = load_settings(config, overrides)
     check_model(settings.model)
+    from keyhole.training.start import Parts
     from keyhole.training.start import train as run
 
-    raise typer.Exit(run(settings, resume=resume, dry_run=dry_run))
+    parts = Parts(allow_code_execution=allow_code_execution)
+    raise typer.Exit(run(settings, resume=resume, dry_run=dry_run, parts=parts))

@@ -15,7 +15,7 @@ from keyhole.errors import UserError
 ROOT = Path(keyhole.cli.__file__).parents[2]
 SURFACE = {
     "": {"--version"},
-    "train": {"CONFIG", "KEY=VALUE", "--resume", "--dry-run"},
+    "train": {"CONFIG", "KEY=VALUE", "--resume", "--dry-run", "--allow-code-execution"},
     "data": {"CONFIG", "KEY=VALUE", "-n", "--count"},
     "eval": {"DIR", "KEY=VALUE", "--tasks", "--limit", "--json"},
     "compare": {"[FILE]", "KEY=VALUE", "--dry-run", "--retry", "--allow-code-execution"},

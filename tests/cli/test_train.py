@@ -18,11 +18,12 @@ def calls(monkeypatch: Any) -> list[Any]:
     """Records calls of keyhole.training.start.train and returns exit code 0."""
     seen: list[Any] = []
 
-    def train(config: Any, *, resume: str | None, dry_run: bool) -> int:
+    def train(config: Any, *, resume: str | None, dry_run: bool, parts: Any) -> int:
+        assert not parts.allow_code_execution, "nobody asked for it"
         seen.append((config, resume, dry_run))
         return 130 if dry_run else 0
 
-    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train))
+    monkeypatch.setitem(sys.modules, "keyhole.training.start", SimpleNamespace(train=train, Parts=SimpleNamespace))
     return seen
 
 
