@@ -227,6 +227,8 @@ class Execution:
             if place in self.zero_shot:
                 continue
             trial = next(iter(group.trials.values()))
+            if trial.config.head is not None:
+                continue  # a new head knows nothing yet
             made = blank(trial)
             made.id, made.method, made.point = self._zero_shot_id(trial), ZERO_SHOT, []
             found = read_result(self.root, made.id)

@@ -17,7 +17,7 @@ SURFACE = {
     "": {"--version"},
     "train": {"CONFIG", "KEY=VALUE", "--resume", "--dry-run", "--allow-code-execution"},
     "data": {"CONFIG", "KEY=VALUE", "-n", "--count"},
-    "eval": {"DIR", "KEY=VALUE", "--tasks", "--limit", "--json"},
+    "eval": {"DIR", "KEY=VALUE", "--tasks", "--limit", "--json", "--task-data", "--allow-code-execution"},
     "compare": {"[FILE]", "KEY=VALUE", "--dry-run", "--retry", "--allow-code-execution"},
     "chat": {"DIR", "KEY=VALUE", "--system", "--max-new-tokens"},
     "replay": {"BASE", "JOURNAL", "OUT", "KEY=VALUE", "--steps"},
