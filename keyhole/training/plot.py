@@ -29,7 +29,7 @@ def task_curves(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, floa
     for entry in entries:
         for key, value in entry.items():
             split, _, name = key.partition("_")
-            if split in ("eval", "test") and name not in ("loss", "tokens", "questions") and value is not None:
+            if split in ("eval", "test") and name not in ("loss", "tokens", "rows", "questions") and value is not None:
                 curves.setdefault(f"{'dev' if split == 'eval' else split} {name}", []).append((entry["step"], value))
     return curves
 

@@ -15,10 +15,11 @@ from keyhole.config.data import data_settings
 from keyhole.data import load_data
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
+from keyhole.errors import UserError
 from keyhole.eval.score import score
 from keyhole.training import loop
 from keyhole.training.selection import Selection
-from keyhole.training.start import train
+from keyhole.training.start import Parts, train
 from keyhole.training.validation import common_metric
 from tests.training.runs import metrics, same, weights
 
@@ -133,3 +134,28 @@ def test_the_metric_of_the_task_chooses(make: Callable) -> None:
     state = json.loads((Path(config.output_dir) / "checkpoint-4" / "keyhole_state.json").read_text())
     dev = [[entry["step"], entry["eval_accuracy"]] for entry in metrics(config) if "eval_loss" in entry]
     assert state["selection"]["evaluations"] == dev
+
+
+def test_a_run_on_files_is_judged_by_test_task(make: Callable) -> None:
+    """Nothing of that task is trained on; its metric comes from the weights at the end."""
+    config = make(task=None, train_data="demo", test_task="demo", eval_steps=None)
+    assert train(config) == 0
+    (test,) = [entry for entry in metrics(config) if "test_questions" in entry]
+    assert test["step"] == 4 and test["test_questions"] == 32 and 0 <= test["test_accuracy"] <= 1
+
+
+def test_programs_are_run_only_where_that_was_allowed(make: Callable, tmp_path: Path) -> None:
+    """A test task whose answers are programs is refused at the start, before anything is written."""
+    row = {"prompt": "def one():\n", "canonical_solution": "    return 1\n", "entry_point": "one"}
+    row |= {"test": "def check(f):\n    assert f() == 1\n", "task_id": "a/1"}
+    (tmp_path / "data" / "humaneval").mkdir(parents=True)
+    (tmp_path / "data" / "humaneval" / "test.jsonl").write_text(json.dumps(row) + "\n")
+    config = make(
+        task=None, train_data="demo", test_task="humaneval", task_data=str(tmp_path / "data"), eval_steps=None
+    )
+    with pytest.raises(UserError, match="--allow-code-execution"):
+        train(config)
+    assert not Path(config.output_dir).exists()
+    assert train(config, parts=Parts(allow_code_execution=True)) == 0
+    (test,) = [entry for entry in metrics(config) if "test_questions" in entry]
+    assert test["test_pass@1"] == 0.0
