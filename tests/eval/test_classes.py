@@ -11,6 +11,7 @@ import keyhole
 from keyhole.data.tasks.parse import parse_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import NonFinite, UserError
+from keyhole.eval.conversation import Conversation
 from keyhole.eval.score import score, value
 from tests.training.classifiers import WORDS, save_encoder
 
@@ -71,10 +72,12 @@ def test_a_regression_has_pearsons_correlation(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
-    """Candidates that no label stands for, a free text, and logits that are not finite."""
+    """Candidates that no label stands for, a chat, and logits that are not finite."""
     model = load(tmp_path, 3)
     with pytest.raises(UserError, match="is scored by tasks by name"):
         score(model, Task("file", QUESTIONS))
+    with pytest.raises(UserError, match="classifies texts and cannot write any"):
+        Conversation(model)
     model.module.classifier.weight.data[0, 0] = float("nan")
     with pytest.raises(NonFinite, match="line 0: logits that are not finite"):
         score(model, task())

@@ -60,6 +60,7 @@ def test_a_base_encoder_gets_a_head_by_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_head_is_drawn_alike_on_every_device(tmp_path: Path) -> None:
     """A run on a GPU can be replayed on a CPU."""
     hf.BertModel(config("bert")).save_pretrained(tmp_path)
