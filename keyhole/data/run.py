@@ -27,7 +27,7 @@ from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
 from keyhole.data.tasks.classify import check_settings
 from keyhole.data.tasks.encode import Encoder
-from keyhole.data.tasks.labels import class_names
+from keyhole.data.tasks.labels import class_names, find_labels
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
@@ -83,6 +83,8 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     report += [f"test: task {task.name}: {task.about} ({task.fingerprint})" for task in further]
     about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
     if tasks is not None and tasks.labels:
+        asked = settings.head is not None
+        find_labels([task.spec for task in (*tasks.test, *further)], known, asked)  # refuses tests with other labels
         about |= {"labels": list(tasks.labels), "pad_token_id": train.pad_token_id}
     loader = Loader(
         train,

@@ -1,8 +1,8 @@
 """Tasks scored by a classifier: the label with the largest logit is its answer; of a regression, the number itself.
 
 `loss` is the mean over questions of what the model is trained by (model/classification.py); `chance` the accuracy of
-guessing. A regression has one metric, Pearson's correlation with the task's values. Rows are those of training
-(data/tasks/classify.py); which label is which class: data/tasks/labels.py.
+guessing. The numbers of a regression are correlated with the task's values; for other metrics the nearest candidate is
+its choice. Rows are those of training (data/tasks/classify.py); which label is which class: data/tasks/labels.py.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any
 from keyhole.data.capacity import check_ids, context_length
 from keyhole.data.tasks.classify import TextEncoder
 from keyhole.data.tasks.labels import find_labels
-from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 from keyhole.eval import metrics
 from keyhole.eval.rows import class_logits, not_finite
@@ -51,12 +51,17 @@ def score_classes(model: Model, task: Task, *, max_length: int | None = None, **
         share = f"{len(bad)} of {len(rows)} questions"
         raise not_finite(model, f"{task.questions[bad[0]].where}: logits that are not finite ({share})")
     if labels.order:
-        chosen = [labels.order.index(label) for label in logits_RL.argmax(dim=1).tolist()]
-        found = {name: metric_of(name, task.questions, chosen) for name in task.spec.metrics}
-        chance = 1 / len(labels.names)
+        said = chosen = [labels.order.index(label) for label in logits_RL.argmax(dim=1).tolist()]
     else:
-        chosen, chance = logits_RL[:, 0].tolist(), None
-        found = {"pearson": metrics.pearson(chosen, [question.value for question in task.questions])}
+        said = logits_RL[:, 0].tolist()
+        chosen = [_nearest(number, question) for number, question in zip(said, task.questions, strict=True)]
+    found = {name: metric_of(name, task.questions, chosen) for name in task.spec.metrics}
+    if not labels.order:
+        found["pearson"] = metrics.pearson(said, [question.value for question in task.questions])
+    chance = 1 / len(labels.order) if labels.order else None
     loss = float(nll_R.sum()) / len(rows)
-    metric = next(iter(found))
-    return ClassScore(task.name, len(rows), metric, found, chance, loss, encoder.truncated, chosen)
+    return ClassScore(task.name, len(rows), task.spec.metric, found, chance, loss, encoder.truncated, said)
+
+
+def _nearest(number: float, question: Question) -> int:
+    return min(range(len(question.candidates)), key=lambda i: abs(float(question.candidates[i]) - number))

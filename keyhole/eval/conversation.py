@@ -109,6 +109,10 @@ class Conversation:
 
     def __init__(self, model: Model, system: str | None = None, max_new_tokens: int | None = None) -> None:
         self.model, self.tokenizer = model, model.tokenizer
+        if model.classifies:
+            raise UserError(
+                f"model: {type(model.module).__name__} classifies texts and cannot write any; see keyhole eval"
+            )
         if self.tokenizer is None:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
         self.has_turns = bool(self.tokenizer.chat_template)

@@ -17,6 +17,8 @@ BASE: dict[str, Any] = {
     "model": "some/model", "method": "adamw", "train_data": "d", "output_dir": "out", "max_steps": 5,
 }  # fmt: skip
 
+CLASSES = {"head": "classification", "task": "sst2", "train_data": None}
+
 REFUSED = [
     ({"max_steps": None}, "max_steps or num_train_epochs"),
     ({"eval_steps": 5}, "eval_data"),
@@ -25,6 +27,12 @@ REFUSED = [
     ({"loss": "candidates"}, "loss: candidates needs a task"),
     ({"task": "sst2", "train_data": None, "loss": "candidates", "packing": True}, "packing: does not go with loss"),
     ({"packing": True, "max_length": None}, "needs max_length"),
+    ({"head": "classification"}, "head: classification needs the labels of a task"),
+    ({"num_labels": 2}, "num_labels: is set but head is not"),
+    (CLASSES | {"loss": "candidates"}, "loss: has no meaning with head=classification"),
+    (CLASSES | {"packing": True}, "packing: has no meaning with head=classification"),
+    (CLASSES | {"train_end_token": False}, "train_end_token: has no meaning with head=classification"),
+    (CLASSES | {"metric_for_best_model": "eval_perplexity"}, "has no perplexity; use loss"),
     ({"device": "gpu"}, "cpu, cuda or cuda:N"),
     ({"output_dir": "./some/model"}, "overwrite"),
     ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),

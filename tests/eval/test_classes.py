@@ -11,12 +11,13 @@ import keyhole
 from keyhole.data.tasks.parse import parse_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import NonFinite, UserError
+from keyhole.eval.conversation import Conversation
 from keyhole.eval.score import score, value
 from tests.training.classifiers import WORDS, save_encoder
 
-SPEC = "columns: {a: a, label: label}\nprompt: '{{ a }}'\ncandidates: [x, y, z]\nlabels: [[no], [maybe], [yes]]\n"
+SPEC = "columns: {a: a, label: label}\nprompt: '{{ a }}'\ncandidates: ['0', '1', '2']\nlabels: [[no], [maybe], [yes]]\n"
 QUESTIONS = [
-    Question(f"{WORDS[i]} {WORDS[i + 1]}", ("x", "y", "z"), i % 3, f"line {i}", texts=(WORDS[i],) * 2, value=i / 7)
+    Question(f"{WORDS[i]} {WORDS[i + 1]}", ("0", "1", "2"), i % 3, f"line {i}", texts=(WORDS[i],) * 2, value=i / 7)
     for i in range(12)
 ]
 
@@ -59,19 +60,24 @@ def test_the_largest_logit_answers(tmp_path: Path, placement: str) -> None:
 
 
 def test_a_regression_has_pearsons_correlation(tmp_path: Path) -> None:
-    """With the values themselves, and nothing else."""
+    """With the values themselves; for accuracy the nearest candidate counts."""
     model = load(tmp_path, 1)
     found = score(model, task(metric="[pearson, accuracy]"))
     numbers = expected(model)[:, 0].double().numpy()
-    assert found.metrics == {"pearson": pytest.approx(np.corrcoef(numbers, [q.value for q in QUESTIONS])[0, 1])}
+    right = [q.answer == np.clip(np.round(number), 0, 2) for q, number in zip(QUESTIONS, numbers, strict=True)]
+    correlation = np.corrcoef(numbers, [q.value for q in QUESTIONS])[0, 1]
+    assert found.metrics == {"pearson": pytest.approx(correlation), "accuracy": pytest.approx(np.mean(right))}
+    assert value(found) == found.metrics["pearson"]
     assert found.predictions == pytest.approx(numbers.tolist(), rel=1e-4) and found.chance is None
 
 
 def test_what_cannot_be_scored_is_refused(tmp_path: Path) -> None:
-    """Candidates that no label stands for, a free text, and logits that are not finite."""
+    """Candidates that no label stands for, a chat, and logits that are not finite."""
     model = load(tmp_path, 3)
     with pytest.raises(UserError, match="is scored by tasks by name"):
         score(model, Task("file", QUESTIONS))
+    with pytest.raises(UserError, match="classifies texts and cannot write any"):
+        Conversation(model)
     model.module.classifier.weight.data[0, 0] = float("nan")
     with pytest.raises(NonFinite, match="line 0: logits that are not finite"):
         score(model, task())

@@ -59,6 +59,16 @@ def test_a_base_encoder_gets_a_head_by_seed(tmp_path: Path) -> None:
     assert any("classifier.weight" in line for line in found[0].describe())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_head_is_drawn_alike_on_every_device(tmp_path: Path) -> None:
+    """A run on a GPU can be replayed on a CPU."""
+    hf.BertModel(config("bert")).save_pretrained(tmp_path)
+    found = [keyhole.load(tmp_path, device=device, head="classification", num_labels=2) for device in ("cpu", "cuda")]
+    heads = [dict(model.named_tensors())["classifier.weight"].cpu() for model in found]
+    assert torch.equal(*heads)
+
+
 def test_a_lost_head_is_refused(tmp_path: Path) -> None:
     """Files that should have it and do not are damaged: nothing is drawn in silence."""
     hf.BertModel(config("bert")).save_pretrained(tmp_path)

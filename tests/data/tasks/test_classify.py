@@ -111,6 +111,7 @@ def test_a_value_is_a_regression(encoders: dict[str, Path], tmp_path: Path) -> N
         ({"task": "copa"}, "task copa: its candidates differ from row to row"),
         ({"task": "squad"}, "task squad: its answers are free text"),
         ({"num_labels": 3}, "num_labels: 3, but task own has 2 labels"),
+        ({"test_task": "rte"}, "task: own has the labels bad, good, rte has entailment, not_entailment"),
         ({"packing": True}, "packing: True has no meaning for a classifier"),
         ({"train_end_token": True}, "train_end_token: True has no meaning"),
         ({"task": None, "train_data": "x.jsonl", "num_labels": 2}, "labels come from a task"),
@@ -119,8 +120,11 @@ def test_a_value_is_a_regression(encoders: dict[str, Path], tmp_path: Path) -> N
 def test_what_a_classifier_cannot_do_is_refused(
     encoders: dict[str, Path], tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
+    made = settings(encoders["bert"], tmp_path, **changes)
+    (tmp_path / "task" / "data" / "rte").mkdir()
+    (tmp_path / "task" / "data" / "rte" / "dev.jsonl").write_text('{"premise": "w1", "hypothesis": "w2", "label": 0}\n')
     with pytest.raises(UserError, match=says):
-        load_data(settings(encoders["bert"], tmp_path, **changes))
+        load_data(made)
 
 
 def test_positions_behind_the_padding(encoders: dict[str, Path], tmp_path: Path) -> None:
