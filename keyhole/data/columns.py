@@ -28,9 +28,9 @@ def read_parquet(path: Path) -> Iterator[Record]:
         with parquet.ParquetFile(path) as file:
             texts = _check(path, file.metadata)
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            weigh = _Scales(path)
+            scales = _Scales(path)
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-                for row in _rows(path, batch, number, weigh):
+                for row in _rows(path, batch, number, scales):
                     number += 1
                     yield Record(str(path), "row", number, row)
     except (ArrowException, ValueError, RecursionError) as error:
@@ -52,10 +52,10 @@ def read_arrow(path: Path) -> Iterator[Record]:
             source.seek(0)
             opened = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
             batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if is_file else iter(opened)
-            weigh = _Scales(path)
+            scales = _Scales(path)
             for whole in batches:
                 for start in range(0, whole.num_rows, ROWS_AT_ONCE):
-                    for row in _rows(path, whole.slice(start, ROWS_AT_ONCE), number, weigh):
+                    for row in _rows(path, whole.slice(start, ROWS_AT_ONCE), number, scales):
                         number += 1
                         yield Record(str(path), "row", number, row)
     except (pyarrow.ArrowException, ValueError, RecursionError) as error:
@@ -91,10 +91,7 @@ class _Scales:
         self.path, self.total = path, 0
         self.most = max(MOST_ROW_BYTES, ROWS_GROWTH * path.stat().st_size)
 
-    def __call__(self, rows: Any) -> int:
-        return sum(map(_weight, rows.columns))
-
-    def take(self, weight: int) -> None:
+    def add(self, weight: int) -> None:
         self.total += weight
         if self.total > self.most:
             raise UserError(
@@ -103,20 +100,16 @@ class _Scales:
             )
 
 
-def _rows(path: Path, batch: Any, before: int, weigh: _Scales) -> Iterator[dict[str, Any]]:
+def _rows(path: Path, batch: Any, before: int, scales: _Scales) -> Iterator[dict[str, Any]]:
     """The rows of a batch, none of them above the bound."""
-    whole = weigh(batch)
-    if whole <= MOST_ROW_BYTES:
-        weigh.take(whole)
-        yield from map(_without_nulls, batch.to_pylist())
-        return
-    for i in range(batch.num_rows):
-        row = batch.slice(i, 1)
-        weight = weigh(row)
-        if weight > MOST_ROW_BYTES:
-            raise UserError(f"{path}, row {before + i + 1}: {weight:,} bytes; a row has at most {MOST_ROW_BYTES:,}")
-        weigh.take(weight)
-        yield _without_nulls(row.to_pylist()[0])
+    weight = sum(map(_weight, batch.columns))
+    rows = [batch] if weight <= MOST_ROW_BYTES else [batch.slice(i, 1) for i in range(batch.num_rows)]
+    for number, row in enumerate(rows if weight > MOST_ROW_BYTES else [], before + 1):
+        if (alone := sum(map(_weight, row.columns))) > MOST_ROW_BYTES:
+            raise UserError(f"{path}, row {number}: {alone:,} bytes; a row has at most {MOST_ROW_BYTES:,}")
+    scales.add(weight)
+    for part in rows:
+        yield from map(_without_nulls, part.to_pylist())
 
 
 def _weight(column: Any) -> int:

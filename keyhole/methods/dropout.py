@@ -37,7 +37,7 @@ def dropout_rates(module: nn.Module) -> dict[str, float]:
 
 def _is_rate(key: str, value: Any) -> bool:
     named = key == "p" or "drop" in key
-    return named and isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return named and isinstance(value, int | float) and not isinstance(value, bool) and not value <= 0
 
 
 class ModelDropout:
@@ -46,6 +46,12 @@ class ModelDropout:
     def __init__(self, model: Model, seed: int, wanted: bool = True) -> None:
         self.module, self.device, self.seed, self.wanted = model.module, model.device, seed, wanted
         self.rates = dropout_rates(model.module)
+        impossible = [name for name, rate in self.rates.items() if not rate <= 1]
+        if wanted and impossible:
+            raise UserError(
+                f"model: {impossible[0]} is {str(self.rates[impossible[0]])[:40]}; dropout is a share from 0 to 1: change "
+                "it in the model's config.json, or set model_dropout=false"
+            )
         skipped = [name for name in self.rates if "layerdrop" in name]
         if wanted and skipped:
             raise UserError(

@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused(place: Place, name: str) -> None:
 def test_sixteen_gibibytes_in_a_kilobyte(place: Place) -> None:
     """Parquet stores a text once and how often it occurs; gzip within it does the rest."""
     path = place.root / "large.parquet"
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1092, pyarrow.int32()), ["x" * 15 * 2**20])
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 16384, pyarrow.int32()), ["x" * 2**20])
     parquet.write_table(pyarrow.table({"text": text}), path, compression="gzip")
     assert path.stat().st_size < 2**17
     assert "large.parquet" in place.refused("train", str(place.config), f"train_data={path}", "--dry-run")

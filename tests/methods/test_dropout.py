@@ -135,6 +135,16 @@ def test_layerdrop_is_refused() -> None:
     make("lomo", model, model_dropout=False)
 
 
+@pytest.mark.parametrize("rate", [2**31, 1.5, float("nan")])
+def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
+    """Before the first step, with what to change."""
+    model = keyhole.load(config("opt"), init="random", device="cpu")
+    model.module.model.decoder.layers[0].dropout = rate
+    with pytest.raises(UserError, match="OPTDecoderLayer.dropout is .*; dropout is a share.*model_dropout=false"):
+        make("lomo", model)
+    make("lomo", model, model_dropout=False)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("method", ["lomo", "adalomo", "lsp", "adam-offload"])

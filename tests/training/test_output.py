@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,25 @@ def test_dry_run_writes_nothing(make: Make, capsys: pytest.CaptureFixture, tmp_p
     out = capsys.readouterr().out
     assert "LlamaForCausalLM, 35,296 parameters" in out and "steps: 6" in out
     assert not Path(config.output_dir).exists()
+
+
+@pytest.mark.parametrize("harm", ["truncated", "missing", "read-only"])
+def test_a_dry_run_refuses_what_training_would(
+    make: Make, tmp_path: Path, harm: str, request: pytest.FixtureRequest
+) -> None:
+    """Weights that are cut off or not there, by their headers alone, and a directory that cannot be written to."""
+    config = make()
+    model = shutil.copytree(config.model, tmp_path / "model")
+    if harm == "truncated":
+        os.truncate(model / "model.safetensors", 20_000)
+    elif harm == "missing":
+        (model / "model.safetensors").unlink()
+    else:
+        disk = request.getfixturevalue("small_disk")(1)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        config = replace(config, output_dir=str(disk / "out"))
+    with pytest.raises(UserError, match="^(model|output_dir): "):
+        train(replace(config, model=str(model)), dry_run=True)
 
 
 def test_bad_directories_are_refused_before_anything(make: Make, tmp_path: Path) -> None:

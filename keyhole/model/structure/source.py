@@ -29,16 +29,16 @@ def check_name(model: str | Path) -> None:
     """Refuses, without a request, what is neither a directory nor a hub id. One word is refused too: all such ids of
     the hub have a longer name today, and a word is more likely a directory that does not exist."""
     path, text = Path(model), str(model)
-    if path.is_dir():
+    if os.path.isdir(path):  # False, too, for a name that no file can have
         return
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(f"model: {text} is a file; give the directory that holds config.json and the weights")
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1 or not all(text.split("/")):
         raise UserError(
             f"model: {text} is not a directory here, and not a hub id, which looks like name/model "
             f"(openai-community/gpt2, not gpt2){_nearest(path)}"
         )
-    if path.parent.is_dir():
+    if os.path.isdir(path.parent):
         raise UserError(
             f"model: {text} is not a directory here{_nearest(path) or f', though {path.parent}/ is'}. If you mean a "
             "model of that name on the hub, call from another directory"
@@ -57,7 +57,7 @@ def _nearest(path: Path) -> str:
 
 def is_local(model: str | Path) -> bool:
     """Whether no request is to be made for this model: it is a directory, or the hub does not answer."""
-    return Path(model).is_dir() or not hub_answers()
+    return os.path.isdir(model) or not hub_answers()
 
 
 @cache

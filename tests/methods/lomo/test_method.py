@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import keyhole
+from keyhole.methods.base import Workload
 from keyhole.methods.lomo.method import LOMO
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, rate, torch_sgd, train, weights
@@ -45,6 +46,19 @@ def test_a_loop_of_ones_own(clip: float | None) -> None:
     assert all(p.grad is None for p in model.module.parameters())
     expected = torch_sgd("qwen2", 5, 2, clip, 0.0)
     assert all(close(tensor, expected[key], 1e-6) for key, tensor in weights(model).items())
+
+
+def test_the_buffer_is_that_of_a_block_s_largest_matrix() -> None:
+    """Not of the embedding, 1 GiB of a Llama-3; and the plan counts the same, whatever the vocabulary."""
+    planned = []
+    for vocabulary in (99, 4096):
+        work = Workload(method="lomo", tokens=20, passes=1)
+        shape = config("llama", vocab_size=vocabulary)
+        model = keyhole.load(shape, init="random", device="cpu", workload=work)
+        buffer = LOMO(model).buffer
+        assert buffer.numel() == shape.intermediate_size * shape.hidden_size
+        planned.append(model.placed.device_bytes.gradients)
+    assert buffer.numel() * buffer.element_size() <= planned[0] == planned[1]
 
 
 def test_the_norm_is_that_of_the_whole_gradient() -> None:
