@@ -143,7 +143,13 @@ class Model:
         classifier its logits, [B, L]."""
         if self.classifies:
             return self.head.logits(batch)
-        hidden_BTD = self.head.decoder(**batch.inputs, use_cache=False)[0]
+        try:
+            hidden_BTD = self.head.decoder(**batch.inputs, use_cache=False)[0]
+        except Exception as error:
+            if not getattr(self.module, "keyhole_untried", ""):
+                raise
+            name, why = type(self.module).__name__, " ".join(str(error).split())
+            raise UserError(f"model: {name} cannot be run on a batch of tokens: {why}") from error
         return self.head.transformed(hidden_BTD.flatten(0, 1)[batch.index_N])
 
     @contextmanager

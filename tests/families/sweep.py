@@ -1,7 +1,7 @@
 """The sweep over every causal language model of the installed Transformers, and the table that it writes.
 
     python -m tests.families.sweep            all types, about 15 minutes on one core; writes docs/families.md
-    python -m tests.families.sweep llama bert these alone, to the terminal
+    python -m tests.families.sweep llama bert these alone; their rows are replaced
 
 Every type runs in a process of its own, with a time limit, so that none can stop the others.
 """
@@ -55,45 +55,41 @@ def table() -> dict[str, str]:
     return dict(ROW.findall(PAGE.read_text()))
 
 
+PAGE_TEXT = """# Model families
+
+Of the {count} causal language models that Transformers {transformers} knows, {passes} pass. The table is written by
+`python -m tests.families.sweep`, which builds a tiny random model of every type, without downloads, and checks three
+things on a CPU (PyTorch {torch}):
+
+- one step of LOMO in float32 is one step of torch's SGD on the same module from Transformers, every weight to 1e-5;
+- two steps of LOMO on a model that is streamed in single matrices give the bits of the resident one;
+- so do two steps of ZO.
+
+Encoders (BERT and its kin) are built as decoders, and of an encoder-decoder (BART) its decoder alone. *Refused* is an
+error that says why; *failed* is what does not work today; *not built*: no tiny config was found. Parts that tokens
+never reach (towers, attention to an encoder) are frozen, and the start block says so. `pytest -m families
+tests/families` compares this table with what is installed.
+
+| type | result |
+|---|---|
+{rows}
+"""
+
+
 def page(found: dict[str, str]) -> str:
     """docs/families.md."""
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
     passes = sum(result == "passes" for result in found.values())
-    rows = [f"| `{model_type}` | {result.replace('|', '/')} |" for model_type, result in found.items()]
-    return "\n".join(
-        [
-            "# Model families",
-            "",
-            f"Of the {len(found)} causal language models that Transformers {transformers.__version__} knows, {passes} pass. "
-            "Written by",
-            "`python -m tests.families.sweep`, which builds a tiny random model of every type, without downloads, and checks "
-            "three things on",
-            f"a CPU (PyTorch {torch.__version__.partition('+')[0]}):",
-            "",
-            "- one step of LOMO in float32 is one step of torch's SGD on the same module from Transformers, every weight to "
-            "1e-5;",
-            "- two steps of LOMO on a model that is streamed in single matrices give the bits of the resident one;",
-            "- so do two steps of ZO.",
-            "",
-            "Encoders (BERT and its kin) are built as decoders, and the decoder of an encoder-decoder (BART) alone. *Refused* is an",
-            "error that says why; *failed* is what does not work today. `pytest -m families tests/families` compares this table "
-            "with what is",
-            "installed. Parts that tokens never reach (towers, attention to an encoder) are frozen, and the start block says so.",
-            "",
-            "| type | result |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    rows = "\n".join(f"| `{model_type}` | {result.replace('|', '/')} |" for model_type, result in found.items())
+    return PAGE_TEXT.format(count=len(found), passes=passes, rows=rows, **versions)
 
 
 def main() -> None:
-    found: dict[str, str] = {}
+    found = table() if sys.argv[1:] else {}
     for model_type, result in run(sys.argv[1:] or TYPES):
         found[model_type] = result
         print(f"{model_type}: {result}", flush=True)
-    if not sys.argv[1:]:
-        PAGE.write_text(page(found))
+    PAGE.write_text(page(dict(sorted(found.items()))))
 
 
 if __name__ == "__main__":

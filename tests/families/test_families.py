@@ -1,4 +1,4 @@
-"""Every causal language model that Transformers knows, against SGD and against itself; a few of each kind in every run."""
+"""Every causal language model that Transformers knows, against SGD and against itself; some of them in every run."""
 
 import pytest
 import transformers

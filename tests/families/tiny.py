@@ -1,8 +1,8 @@
 """A tiny config for every causal language model that the installed Transformers knows.
 
 A config class of Transformers has defaults for all of its settings, those of a published model. `tiny_config` replaces
-the ones that give a model its size (SMALL), wherever a class has a setting of that name, also in configs inside it; SPECIAL
-says what a single type needs beyond that. Encoders are built as decoders, and dropout is off.
+the ones that give a model its size (SMALL), wherever a class has a setting of that name, also in configs inside it;
+SPECIAL says what a single type needs beyond that. Encoders are built as decoders, and dropout is off.
 """
 
 from dataclasses import fields, is_dataclass
@@ -67,6 +67,11 @@ _QWEN4 |= {"split_ngram_parts": 2, "hc_count": 2, "indexer_n_heads": 2, "indexer
 _QWEN4 |= {"indexer_budget": 8, "indexer_compress_ratio": 2}
 _SHARED_KV = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
 SPECIAL: dict[str, dict[str, Any]] = {
+    "blt": {
+        "encoder_hash_byte_group_vocab": VOCAB,
+        "encoder_config": {"hidden_size_global": WIDTH},
+        "decoder_config": {"hidden_size_global": WIDTH},
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "gemma3": {"mm_tokens_per_image": 4},

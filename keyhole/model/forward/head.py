@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.errors import UserError
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import is_unreached
 from keyhole.ops.loss import RunningNLL
@@ -95,7 +96,14 @@ class Head:
     def _run(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         token = torch.zeros((1, 1), dtype=torch.long, device=hidden_ND.device)
         with _decoder_returns(self.decoder, hidden_ND[None]):
-            return self.module(input_ids=token, use_cache=False).logits[0]
+            try:
+                return self.module(input_ids=token, use_cache=False).logits[0]
+            except (AttributeError, TypeError) as error:
+                name = type(self.module).__name__
+                raise UserError(
+                    f"model: the head of {name} needs more of its decoder than hidden states, and such models are not "
+                    f"supported ({' '.join(str(error).split())})"
+                ) from error
 
     def bind(self, weight_RH: torch.Tensor, bias_R: torch.Tensor | None) -> None:
         """Points the head to these rows."""

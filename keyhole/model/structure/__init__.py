@@ -4,6 +4,8 @@ source.py      where its files are: a directory, or a hub id
 config_file.py its config.json, checked before Transformers acts on it
 generation_file.py  its generation_config.json
 skeleton.py    its module, without the weights
+reach.py       what a forward on tokens reaches, found without weights
+added_loss.py  losses that its config asks for beside that of the tokens
 find.py        its blocks, and layers of special kinds
 layout.py      its parameters as one flat array, cut into units
 tokenizer.py   its tokenizer

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -141,9 +142,12 @@ class _Watch(TorchDispatchMode):
         """Runs the module on a row of tokens; returns why it could not."""
         ids = torch.arange(length)[None] % min(64, self.module.get_input_embeddings().weight.shape[0])
         self.entered = []
+        takes = signature(self.module.forward).parameters
+        has_cache = "use_cache" in takes or any(one.kind == one.VAR_KEYWORD for one in takes.values())
+        without_cache = {"use_cache": False} if has_cache else {}
         try:
             with torch.no_grad(), self._noting(), self:
-                self.module(input_ids=ids, use_cache=False)
+                self.module(input_ids=ids, **without_cache)
         except Exception as error:  # the family's own code
             return " ".join(str(error).split())[:120] or type(error).__name__
         return ""
