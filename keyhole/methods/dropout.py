@@ -49,8 +49,8 @@ class ModelDropout:
         impossible = [name for name, rate in self.rates.items() if not rate <= 1]
         if wanted and impossible:
             raise UserError(
-                f"model: {impossible[0]} is {str(self.rates[impossible[0]])[:40]}; dropout is a share from 0 to 1: change "
-                "it in the model's config.json, or set model_dropout=false"
+                f"model: {impossible[0]} is {str(self.rates[impossible[0]])[:40]}; a share from 0 to 1 is needed: "
+                "change it in the model's config.json, or set model_dropout=false"
             )
         skipped = [name for name in self.rates if "layerdrop" in name]
         if wanted and skipped:

@@ -140,7 +140,7 @@ def test_a_rate_that_is_no_share_is_refused(rate: float) -> None:
     """Before the first step, with what to change."""
     model = keyhole.load(config("opt"), init="random", device="cpu")
     model.module.model.decoder.layers[0].dropout = rate
-    with pytest.raises(UserError, match="OPTDecoderLayer.dropout is .*; dropout is a share.*model_dropout=false"):
+    with pytest.raises(UserError, match="OPTDecoderLayer.dropout is .*; a share from 0 to 1.*model_dropout=false"):
         make("lomo", model)
     make("lomo", model, model_dropout=False)
 

@@ -8,9 +8,11 @@ torch.compile sees two operations that it does not look into:
 The reverse is one operation, so that w cannot change before dx has been computed from it. It is declared to change w:
 otherwise the compiler could move another reading of w, the product of the block's second run, behind it. Inductor then
 hands over w itself, in place; where w is read later on, it hands over a copy, and the receiver, which knows a weight by
-its address, refuses it (reverse.py) rather than update the copy. The reverse has a second result, the
-"gradient" of an anchor: a zero that every linear layer has as an input. Because of it the operation is never dropped as
-useless, even where dx is not needed. The weight itself gets no gradient.
+its address, refuses it (reverse.py) rather than update the copy. PyTorch before 2.13 cannot trace a reverse that is
+declared to change a parameter; there nothing is declared, and the order of the graph is what keeps readings of w before
+its change (compiled blocks are compared with plain ones by the tests). The reverse has a second result, the "gradient"
+of an anchor: a zero that every linear layer has as an input. Because of it the operation is never dropped as useless,
+even where dx is not needed. The weight itself gets no gradient.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 Receiver = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (w_OI, dy_MO, x_MI)
+TELLS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+CHANGED = ("w",) if TELLS else ()
 _receivers: list[Receiver] = []  # the last one is current
 _anchors: dict[torch.device, torch.Tensor] = {}
 
@@ -36,7 +40,7 @@ def _linear_shape(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, anch
     return x.new_empty((*x.shape[:-1], w.shape[0]))
 
 
-@torch.library.custom_op("keyhole::linear_reverse", mutates_args=("w",))
+@torch.library.custom_op("keyhole::linear_reverse", mutates_args=CHANGED)
 def _linear_reverse(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         dx = dy @ w
