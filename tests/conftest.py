@@ -10,7 +10,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -79,6 +81,21 @@ def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if "keyhole.training.reports" in sys.modules and "picture" not in request.keywords:
         draw = lambda metrics, picture, title: picture.write_bytes(b"") == 0  # noqa: E731
         monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
+
+
+@pytest.fixture(autouse=True)
+def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise is drawn once a test: z is a pure function of (seed, step, direction, elements), which tests/ops holds it
+    to, and a step asks for it to perturb, the next one to update, and both again in the streamed twin."""
+    zo = sys.modules.get("keyhole.ops.zo.flat")
+    if zo is None or "tests/ops" in str(request.path):
+        return
+    draw = lru_cache(maxsize=1024)(zo.chunk_noise_reference)
+
+    def drawn(start: int, n: int, **options: Any) -> Any:
+        return draw(start, n, **dict(sorted(options.items()))).clone()  # callers use up what they are given
+
+    monkeypatch.setattr(zo, "chunk_noise_reference", drawn)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.checkpoint import state
+from keyhole.checkpoint import files as state
 from keyhole.checkpoint.journal import format as journal
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import odd, places_of, with_value
