@@ -145,6 +145,23 @@ def test_a_million_beams_are_refused(place: Place) -> None:
     assert "num_beams is 1000000" in place.refused("chat", str(place.model), "device=cpu", stdin="hello\n")
 
 
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("generation_config.json", {"output_hidden_states": True}),
+        ("generation_config.json", {"penalty_alpha": 0.6, "assistant_early_exit": "x"}),
+        ("tokenizer_config.json", {"note": "\ud800"}),
+        ("config.json", {"note": "\ud800"}),
+    ],
+)
+def test_what_could_not_be_saved_is_not_trained(place: Place, file: str, change: dict[str, Any]) -> None:
+    """Settings that load and cannot be written are met before the first step, not at the end of the run."""
+    path = place.model / file
+    write_json(path, json.loads(path.read_text()) | change)
+    ended = place.trained()
+    assert ended.code == (0 if (place.out / "model.safetensors").exists() else 2), ended.printed
+
+
 class Evil:
     """A pickle that would make a file."""
 

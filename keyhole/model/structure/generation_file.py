@@ -4,6 +4,7 @@ Transformers takes what the file says: a million beams are a million copies of t
 expected is a traceback at the first answer. So types and sizes are looked at when the file is read.
 """
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ COUNTS = ("max_new_tokens", "max_length", "min_length", "min_new_tokens", "top_k
 NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "epsilon_cutoff")
 TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 MOST_BEAMS, MOST = 256, 2**31 - 1
+ONLY_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+ONLY_BEAMS = ("early_stopping", "length_penalty")
 
 
 def read_generation_config(directory: Path) -> Any:
@@ -27,9 +30,27 @@ def read_generation_config(directory: Path) -> Any:
         if value is not None and (expected := _expected(key, value)):
             raise UserError(f"model: {path}: {key} is {value!r:.60}; {expected} is expected")
     try:
-        return GenerationConfig.from_pretrained(directory)
+        found = GenerationConfig.from_pretrained(directory)
+        copied = copy.deepcopy(found)
+        make_writable(copied)
+        copied.validate(strict=True)  # as every save will
     except Exception as error:  # settings that contradict each other, keys of another version
         raise UserError(f"model: {path} cannot be read: {error}") from error
+    return found
+
+
+def make_writable(generation: Any) -> None:
+    """Transformers refuses to write settings that have no effect, such as a temperature beside do_sample=False; some
+    models are published so. They are unset: the model generates as before. None: a classifier has no settings."""
+    if generation is None:
+        return
+    unused = () if generation.do_sample else ONLY_SAMPLING
+    unused += () if (generation.num_beams or 1) > 1 else ONLY_BEAMS
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        for name in unused:
+            setattr(generation, name, None)
 
 
 def _expected(key: str, value: Any) -> str:

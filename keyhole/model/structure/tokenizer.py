@@ -13,6 +13,7 @@ vocabulary, Transformers refuses for some families, and for others makes a token
 The latter counts as none: a run with it would train on nothing.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ def read_tokenizer(model: str | Path, trust_remote_code: bool = False) -> Any:
         added = getattr(tokenizer, "get_added_vocab", dict)()  # Mistral's own class has no such method
         if len(tokenizer) <= len(added):
             return None
-        tokenizer("a")  # settings of the wrong type are met at the first text
+        tokenizer("a")  # settings of the wrong type are met at the first text, half characters at the first save
+        json.dumps(getattr(tokenizer, "init_kwargs", ""), ensure_ascii=False, default=str).encode()
     except Exception as error:  # bad files, a bad name, no network: each has its own type
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"model: the tokenizer of {model} cannot be read: {why}") from error

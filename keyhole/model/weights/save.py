@@ -32,12 +32,10 @@ from keyhole.disk.files import flush, flush_all, remove, replace_directory, stag
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
 from keyhole.disk.weights_hash import INDEX, stored_weights
 from keyhole.errors import NonFinite
+from keyhole.model.structure.generation_file import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
-
-ONLY_SAMPLING = ("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-ONLY_BEAMS = ("early_stopping", "length_penalty")
 
 
 def save_model(model: Any, path: Path) -> None:
@@ -93,7 +91,7 @@ def no_progress_bars() -> Iterator[None]:
 @no_progress_bars()
 def _write_by_transformers(model: Any, path: Path) -> None:
     tensors = dict(model.named_tensors()) | saved_buffers(model.module)
-    make_generation_config_writable(model.module)
+    make_writable(getattr(model.module, "generation_config", None))
     with torch.no_grad():
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
     if model.tokenizer is not None:
@@ -150,7 +148,7 @@ def create_files(files: Files, path: Path) -> None:
 @no_progress_bars()
 def small_files(model: Any) -> dict[str, bytes]:
     """Everything but the weights, as Transformers writes it: relative name -> content."""
-    make_generation_config_writable(model.module)
+    make_writable(getattr(model.module, "generation_config", None))
     with tempfile.TemporaryDirectory() as place:
         path = Path(place)
         model.module.save_pretrained(path, state_dict={"nothing": torch.zeros(1)})
@@ -158,21 +156,6 @@ def small_files(model: Any) -> dict[str, bytes]:
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(path)
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
-def make_generation_config_writable(module: nn.Module) -> None:
-    """Transformers refuses to write settings that have no effect, such as a temperature beside do_sample=False; some
-    models are published so. They are unset: the model generates as before."""
-    generation = getattr(module, "generation_config", None)
-    if generation is None:
-        return
-    unused = () if generation.do_sample else ONLY_SAMPLING
-    unused += () if (generation.num_beams or 1) > 1 else ONLY_BEAMS
-    try:
-        generation.validate(strict=True)
-    except ValueError:
-        for name in unused:
-            setattr(generation, name, None)
 
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
