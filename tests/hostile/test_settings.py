@@ -49,6 +49,19 @@ def test_a_config_that_is_no_file_is_refused(place: Place, name: str) -> None:
     place.refused("train", str(path), "--dry-run")
 
 
+@pytest.mark.parametrize("name", ["pipe", "zero", "sparse", "deep", "bomb", "object", "binary"])
+def test_task_files_and_comparisons_that_are_none_are_refused(place: Place, name: str) -> None:
+    """They are YAML too, and read by other code."""
+    path = place.root / "mine.yaml"
+    makes = {"pipe": os.mkfifo, "zero": lambda p: p.symlink_to("/dev/zero")}
+    makes["sparse"] = lambda p: (p.touch(), os.truncate(p, 2**36))
+    makes["binary"] = lambda p: p.write_bytes(bytes(range(256)))
+    makes.get(name, lambda p: p.write_text(YAML[name]))(path)
+    place.refused("train", str(place.config), f"task={path}", "train_data=null", "--dry-run")
+    place.refused("eval", str(place.model), "--tasks", str(path), "device=cpu")
+    place.refused("compare", str(path), "--dry-run")
+
+
 WORDS = [
     "",
     "null",

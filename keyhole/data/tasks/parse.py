@@ -11,6 +11,7 @@ import yaml
 
 from keyhole.data.tasks.expressions import Expression, Text
 from keyhole.data.tasks.spec import CHOICE, LIBRARY, METRICS, SPLITS, TaskSpec, task_names
+from keyhole.disk.files import read_small
 from keyhole.errors import UserError, listed, printable
 
 MOST_BYTES = 2**18
@@ -23,9 +24,7 @@ def read_spec(name: str) -> TaskSpec:
         raise UserError(f"task: no task `{name}`; there are {', '.join(task_names())}, and files such as my.yaml")
     path = Path(name).expanduser() if is_file else LIBRARY / f"{name}.yaml"
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise UserError(f"task: {path}: larger than {MOST_BYTES:,} bytes; is it a task file?")
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path, MOST_BYTES).decode()
     except UnicodeDecodeError:
         raise UserError(f"task: {path}: not UTF-8 text; is it a task file?") from None
     except OSError as error:
