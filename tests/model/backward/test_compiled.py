@@ -29,11 +29,11 @@ def test_gradients_are_those_of_autograd(name: str, count: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method, settings", [("LOMO", {}), ("LSP", {"d": 8, "r": 2, "learn": False})])
-def test_blocks_compiled_by_inductor_on_a_gpu(cuda: torch.device, method: str, settings: dict) -> None:
+def test_blocks_compiled_by_inductor_on_a_gpu(method: str, settings: dict) -> None:
     """The real compiler: weights that blocks change in their reverse are those of plain blocks, within rounding."""
     found = []
     for compiled in (False, True):
-        model = keyhole.load(config("llama"), init="random", dtype="float32", device=cuda)
+        model = keyhole.load(config("llama"), init="random", dtype="float32", device="cuda")
         made = getattr(keyhole, method)(model, 1e-3, compile=compiled, **settings)
         for seed in (1, 2):
             made.step(batch(2, 16, seed=seed))
