@@ -28,6 +28,7 @@ def test_gradients_are_those_of_autograd(name: str, count: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("method, settings", [("LOMO", {}), ("LSP", {"d": 8, "r": 2, "learn": False})])
 def test_blocks_compiled_by_inductor_on_a_gpu(method: str, settings: dict) -> None:
     """The real compiler: weights that blocks change in their reverse are those of plain blocks, within rounding."""
