@@ -15,7 +15,7 @@ from collections import deque
 
 import torch
 
-POISON = 0xFF  # this byte, repeated, is NaN in fp32, bf16, fp16 and fp8
+POISON = 0xFF  # this byte, repeated, is NaN in fp32, bf16, fp16 and fp8 (model/weights/format.py)
 
 
 def page_bytes(home: torch.Tensor) -> int:
