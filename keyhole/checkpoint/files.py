@@ -99,7 +99,7 @@ def split_state(method_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
 def write_state(
     directory: Path, about: About, scalars: dict[str, Any], sums: dict[str, list[Span]] | None = None
 ) -> None:
-    """Ends a checkpoint, for both writers: keyhole_state.json with the checksums of all files before it; then everything
+    """Ends a checkpoint, for both writers: keyhole_state.json with the checksums of all files before it; then all
     is flushed to the disk. sums: of their pieces, as far as they are known."""
     inventory = _inventory(directory, sums or {})
     its_own = {"run": about.run, "base": about.base, "selection": about.selection}
