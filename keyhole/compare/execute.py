@@ -27,12 +27,13 @@ import torch
 
 from keyhole.checkpoint import select
 from keyhole.compare.file import Comparison
+from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.kept import Kept, free_memory
 from keyhole.compare.page import make_page
 from keyhole.compare.plan import Group, Trial, plan
 from keyhole.compare.progress import Progress, Quiet
 from keyhole.compare.result import CRASH, REFUSED, Result, blank, read_result, summarise, write_result
-from keyhole.compare.table import ZERO_SHOT, Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
+from keyhole.compare.table import Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
 from keyhole.config.data import data_settings
 from keyhole.disk.files import remove, write_text
 from keyhole.errors import UserError

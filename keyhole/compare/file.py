@@ -12,7 +12,7 @@
     output_dir: out
 
 A method's name is the method itself, unless its settings say `method: ...`; a task's likewise (`task: ...`), so that a
-file can compare one method with itself. Settings are those of `keyhole train` (docs/config.md), sections included.
+file can compare one method with itself (names.py). Settings are those of `keyhole train` (docs/config.md), sections included.
 Where several places set one, the command line counts most, then the method, the task, and `common`. A setting that is a
 list by nature (lora.target_modules) is a grid where it is a list of lists.
 
@@ -29,12 +29,13 @@ from typing import Any
 
 import yaml
 
+from keyhole.compare.names import by_path, check_names, keys, refuse_misplaced, word
 from keyhole.config.faults import Finding, nearest, refuse
 from keyhole.config.fields import settings
 from keyhole.config.loader import COMMAND_LINE, LocatedNode, compose, open_sections, parse_override, read_text
-from keyhole.config.recipes import title
 from keyhole.config.types import is_null, show
 from keyhole.errors import UserError
+from keyhole.machine.text import printable
 
 DIRECTORY = Path(__file__).parents[1] / "comparisons"
 KEYS = ("models", "tasks", "methods", "seeds", "common", "output_dir", "choose_by")
@@ -88,7 +89,8 @@ def find_comparison(name: str) -> Path:
 def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
     """The comparison of a file, with `key=value` words of the command line; all faults at once."""
     faults: list[Finding] = []
-    root = compose(read_text(path), str(path))
+    text = read_text(path)
+    root = compose(text, str(path))
     nodes: dict[str, LocatedNode] = {}
     for key, node in root.value:
         where = f"line {key.start_mark.line + 1}"
@@ -101,15 +103,16 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
     words = tuple(words)
     overrides: Entries = {}
     picked: dict[str, str] = {}
-    for word in words:
-        key, _, text = word.partition("=")
+    for typed in words:
+        key, _, value = typed.partition("=")
         if key.strip() in WORDS:
-            picked[key.strip()] = text.strip()
+            picked[key.strip()] = value.strip()
         else:
-            overrides |= parse_override(word, faults)
+            overrides |= parse_override(typed, faults)
+    refuse_misplaced(overrides, "here", (), faults)
     made = Comparison(
         source=str(path),
-        title=title(path) or path.stem,
+        title=_title(text) or path.stem,
         models=_models(nodes, picked, faults),
         tasks=_named(nodes, "tasks", picked, faults, may_add=True),
         methods=_named(nodes, "methods", picked, faults, may_add=False),
@@ -122,8 +125,15 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
     )
     if made.choose_by not in CHOOSE_BY:
         faults.append(Finding("choose_by", f"found `{made.choose_by}`, expected {' or '.join(CHOOSE_BY)}"))
+    refuse_misplaced(made.common, "in `common`", (), faults)
     refuse(str(path), faults)
     return made
+
+
+def _title(text: str) -> str:
+    """The first line, where it is a comment."""
+    first = text.removeprefix("\ufeff").partition("\n")[0].strip()
+    return printable(first.lstrip("# ")) if first.startswith("#") else ""
 
 
 def _settings(entry: LocatedNode | None, faults: list[Finding]) -> Entries:
@@ -151,8 +161,8 @@ def _text(nodes: dict[str, LocatedNode], key: str, faults: list[Finding]) -> str
 def _words(node: yaml.Node) -> list[str] | None:
     """The texts of a scalar or a list of scalars; None where it is something else."""
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    good = all(isinstance(item, yaml.ScalarNode) and not is_null(item) for item in items)
-    return [str(item.value) for item in items] if good and items else None
+    found = [text for item in items if (text := word(item)) is not None]
+    return found if found and len(found) == len(items) else None
 
 
 def _split(text: str) -> list[str]:
@@ -162,22 +172,30 @@ def _split(text: str) -> list[str]:
 def _models(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[Finding]) -> dict[str, str]:
     asked = _split(picked.get("model") or picked.get("models") or "")
     known: dict[str, str] = {}
+    before = len(faults)
     if (entry := nodes.get("models")) is not None:
         if isinstance(entry.node, yaml.MappingNode):
-            known = {key.value: value.value for key, value in entry.node.value}
+            named = keys(entry.node, "models", faults)
+            check_names("models", [name for name, _, _ in named], entry.where, faults)
+            for name, node, where in named:
+                if word(node) is None:
+                    message = f"{show(node)} under `{printable(name)}`, expected a directory or hub id"
+                    faults.append(Finding("models", message, where))
+                known[name] = word(node) or ""
         elif (words := _words(entry.node)) is not None:
-            known = {_short(word): word for word in words}
+            known = by_path(words, entry.where, faults)
+            check_names("models", list(known), entry.where, faults)
         else:
             faults.append(Finding("models", f"found {show(entry.node)}, expected directories or hub ids", entry.where))
     if asked:
-        return {name: known[name] for name in asked} if set(asked) <= known.keys() else {_short(p): p for p in asked}
-    if not known:
+        if set(asked) <= known.keys():
+            check_names("models", asked, COMMAND_LINE, faults)
+            return {name: known[name] for name in asked}
+        known = by_path(asked, COMMAND_LINE, faults)
+        check_names("models", list(known), COMMAND_LINE, faults)
+    if not known and len(faults) == before:
         faults.append(Finding("models", "missing; name a directory or hub id, here or as model=DIR"))
     return known
-
-
-def _short(path: str) -> str:
-    return Path(path).name or path
 
 
 def _named(
@@ -185,20 +203,26 @@ def _named(
 ) -> dict[str, Entries]:
     """Names with their settings; a list has names only. may_add: the command line may name others."""
     known: dict[str, Entries] = {}
+    before = len(faults)
     if (entry := nodes.get(key)) is not None:
         if isinstance(entry.node, yaml.MappingNode):
-            for name, node in entry.node.value:
-                where = f"line {name.start_mark.line + 1}"
-                known[str(name.value)] = _settings(LocatedNode(node, where), faults)
+            named = keys(entry.node, key, faults)
+            check_names(key, [name for name, _, _ in named], entry.where, faults)
+            for name, node, where in named:
+                known[name] = _settings(LocatedNode(node, where), faults)
+                own = key.removesuffix("s")  # tasks may say `task`, methods `method`
+                refuse_misplaced(known[name], f"under `{printable(name)}`", (own,), faults)
         elif (words := _words(entry.node)) is not None:
-            known = {word: {} for word in words}
+            check_names(key, words, entry.where, faults)
+            known = {name: {} for name in words}
         else:
             faults.append(Finding(key, f"found {show(entry.node)}, expected names", entry.where))
     asked = _split(picked.get(key, ""))
+    check_names(key, asked, COMMAND_LINE, faults)
     for name in asked if not may_add else []:
         if name not in known:
             faults.append(Finding(key, f"`{name}` is not in the file, which has {', '.join(known)}", COMMAND_LINE))
-    if not (asked or known):
+    if not (asked or known) and len(faults) == before:
         faults.append(Finding(key, "missing; there is nothing to compare"))
     return {name: known.get(name, {}) for name in asked} if asked else known
 

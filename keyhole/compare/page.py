@@ -12,10 +12,11 @@ from typing import Any
 
 from keyhole.compare.chart import Series, chart
 from keyhole.compare.file import Comparison
+from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.compare.style import COLOURS, STYLE
-from keyhole.compare.table import ZERO_SHOT, Cell, average, number, point_text, shown
+from keyhole.compare.table import Cell, average, number, point_text, shown
 from keyhole.config.fields import sections, settings
 from keyhole.machine.text import duration
 

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from keyhole.compare.file import Comparison
+from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import Group, Point
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.training.validation import as_published
 
-ZERO_SHOT = "zero-shot"
 Results = Mapping[str, Result]  # by id
 
 

@@ -69,6 +69,23 @@ def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
         (("[1e-5, 2e-3]", "[1e-5, 1e-5]"), "adamw: a grid names one value twice"),
         (("[1e-5, 2e-3]", "[]"), "learning_rate: an empty list is no grid"),
         (("[1e-5, 2e-3]", "[1e-5, fast]"), "adamw on demo: 1 problem\n.*line 5: learning_rate: found `fast`"),
+        (("models: [demo]", "models: {a: [demo]}"), "line 2: models: a list under `a`, expected a directory"),
+        (("models: [demo]", "models: {a: }"), "line 2: models: null under `a`, expected a directory"),
+        (("models: [demo]", "models: {[a]: demo}"), "line 2: models: a name must be a word, found a list"),
+        (("  adamw:", "  [adamw]:"), "line 5: methods: a name must be a word, found a list"),
+        (("models: [demo]", "models: [a/m, ./a/m]"), "line 2: models: `a/m` and `./a/m` are one model"),
+        (("tasks: [demo]", "tasks: [demo, demo]"), "line 3: tasks: `demo` is named twice"),
+        (("  lomo:", "  adamw:"), "methods: `adamw` is named twice"),
+        (("models: [demo]", 'models: {"a\\e[31m": demo}'), r"models: the name 'a\\x1b\[31m' .* control characters"),
+        (("tasks: [demo]", 'tasks: {"a\\u202e": {task: demo}}'), r"tasks: the name 'a\\u202e' .* control characters"),
+        (("  lomo:", "  zero-shot:"), "methods: `zero-shot` is the row of the model as it is"),
+        (("  lomo: {", "  lomo: {model: a/m, "), "line 6: model: cannot stand under `lomo`; .*`models: "),
+        (("  lomo: {", "  lomo: {seed: [3, 4], "), "line 6: seed: cannot stand under `lomo`; .*`seeds: "),
+        (("  lomo: {", "  lomo: {seeds: [3, 4], "), "line 6: seeds: cannot stand under `lomo`; .*`seeds: "),
+        (("  lomo: {", "  lomo: {output_dir: zz, "), "line 6: output_dir: cannot stand under `lomo`; .*one"),
+        (("  lomo: {", "  lomo: {task: demo, "), "line 6: task: cannot stand under `lomo`; .*`tasks: "),
+        (("tasks: [demo]", "tasks: {demo: {method: zo}}"), "line 3: method: cannot stand under `demo`; .*`methods: "),
+        (("common: {", "common: {seed: 3, "), "line 8: seed: cannot stand in `common`; .*`seeds: "),
         (("  lomo:", "  lommo:"), "method: found `lommo`, expected .*did you mean `lomo`"),
     ],
 )
@@ -76,6 +93,29 @@ def test_mistakes_are_named(tmp_path: Path, change: tuple[str, str], says: str) 
     path = write(tmp_path / "a.yaml", TEXT.replace(*change))
     with pytest.raises(UserError, match=says):
         points(path)
+
+
+def test_models_of_one_last_name_are_told_apart(tmp_path: Path) -> None:
+    """By as much of their paths as differs; on the command line too."""
+    path = write(tmp_path / "a.yaml", TEXT.replace("models: [demo]", "models: [x/a/m, x/b/m, m, c/d]"))
+    known = {"a/m": "x/a/m", "b/m": "x/b/m", "m": "m", "d": "c/d"}
+    assert read_comparison(path).models == known
+    assert read_comparison(path, ("model=x/a/m,x/b/m",)).models == {"a/m": "x/a/m", "b/m": "x/b/m"}
+    assert read_comparison(path, ("models=a/m,d",)).models == {"a/m": "x/a/m", "d": "c/d"}
+
+
+@pytest.mark.parametrize("word", ["seed=3", "task=rte", "method=lomo"])
+def test_what_is_compared_is_not_a_setting_of_the_command_line(tmp_path: Path, word: str) -> None:
+    with pytest.raises(UserError, match=f"command line: {word.partition('=')[0]}: cannot stand here; .*s="):
+        read_comparison(write(tmp_path / "a.yaml"), (word,))
+
+
+@pytest.mark.parametrize(
+    "first, title", [("# Small\u202e", "Small\\u202e"), ("#", "mine"), ("", "mine"), ("---", "mine")]
+)
+def test_the_title_is_a_comment_or_the_name_of_the_file(tmp_path: Path, first: str, title: str) -> None:
+    text = TEXT.replace("# Small", first).removeprefix("\n")
+    assert read_comparison(write(tmp_path / "mine.yaml", text)).title == title
 
 
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
