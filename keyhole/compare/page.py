@@ -18,7 +18,7 @@ from keyhole.compare.result import Result, lower_is_better
 from keyhole.compare.style import COLOURS, STYLE
 from keyhole.compare.table import Cell, average, number, point_text, shown
 from keyhole.config.fields import sections, settings
-from keyhole.machine.text import duration
+from keyhole.machine.text import duration, without_controls
 
 Settings = Mapping[str, dict[str, Any]]
 
@@ -37,7 +37,7 @@ def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, env
     rules = "".join(f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS))
     head = f"<title>{escape(comparison.title)}</title><style>{STYLE}{rules}</style>"
     view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    return (
+    return without_controls(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">{view}{head}</head>'
         f"<body><main>{''.join(parts)}</main></body></html>\n"
     )

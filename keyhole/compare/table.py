@@ -9,15 +9,18 @@ Test questions are never used to choose.
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 from keyhole.compare.file import Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import Group, Point
 from keyhole.compare.result import Result, lower_is_better
+from keyhole.machine.text import printable
 from keyhole.training.validation import as_published
 
 Results = Mapping[str, Result]  # by id
@@ -174,5 +177,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that ends neither its line nor its cell."""
-    return " ".join(text.split()).replace("|", "\\|")
+    """Text that ends neither its line nor its cell, and is neither HTML nor a link."""
+    kept = escape(printable(" ".join(text.split()), len(text)), quote=False)
+    return re.sub(r"[\\|`\[]", r"\\\g<0>", kept)

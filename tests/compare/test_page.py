@@ -74,8 +74,21 @@ def test_the_page_is_whole_and_escapes_everything() -> None:
 def test_markdown_keeps_its_cells() -> None:
     """A name with a bar or a line break does not end its cell."""
     comparison = Comparison("a", "a|b\nc", {EVIL: "dir"}, {EVIL: {}}, {EVIL: {}}, [0], "out")
-    rows = [line for line in to_markdown(comparison, cells()).splitlines() if line.startswith("| <")]
+    rows = [line for line in to_markdown(comparison, cells()).splitlines() if line.startswith("| &lt;")]
     assert rows and {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {3, 10}
+
+
+def test_markdown_and_page_have_no_html_links_or_control_characters_of_names() -> None:
+    """Also of messages, which may quote anything, and of a name that ends with a backslash."""
+    evil = "<img src=x>![a](http://x)\x1b[31m\\"
+    failed = result(evil, error=evil, kind="refused")
+    comparison = Comparison(evil, evil, {evil: "dir"}, {evil: {}}, {evil: {}}, [0], "out")
+    made = [Cell(evil, evil, evil, grid=[failed])]
+    text = to_markdown(comparison, made)
+    assert "<img" not in text and "&lt;img" in text and "\x1b" not in text and "![" not in text
+    (row,) = [line for line in text.splitlines() if line.startswith("| &lt;") and line.endswith("failed |")]
+    assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 3
+    assert "\x1b" not in make_page(comparison, made, {}, ENVIRONMENT)
 
 
 def test_an_unfinished_comparison_has_a_page() -> None:
