@@ -9,10 +9,12 @@ First every model is scored as it is (zero-shot), then every point of every grid
 seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read before the
 first run: a mistake in the last one is found at once.
 
-Started again, the comparison goes on: a run with a result is not repeated, one that was interrupted goes on from its
+Started again, the comparison goes on: a run with a result is not repeated (unless the data, the task file or the result
+itself changed, which is said), one that was interrupted goes on from its
 checkpoint or its journal, or from the beginning. Nothing but metrics stays of a run, unless save_model is set.
 """
 
+import datetime
 import hashlib
 import json
 import sys
@@ -27,19 +29,21 @@ import torch
 
 from keyhole.checkpoint import select
 from keyhole.compare.file import Comparison
+from keyhole.compare.kept import Kept, free_memory, questions
 from keyhole.compare.names import ZERO_SHOT
-from keyhole.compare.kept import Kept, free_memory
 from keyhole.compare.page import make_page
-from keyhole.compare.plan import Group, Trial, plan
+from keyhole.compare.plan import Group, Trial, plan, with_data
 from keyhole.compare.progress import Progress, Quiet
-from keyhole.compare.result import CRASH, REFUSED, Result, blank, read_result, summarise, write_result
+from keyhole.compare.result import CRASH, REFUSED, Result, blank, path_of, read_result, summarise, write_result
 from keyhole.compare.table import Cell, cell_of, choose, number, to_json, to_markdown, zero_shot_cell
+from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
-from keyhole.disk.files import remove, write_text
+from keyhole.data.settings import today
+from keyhole.disk.files import read_small, remove, write_text
 from keyhole.errors import UserError
 from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.machine.probe import environment
-from keyhole.machine.text import duration
+from keyhole.machine.text import duration, without_controls
 from keyhole.methods.base import Workload
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
@@ -48,6 +52,7 @@ from keyhole.training.validation import Judge, common_metric
 
 MARKER = "comparison.json"
 FORMAT = 1
+MOST_MARKER_BYTES = 2**20
 ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs go on
 
 
@@ -70,14 +75,15 @@ def compare(
             for trial in group.trials.values():
                 say(f"{trial.id}: {trial.label}")
         return 0
-    _take(root, comparison)
+    kept.day = _take(root, comparison)
     with locked(root / "runs" / "lock") as lock:
         lock.take()
         return Execution(comparison, groups, kept, root, retry, allow_code_execution, say).go()
 
 
-def _take(root: Path, comparison: Comparison) -> None:
-    """Makes the directory ours; one with somebody else's files is refused."""
+def _take(root: Path, comparison: Comparison) -> str:
+    """Makes the directory ours, and returns the day on which it began to be; one with somebody else's files is
+    refused."""
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir: {root} is a file; choose a directory")
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -87,10 +93,19 @@ def _take(root: Path, comparison: Comparison) -> None:
         )
     try:
         (root / "runs").mkdir(parents=True, exist_ok=True)
-        about = {"format": FORMAT, "title": comparison.title, "source": comparison.source}
+        day = _day(root / MARKER)
+        about = {"format": FORMAT, "title": comparison.title, "source": comparison.source, "day": day}
         write_text(root / MARKER, json.dumps(about) + "\n")
     except OSError as error:
         raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
+    return day
+
+
+def _day(marker: Path) -> str:
+    """The day that the marker names; today, where there is none yet."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        return datetime.date.fromisoformat(json.loads(read_small(marker, MOST_MARKER_BYTES))["day"]).isoformat()
+    return today().isoformat()
 
 
 @dataclass
@@ -109,6 +124,8 @@ class Execution:
         self.results: dict[str, Result] = {}
         self.zero_shot: dict[tuple[str, str], Result] = {}
         self.environment = environment()
+        tell = self.say
+        self.say = lambda text: tell(without_controls(text))  # messages may quote anything
 
     def go(self) -> int:
         """All that is left. Tables are written also when it is interrupted."""
@@ -116,10 +133,10 @@ class Execution:
         total = sum(len(group.points) for group in self.groups) + len(self.groups) * (len(seeds) - 1)
         if self.comparison.choose_by != "first-seed":
             total = sum(len(group.trials) for group in self.groups)
+        self._read_tasks()
         self._recall()
         left = f"{total} runs, {len(self.results)} done" if self.results else f"{total} runs"
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
-        self._read_tasks()
         with Progress(total) as self.progress:
             self._score_untrained()
             for trial in self._trials():
@@ -135,10 +152,24 @@ class Execution:
 
     def _recall(self) -> None:
         """What was done before: the results of all runs of the plan."""
+        changed: dict[str, int] = {}
         for trial in (trial for group in self.groups for trial in group.trials.values()):
-            found = read_result(self.root, trial.id)
+            found = self._read(trial.id)
             if found is not None and found.kind != CRASH and not (found.error and self.retry):
                 self.results[trial.id] = found
+            elif found is None and any((self.root / "results").glob(f"{trial.id.rpartition('-')[0]}*.json")):
+                changed[trial.task] = changed.get(trial.task, 0) + 1
+        for task, count in changed.items():
+            runs = "1 run is" if count == 1 else f"{count} runs are"
+            self.say(f"{task}: the data or the task file have changed since the last time; {runs} done again")
+
+    def _read(self, run: str) -> Result | None:
+        """The result of a run, if it has one; a damaged one is said, and deleted."""
+        found, path = read_result(self.root, run), path_of(self.root, run)
+        if found is None and path.exists():
+            self.say(f"{path}: damaged; this is done again")
+            remove(path)
+        return found
 
     def _is_done(self, trial: Trial) -> bool:
         return trial.id in self.results
@@ -159,11 +190,18 @@ class Execution:
                     yield group.trials[point, seed]
 
     def _read_tasks(self) -> None:
-        """The data of the first run of each task: mistakes are found before hours of training."""
+        """All data: mistakes in a task are found before hours of training, and the ids of runs name their data."""
         for group in self.groups:
             trial = next(iter(group.trials.values()))
             data = self.kept.load_data(data_settings(trial.config))
             Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution).check()
+        self.groups = [with_data(group, self._data_hash) for group in self.groups]
+
+    def _data_hash(self, config: TrainConfig) -> str:
+        try:
+            return self.kept.data_hash(data_settings(config))
+        except Exception:  # a point of a grid that its data do not fit (max_length): the run itself says so
+            return "unread"
 
     def _run(self, trial: Trial) -> Result | None:
         """One run; None when it was interrupted. An error is its result."""
@@ -232,7 +270,7 @@ class Execution:
                 continue  # a new head knows nothing yet
             made = blank(trial)
             made.id, made.method, made.point = self._zero_shot_id(trial), ZERO_SHOT, []
-            found = read_result(self.root, made.id)
+            found = self._read(made.id)
             if found is None or found.error:
                 self.progress.begin(f"{group.model}, {group.task}, {ZERO_SHOT}")
                 found = self._score(trial, made)
@@ -249,8 +287,9 @@ class Execution:
         config = trial.config
         keys = ("task", "task_data", "task_splits", "num_train", "num_dev", "num_eval", "dtype", "max_length", "seed")
         told = [self.kept.model_hash(config.model) or config.model, *(getattr(config, key) for key in keys)]
+        told.append(questions(self.kept.load_data(data_settings(config))))
         digest = hashlib.blake2b(json.dumps(told).encode(), digest_size=6).hexdigest()
-        return f"{trial.id.rpartition('-')[0]}-{ZERO_SHOT}-{digest}"
+        return f"{trial.id.rsplit('-', 2)[0]}-{ZERO_SHOT}-{digest}"
 
     def _score(self, trial: Trial, made: Result) -> Result:
         config, data = trial.config, self.kept.load_data(data_settings(trial.config))

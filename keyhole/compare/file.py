@@ -12,7 +12,8 @@
     output_dir: out
 
 A method's name is the method itself, unless its settings say `method: ...`; a task's likewise (`task: ...`), so that a
-file can compare one method with itself (names.py). Settings are those of `keyhole train` (docs/config.md), sections included.
+file can compare one method with itself (names.py). Settings are those of `keyhole train` (docs/config.md), sections
+included.
 Where several places set one, the command line counts most, then the method, the task, and `common`. A setting that is a
 list by nature (lora.target_modules) is a grid where it is a list of lists.
 

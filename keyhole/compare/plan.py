@@ -4,8 +4,9 @@
 
 All configs are made, and so all mistakes found, before the first run begins. A run is known by a hash of its settings:
 of those that differ from their defaults and change its numbers (not where it is written, or how often it prints), with
-the content of the model instead of its path. So a comparison that is started again finds what it has, also after lines
-were added to its file.
+the content of the model instead of its path; and, once the data are read, by a hash of the rows that were drawn and of
+what the task file says (with_data). So a comparison that is started again finds what it has, also after lines
+were added to its file, and does not take numbers of other data for its own.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
 from keyhole.config.loader import LocatedNode, build_config
 from keyhole.errors import UserError
+from keyhole.machine.text import printable
 from keyhole.methods import METHODS
 
 DEFAULTS = {"save_model": "false", "load_best_model_at_end": "true", "logging_steps": "10"}
@@ -45,6 +47,11 @@ class Trial:
     seed: int
     config: TrainConfig
     id: str
+
+    @property
+    def directory(self) -> Path:
+        """Where the run is written."""
+        return Path(self.config.output_dir)
 
     @property
     def label(self) -> str:
@@ -97,6 +104,16 @@ def _trial(about: tuple[str, str, str, Point, int], config: TrainConfig, content
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", f"{model}-{task}-{method}-{seed}")[:80]
     run = f"{name}-{settings_hash(config, content)}"
     return Trial(*about, replace(config, output_dir=str(root / "runs" / run)), run)
+
+
+def with_data(group: Group, data_hash: Callable[[TrainConfig], str]) -> Group:
+    """The group with ids and directories that name the data too. data_hash: of the data of a config."""
+
+    def known(trial: Trial) -> Trial:
+        run = f"{trial.id}-{data_hash(trial.config)}"
+        return replace(trial, id=run, config=replace(trial.config, output_dir=str(trial.directory.with_name(run))))
+
+    return replace(group, trials={place: known(trial) for place, trial in group.trials.items()})
 
 
 def settings_hash(config: TrainConfig, content: str | None) -> str:
@@ -155,4 +172,4 @@ def _shown(node: yaml.Node) -> str:
         return [plain(item) for item in part.value] if isinstance(part, yaml.SequenceNode) else str(part.value)
 
     found = plain(node)
-    return found if isinstance(found, str) else json.dumps(found)
+    return printable(found, len(found)) if isinstance(found, str) else json.dumps(found)

@@ -11,7 +11,8 @@ data, NaN, no memory) would fail again and stays; `crash` is tried again.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+import typing
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +140,26 @@ def write_result(root: Path, result: Result) -> None:
 
 
 def read_result(root: Path, run: str) -> Result | None:
-    """The result of a finished run; None where there is none that can be read."""
+    """The result of a finished run; None where there is none, or one with values that no run writes."""
     try:
         content: dict[str, Any] = json.loads(read_small(path_of(root, run), MOST_BYTES))
-        known = {each.name for each in fields(Result)}
-        return Result(**{key: value for key, value in content.items() if key in known})
+        kinds = typing.get_type_hints(Result)
+        made = Result(**{key: value for key, value in content.items() if key in kinds})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
+    whole = all(_fits(getattr(made, key), kind) for key, kind in kinds.items()) and made.id == run
+    widths = ((made.point, 2), (made.curve, 4), (made.losses, 3))
+    whole = whole and all(len(row) == width for rows, width in widths for row in rows)
+    return made if whole and all(x is not None for row in made.curve for x in row[:2]) else None
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value of JSON is of a type that a field of Result has."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, inner[1]) for item in value.values())
+    if inner:
+        return any(_fits(value, arm) for arm in inner)
+    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)

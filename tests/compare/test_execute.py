@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from keyhole.compare import kept as kept_module
-from keyhole.compare.result import read_result
+from keyhole.compare.execute import compare
+from keyhole.compare.file import read_comparison
+from keyhole.compare.result import Result, read_result, write_result
 from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
@@ -165,6 +167,94 @@ def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="letter.txt"):
         run(write(tmp_path / "c.yaml"), tmp_path / "mine")
+
+
+TASK = """columns: {review: text, label: stars}
+prompt: "{{ review }} I would read it"
+candidates: [" never", " again"]
+labels: [["1"], ["5"]]
+metric: accuracy
+"""
+
+
+def test_other_rows_or_another_task_file_are_run_again(tmp_path: Path) -> None:
+    """After any change of train, of test, or of what the task file says; numbers of old data are not reused."""
+    rows = [{"text": f"good thing {i}", "stars": 5 if i % 2 else 1} for i in range(40)]
+    (tmp_path / "data" / "my").mkdir(parents=True)
+
+    def put(split: str, kept: list[dict[str, Any]]) -> None:
+        lines = "".join(json.dumps(row) + "\n" for row in kept)
+        (tmp_path / "data" / "my" / f"{split}.jsonl").write_text(lines)
+
+    def go() -> tuple[int, list[str]]:
+        """How many results are new, and what was said about changes."""
+        before, said = {path.name for path in (out / "results").glob("*")}, []
+        comparison = read_comparison(
+            path, (f"output_dir={out}", "methods=sgd", "seeds=0", f"task_data={tmp_path}/data")
+        )
+        assert compare(comparison, say=said.append) == 0
+        new = {path.name for path in (out / "results").glob("*")} - before
+        return len(new), [line for line in said if "have changed" in line]
+
+    task = write(tmp_path / "my.yaml", TASK)
+    text = TEXT.replace("tasks: [demo]", f"tasks: {{mine: {{task: {task}}}}}").replace("max_steps: 4", "max_steps: 1")
+    path, out = (
+        write(tmp_path / "c.yaml", text.replace("  lomo: {", "  sgd: {").replace("[5e-2, 1e-4]", "1e-3")),
+        tmp_path / "out",
+    )
+    put("train", rows), put("validation", rows)
+    assert go() == (2, []), "zero-shot and a run"
+    assert go() == (0, [])
+    put("validation", [row | {"stars": 5} for row in rows])
+    new, said = go()
+    assert new == 2 and len(said) == 1 and "mine: the data or the task file have changed" in said[0]
+    put("train", rows[:30])
+    assert go()[0] >= 1
+    task.write_text(TASK.replace("metric: accuracy", "metric: [f1, accuracy]"))
+    assert go()[0] == 2 and "f1" in cell(out, "sgd")["metric"]
+    task.write_text("title: The same\n" + task.read_text())
+    assert go() == (0, [])
+
+
+def test_the_day_of_templates_is_that_on_which_the_comparison_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a template that prints the date would make the data of tomorrow other data."""
+    path, out, days = write(tmp_path / "a.yaml"), tmp_path / "out", []
+    real = kept_module.load_data
+    monkeypatch.setattr(kept_module, "load_data", lambda how: (days.append(how.template_date), real(how))[1])
+    short = ("seeds=0", "methods=adamw", "learning_rate=1e-3", "max_steps=1")
+    assert run(path, out, *short) == 0
+    marker = json.loads((out / "comparison.json").read_text())
+    (out / "comparison.json").write_text(json.dumps(marker | {"day": "2025-01-31"}))
+    assert run(path, out, *short) == 0
+    assert days == [marker["day"], "2025-01-31"]
+
+
+DAMAGED = {"point": 3, "dev": "abc", "seed": None, "tests": {"a": "b"}, "curve": [[1]], "id": "other", "steps": True}
+
+
+@pytest.mark.parametrize("key", DAMAGED)
+def test_a_result_with_wrong_values_is_no_result(tmp_path: Path, key: str) -> None:
+    good = Result("a", "m", "t", "adamw", [["k", "v"]], 0, dev=1, curve=[[1, 0.5, None, 2.0]], losses=[[1, 0.5, 2.0]])
+    write_result(tmp_path, good)
+    assert read_result(tmp_path, "a") == good
+    content = json.loads((tmp_path / "results" / "a.json").read_text())
+    (tmp_path / "results" / "a.json").write_text(json.dumps(content | {key: DAMAGED[key]}))
+    assert read_result(tmp_path, "a") is None
+
+
+def test_a_damaged_result_is_said_and_run_again(tmp_path: Path) -> None:
+    path, out, said = write(tmp_path / "a.yaml"), tmp_path / "out", []
+    words = (f"output_dir={out}", "seeds=0", "methods=adamw", "learning_rate=1e-3", "max_steps=1")
+    assert compare(read_comparison(path, words), say=said.append) == 0
+    results = {each: each.read_text() for each in (out / "results").glob("*.json")}
+    for each in results:
+        each.write_text('{"id": 1, "model": 1, "task": 1, "method": 1, "point": 3, "seed": 0}')
+    said.clear()
+    assert compare(read_comparison(path, words), say=said.append) == 0
+    assert sum(": damaged;" in line for line in said) == len(results) == 2
+    assert all(json.loads(each.read_text())["test"] == json.loads(text)["test"] for each, text in results.items())
 
 
 def test_a_torn_result_is_no_result(tmp_path: Path) -> None:

@@ -38,6 +38,6 @@ class Task:
         """16 hex digits that change with any question, and with their order."""
         digest = hashlib.blake2b(digest_size=8)
         for q in self.questions:
-            parts = [q.prompt, q.candidates, q.answer, q.also, q.references, q.value]
+            parts = [q.prompt, q.candidates, q.answer, q.also, q.references, q.value, *q.texts]
             digest.update(json.dumps(parts, ensure_ascii=True).encode() + b"\n")
         return digest.hexdigest()

@@ -34,7 +34,9 @@ What else a file may say:
 All values are read as the text that stands in the file, so `labels: [[no], [yes]]` means these words.
 """
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from keyhole.data.tasks.expressions import Expression, Text
@@ -90,6 +92,13 @@ class TaskSpec:
     def metric(self) -> str:
         """The task's own metric."""
         return self.metrics[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with anything the file says, but for its title."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "title"}
+        text = json.dumps(told, sort_keys=True, default=lambda program: program.source)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def task_names() -> list[str]:
