@@ -5,7 +5,8 @@ Before the program runs, the process takes from itself, one after another, what 
     namespaces    users and network of its own: no interface is up, and root is nobody       where the kernel allows it
     limits        CPU seconds, address space, size of a file, processes, open files; no core dump
     Landlock      files are written in the working directory and nowhere else                 Linux 5.13 on
-    seccomp       no socket, process, thread, signal, tracing or mounting, by the system call  x86-64 and arm64
+    seccomp       no socket, process, thread, signal, priority or limit of another process, tracing, mounting, or
+                  change to a file's mode, owner or times, by the system call                  x86-64 and arm64
     audit hook    the same once more inside Python: it refuses by name, and is all there is on other systems
 
 The kernel's part cannot be undone by the program; the audit hook alone would be a fence, not a wall. Standard output
@@ -32,22 +33,48 @@ MAKE_OTHERS = sum(1 << bit for bit in (6, 9, 10, 11, 12))  # devices, sockets, p
 MOST_FILE_BYTES, MOST_FILES, MOST_WRITES = 2**20, 64, 64
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# socket, socketpair, clone, fork, vfork, clone3, execve, execveat, ptrace, kill, tkill, tgkill, unshare, setns, mount,
-# bpf, process_vm_readv, process_vm_writev, io_uring_setup, pidfd_open, userfaultfd, keyctl, shmget, msgget
+# by name, the numbers on x86-64 and on arm64 (None: not there)
 DENIED = {
-    "x86_64": (
-        41, 53, 56, 57, 58, 435, 59, 322, 101, 62, 200, 234, 272, 308, 165, 321, 310, 311, 425, 434, 323, 250, 29, 68,
-    ),
-    "aarch64": (
-        198, 199, 220, 435, 221, 281, 117, 129, 130, 131, 97, 268, 40, 280, 270, 271, 425, 434, 282, 219, 194, 186,
-    ),
+    # sockets, processes, tracing, queues that others see
+    "socket": (41, 198), "socketpair": (53, 199), "clone": (56, 220), "fork": (57, None), "vfork": (58, None),
+    "clone3": (435, 435), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117), "bpf": (321, 280),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "io_uring_setup": (425, 425),
+    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "kcmp": (312, 272), "shmget": (29, 194),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "keyctl": (250, 219), "add_key": (248, 217),
+    "request_key": (249, 218),
+    # signals to other processes, and their priority, cores and memory
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424),
+    "pidfd_getfd": (438, 438), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119), "sched_setparam": (142, 118), "sched_setattr": (314, 274),
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440),
+    "process_mrelease": (448, 448), "setpgid": (109, 154), "setsid": (112, 157),
+    # mounts and namespaces
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "chroot": (161, 51),
+    "pivot_root": (155, 41), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
+    # owner, mode, times and attributes of a file, which a descriptor for reading is enough to change; locks; flushes
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
+    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469), "mknod": (133, None),
+    "mknodat": (259, 33), "flock": (73, 32), "sync": (162, 81), "syncfs": (306, 267),
 }  # fmt: skip
+# calls that are allowed with some values of one argument: numbers, index of the argument, values
+LIMITED = {
+    "prlimit64": ((302, 261), 0, (0,)),  # of the process itself
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no lock, lease, or signal to an owner
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # questions to a terminal, and close-on-exec
+}
+MOST_CALLS = 512  # numbers from here on are the x32 calls of x86-64, under two names
 REFUSED = (
     "socket.", "subprocess.", "ctypes.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill",
-    "os.symlink", "os.link", "os.chdir", "os.fchdir", "os.chown", "os.setxattr", "os.startfile", "pty.", "mmap.",
+    "os.symlink", "os.link", "os.chdir", "os.fchdir", "os.chmod", "os.chown", "os.lchown", "os.utime", "os.setxattr",
+    "os.removexattr", "os.startfile", "os.setpriority", "os.nice", "resource.prlimit", "fcntl.", "pty.", "mmap.",
     "signal.pthread_kill", "sys.addaudithook", "syslog.", "webbrowser.", "_thread.start_new_thread",
 )  # fmt: skip
-WRITERS = ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.truncate", "os.chmod", "os.utime", "shutil.")
+WRITERS = ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.truncate", "shutil.")
 
 
 def confine(directory: str, seconds: float, memory_bytes: int) -> None:
@@ -89,15 +116,20 @@ def _landlock(libc: Any, directory: str) -> None:
 
 
 def _seccomp(libc: Any) -> None:
-    """A filter that answers EPERM to the system calls above, and ends a process of another architecture."""
+    """A filter that answers EPERM to the system calls above (LIMITED: with other values), and ends a process of another architecture."""
     machine = platform.machine()
     if machine not in ARCH:
         return
+    column = list(ARCH).index(machine)
     load, equal, above, give = 0x20, 0x15, 0x35, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
-    denied = DENIED[machine]
     code = [(load, 0, 0, 4), (equal, 1, 0, ARCH[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
-    code.append((above, len(denied) + 1, 0, 0x40000000))  # the x32 calls of x86-64
+    for numbers, argument, values in LIMITED.values():
+        code += [(equal, 0, len(values) + 3, numbers[column]), (load, 0, 0, 16 + 8 * argument)]
+        code += [(equal, len(values) - i, 0, value) for i, value in enumerate(values)]
+        code += [(give, 0, 0, refuse), (give, 0, 0, allow)]
+    denied = [numbers[column] for numbers in DENIED.values() if numbers[column] is not None]
+    code.append((above, len(denied) + 1, 0, MOST_CALLS))
     code += [(equal, len(denied) - i, 0, number) for i, number in enumerate(denied)]
     code += [(give, 0, 0, allow), (give, 0, 0, refuse)]
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *one) for one in code))

@@ -57,6 +57,8 @@ def test_right_programs_pass(source: str) -> None:
         ("f = open('big', 'wb')\nwhile True: f.write(b'x' * 2**16)", "File too large"),
         ("for i in range(10**6): open(f'{i}', 'w').close()", "is refused"),
         ("import os; os.symlink('/', 'root')", "os.symlink is refused"),
+        ("import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))", "resource.prlimit is refused"),
+        ("import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, 1)", "fcntl.fcntl is refused"),
     ],
 )
 def test_wrong_programs_fail_with_their_reason(source: str, says: str) -> None:
@@ -84,14 +86,22 @@ def test_endless_programs_are_stopped(source: str) -> None:
         "import os; os.truncate({path!r}, 0)",
         "import os; d = os.open({parent!r}, os.O_RDONLY); os.open('mine.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=d)",
         "import os; os.open('../' * 20 + {path!r}, os.O_WRONLY | os.O_TRUNC)",
+        "import os; os.fchmod(os.open({path!r}, os.O_RDONLY), 0)",
+        "import os; os.chmod(os.open({path!r}, os.O_RDONLY), 0)",
+        "import os; os.chmod('mine.txt', 0, dir_fd=os.open({parent!r}, os.O_RDONLY))",
+        "import os; os.utime(os.open({path!r}, os.O_RDONLY), (1, 1))",
+        "import os; os.utime('mine.txt', (1, 1), dir_fd=os.open({parent!r}, os.O_RDONLY))",
     ],
 )
 def test_files_elsewhere_are_left_alone(source: str, tmp_path: Path) -> None:
     """No way to write, remove, rename or empty a file outside of the working directory."""
     path = tmp_path / "mine.txt"
     path.write_text("precious")
+    before = path.stat()
     passed, _ = run(source.format(path=str(path), parent=str(tmp_path)))
-    assert not passed and path.read_text() == "precious" and path.stat().st_mode & 0o400
+    after = path.stat()
+    assert not passed and path.read_text() == "precious"
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
 
 
 def test_nothing_is_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,6 +128,22 @@ def test_the_directory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Mo
         ("open({path!r}, 'w')", "PermissionError"),
         ("os.remove({path!r})", "PermissionError"),
         ("threading.Thread(target=print).start()", "RuntimeError"),
+        ("resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1000, 1000))", "PermissionError"),
+        ("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "PermissionError"),
+        ("os.sched_setaffinity(os.getppid(), {{0}})", "PermissionError"),
+        ("signal.pidfd_send_signal(0, 0)", "PermissionError"),
+        ("fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())", "PermissionError"),
+        ("fcntl.flock(os.open({path!r}, os.O_RDONLY), fcntl.LOCK_EX)", "PermissionError"),
+        ("fcntl.ioctl(os.open({path!r}, os.O_RDONLY), 0x40086602, bytes(8))", "PermissionError"),
+        ("os.fchmod(os.open({path!r}, os.O_RDONLY), 0)", "PermissionError"),
+        ("os.chmod({path!r}, 0)", "PermissionError"),
+        ("os.utime(os.open({path!r}, os.O_RDONLY))", "PermissionError"),
+        ("os.utime({path!r})", "PermissionError"),
+        ("os.chown({path!r}, os.getuid(), os.getgid())", "PermissionError"),
+        ("os.fchown(os.open({path!r}, os.O_RDONLY), -1, -1)", "PermissionError"),
+        ("os.setxattr(os.open({path!r}, os.O_RDONLY), 'user.a', b'x')", "PermissionError"),
+        ("os.setxattr({path!r}, 'user.a', b'x')", "PermissionError"),
+        ("print(resource.getrlimit(resource.RLIMIT_CORE)[0], os.isatty(1), os.dup(1) > 2)", "0 False True"),
     ],
 )
 def test_the_kernel_refuses_by_itself(attempt: str, error: str, tmp_path: Path) -> None:
@@ -126,7 +152,7 @@ def test_the_kernel_refuses_by_itself(attempt: str, error: str, tmp_path: Path) 
     path.write_text("precious")
     (tmp_path / "cell").mkdir()
     source = (
-        f"import os, sys, socket, threading\nsys.path.insert(0, {str(JAIL.parent)!r})\nimport jail\n"
+        f"import fcntl, os, resource, signal, socket, sys, threading\nsys.path.insert(0, {str(JAIL.parent)!r})\nimport jail\n"
         f"jail.confine(os.getcwd(), 20, {MEMORY})\ntry:\n    {attempt.format(path=str(path))}\n"
         "except Exception as error:\n    print(type(error).__name__)\n"
     )
