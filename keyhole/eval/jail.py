@@ -10,8 +10,14 @@ Before the program runs, the process takes from itself, one after another, what 
     audit hook    the same once more inside Python: it refuses by name, and is all there is on other systems
 
 The kernel's part cannot be undone by the program; the audit hook alone would be a fence, not a wall. Standard output
-and error go nowhere. If the program reaches its end, and only then, the verdict is written to the pipe that was the
-standard output: `exit()` in the middle is no success.
+and error go nowhere.
+
+A program passes if it comes to its end: `exit()` in the middle is no success. The parent recognises the end by a random
+word. No Python object holds it while the program runs: it waits in the C library's buffer for the pipe to the parent,
+and the C library writes it when the process ends in the regular way. `os._exit` and a signal lose it, and an exception,
+SystemExit too, writes FAILED before it. This stops shortcuts, and not a program made to deceive: whatever runs in the
+same process as the verdict can forge it, for instance by searching that process's memory. A test that the program is
+judged by can be deceived as well (an object that equals everything). Such a program cheats the score and nothing else.
 """
 
 import ctypes
@@ -25,12 +31,13 @@ from collections.abc import Callable
 from typing import Any
 
 NEW_USER, NEW_NET = 0x10000000, 0x40000000
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SIGKILL = 1, 22, 38, 9
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SIGKILL = 1, 4, 22, 38, 9
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, TRUNCATE = 1 << 0, 1 << 1, 1 << 14
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG = 1 << 4, 1 << 5, 1 << 7, 1 << 8
 MAKE_OTHERS = sum(1 << bit for bit in (6, 9, 10, 11, 12))  # devices, sockets, pipes, links
 MOST_FILE_BYTES, MOST_FILES, MOST_WRITES = 2**20, 64, 64
+FAILED = b"failed: "
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 # by name, the numbers on x86-64 and on arm64 (None: not there)
@@ -96,6 +103,7 @@ def confine(directory: str, seconds: float, memory_bytes: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if libc.unshare(NEW_USER | NEW_NET) != 0:
             libc.unshare(NEW_NET)
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/self/mem belongs to root then
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _landlock(libc, directory)
         _seccomp(libc)
@@ -116,7 +124,7 @@ def _landlock(libc: Any, directory: str) -> None:
 
 
 def _seccomp(libc: Any) -> None:
-    """A filter that answers EPERM to the system calls above (LIMITED: with other values), and ends a process of another architecture."""
+    """A filter that answers EPERM to the system calls above, and ends a process of another architecture."""
     machine = platform.machine()
     if machine not in ARCH:
         return
@@ -151,7 +159,10 @@ def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
     def watch(event: str, args: tuple[Any, ...]) -> None:
         if event.startswith(REFUSED):
             raise PermissionError(f"{event} is refused")
-        if event == "open" and isinstance(args[2], int) and args[2] & writing and args[0] != os.devnull:
+        if event == "open" and isinstance(args[0], str | bytes) and os.fsdecode(args[0]).startswith("/proc"):
+            raise PermissionError(f"opening {args[0]!r:.80} is refused")
+        creates = event == "open" and isinstance(args[2], int) and args[2] & writing and args[0] != os.devnull
+        if creates or event == "os.mkdir":
             left[0] -= 1
             if not is_inside(args[0]) or left[0] < 0:
                 raise PermissionError(f"writing to {args[0]!r:.80} is refused")
@@ -161,25 +172,41 @@ def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
     return watch
 
 
-def main() -> None:
-    """Reads the job from standard input, and runs it."""
-    job = json.load(sys.stdin)
-    verdict = os.dup(1)
+def seal(pipe: int, word: str) -> None:
+    """Leaves a word in the C library's buffer for a pipe; the C library writes it when the process ends by `exit`."""
+    libc = ctypes.CDLL(None)
+    libc.fdopen.restype = ctypes.c_void_p
+    libc.fputs(word.encode(), ctypes.c_void_p(libc.fdopen(pipe, b"w")))
+
+
+def received() -> tuple[dict[str, Any], int]:
+    """The job from standard input, and the pipe that was the standard output; its end mark is sealed."""
+    with os.fdopen(os.dup(0), "rb") as given:
+        job = json.load(given)
+    pipe = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
+    seal(pipe, job.pop("done"))
+    return job, pipe
+
+
+def main() -> None:
+    """Runs the job. Returning lets the process end by `exit`, which says that the program came to its end."""
+    job, pipe = received()
     directory = os.path.realpath(os.getcwd())
     confine(directory, job["seconds"], job["memory_bytes"])
     sys.addaudithook(hook(directory))
-    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
-    done = job.pop("done")
+    write, leave = os.write, os._exit  # the program may put others in their place
     try:
-        exec(compile(job["source"], "<program>", "exec", dont_inherit=True), names)
+        exec(compile(job["source"], "<program>", "exec", dont_inherit=True), {"__name__": "__main__"})
     except BaseException as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        done = said[:300]
-    os.write(verdict, done.encode("utf-8", "replace"))
-    os._exit(0)
+        write(pipe, FAILED)  # first: the rest runs methods of the program's own exception
+        try:
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            write(pipe, said[:300].encode("utf-8", "replace"))
+        finally:
+            leave(0)
 
 
 if __name__ == "__main__":
