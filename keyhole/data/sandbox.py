@@ -1,8 +1,8 @@
 """A Jinja sandbox with a bill, for programs that come with a model.
 
 Jinja's sandbox keeps a template away from the computer, but not from its memory and time: two nested loops, or
-`'x' * 10**10`, are enough. Here every loop turn, call, filter, product, sum, list and output is charged before it
-happens, by the size of what goes in and of what can come out of it:
+`'x' * 10**10`, are enough. Here every loop turn, call, filter, product, sum, comparison, list and output is charged
+before it happens, by the size of what goes in and of what can come out of it:
 
     budget = 2^26 + 64 * characters of the messages         a loop's turn costs 64, a call 2048
 
@@ -18,8 +18,9 @@ find the tokens of today. Who wrote which part of the text (`Watch`): template_s
 import datetime
 import functools
 import json
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import jinja2
@@ -33,6 +34,16 @@ FLAT = {
     "length", "count", "first", "last", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "map",
     "default", "d", "items", "dictsort", "sort", "groupby", "unique", "min", "max", "random", "attr", "int", "float",
 }  # fmt: skip
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge, "lt": operator.lt,
+    "lteq": operator.le, "in": lambda item, container: item in container,
+    "notin": lambda item, container: item not in container,
+}  # fmt: skip
+READING_TESTS = (
+    "in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le",
+    "lower", "upper",
+)  # fmt: skip
+LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 TOO_MUCH = "the template loops or multiplies text beyond all bounds, so it was stopped"
 
 
@@ -104,6 +115,15 @@ def flat_size(value: Any) -> int:
     return 1 + len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
 
 
+def depth(value: Any) -> int:
+    """How many lists and dicts lie in each other at most."""
+    level, here = 0, [value]
+    while here := [item for item in here if isinstance(item, list | tuple | dict)]:
+        level += 1
+        here = [child for item in here for child in (item.values() if isinstance(item, dict) else item)]
+    return level
+
+
 class _Generation(Extension):
     """The tag around what the model generates."""
 
@@ -139,8 +159,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "watch turn": jinja2.pass_context(lambda _, item, literal: self.watch.turn(item, literal)),
             "watch leave": jinja2.pass_context(lambda *_: self.watch.leave()),
             "watch macro": jinja2.pass_context(lambda _, __, literal: self.watch.spend(literal)),
+            "watch compare": jinja2.pass_context(lambda _, *parts: self._compared(*parts)),
             "watch value": jinja2.pass_context(lambda _, value, __: self._paid(value)),
         }
+        self.tests |= {name: self._read(name, self.tests[name]) for name in READING_TESTS}
         self.globals.pop("lipsum")
         self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime}
 
@@ -150,6 +172,39 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _paid(self, value: Any) -> Any:
         self.watch.spend(size(value, self.watch.left))
         return value
+
+    def _compared(self, left: Any, *parts: Any) -> Any:
+        """A comparison, or a chain of them (operator, value, operator, value, ...), paid for."""
+        held: Any = True
+        for name, right in zip(parts[::2], parts[1::2], strict=True):
+            self._charge_comparison(left, right, name in ("in", "notin"))
+            held = COMPARISONS[name](left, right)
+            if not held:
+                break
+            left = right
+        return held
+
+    def _charge_comparison(self, left: Any, right: Any, is_search: bool) -> None:
+        """Text in text: both lengths. A value in a list: the list with all in it. Else what both have in common."""
+        most = self.watch.left
+        if is_search and not isinstance(right, dict):
+            length = len(right) if isinstance(right, Sized) else 0
+            self.watch.spend(flat_size(left) + max(length, size(right, most)))
+        elif all(isinstance(value, list | tuple | dict | set) for value in (left, right)) and not is_search:
+            self.watch.spend(size(left, most) + size(right, most))
+        else:
+            self.watch.spend(min(flat_size(left), flat_size(right)))
+
+    def _read(self, name: str, test: Callable[..., bool]) -> Callable[..., bool]:
+        """A test that reads its values, paid for."""
+
+        @functools.wraps(test)
+        def paid(value: Any, *args: Any, **kwargs: Any) -> bool:
+            others = [*args, *kwargs.values()]
+            self._charge_comparison(value, others[0] if others else value, name == "in")
+            return test(value, *args, **kwargs)
+
+        return paid
 
     def _strftime(self, form: str) -> str:
         self.watch.dated = True
@@ -188,6 +243,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name == "join":
             longest = max(map(len, texts), default=0)
             cost += longest * max((len(v) for v in values if isinstance(v, list | tuple | dict)), default=given)
+        elif name == "indent" and texts:
+            breaks = sum(texts[0].count(character) for character in LINE_BREAKS)
+            cost += (breaks + 1) * max(number, 4, *map(len, texts[1:]))
+        elif name == "tojson" and number:
+            watch.spend(given)  # before the walk
+            cost *= max(map(depth, values))
         elif name in ("format", "format_map", "do_format"):
             cost += sum(int(digits[:18]) for text in texts for digits in re.findall(r"\d+", text)) + number
         elif name in ("translate", "sum", "wordwrap", "urlize", "map"):

@@ -53,12 +53,28 @@ class Watched(NodeTransformer):
         node.nodes = [_watched("value", part, node.lineno) for part in node.nodes]
         return node
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if len(node.ops) == 1 and _is_short(node.expr, node.ops[0]):
+            return node
+        parts = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
+        return nodes.Filter(node.expr, "watch compare", parts, [], None, None, lineno=node.lineno)
+
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         made = any(True for _ in node.find_all(nodes.Name)) and getattr(node, "ctx", "load") == "load"
         return _watched("value", node, node.lineno) if made else node
 
     visit_Tuple = visit_Dict = visit_List
+
+
+def _is_short(left: nodes.Expr, operand: nodes.Operand) -> bool:
+    """Whether a comparison reads no more than what the source spells out."""
+    right = operand.expr
+    if operand.op in ("in", "notin"):
+        right_items = right.items if isinstance(right, nodes.List | nodes.Tuple) else [right]
+        return all(isinstance(item, nodes.Const) for item in right_items)
+    return isinstance(left, nodes.Const) or isinstance(right, nodes.Const)
 
 
 def _literal(body: list[nodes.Node]) -> int:
