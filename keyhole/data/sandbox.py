@@ -2,17 +2,11 @@
 
 Jinja's sandbox keeps a template away from the computer, but not from its memory and time: two nested loops, or
 `'x' * 10**10`, are enough. Here every loop turn, call, filter, product, sum, comparison, list and output is charged
-before it happens, by the size of what goes in and of what can come out of it:
-
-    budget = 2^26 + 64 * characters of the messages         a loop's turn costs 64, a call 2048
-
-About a million turns, or 64 million characters: a few seconds. Long templates in use spend some 10^5 of it on a chat of
-ten turns. No value can be larger than what was paid for it: lists are charged with all that is nested in them when
-they are made, so one that holds itself twice, sixty times over, is stopped at a million items.
+before it happens, by the size of what goes in and of what can come out of it (bill.py).
 
 The functions are those that Transformers gives its templates: `tojson`, `raise_exception`, `strftime_now`, and the tag
 `generation`. `strftime_now` answers with the date it is given, not with the clock: a run that goes on tomorrow must
-find the tokens of today. Who wrote which part of the text (`Watch`): template_segments.py.
+find the tokens of today. Who wrote which part of the text: template_segments.py.
 """
 
 import datetime
@@ -29,7 +23,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-BUDGET, PER_CHARACTER, PER_ITEM, PER_CALL = 2**26, 64, 64, 2048
+from keyhole.data.bill import BUDGET, PER_CALL, TOO_MUCH, Runaway, Watch, depth, flat_size, size
+
 FLAT = {
     "length", "count", "first", "last", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "map",
     "default", "d", "items", "dictsort", "sort", "groupby", "unique", "min", "max", "random", "attr", "int", "float",
@@ -44,84 +39,6 @@ READING_TESTS = (
     "lower", "upper",
 )  # fmt: skip
 LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
-TOO_MUCH = "the template loops or multiplies text beyond all bounds, so it was stopped"
-
-
-class Runaway(Exception):
-    """A template that would take more memory or time than any honest one."""
-
-
-class Watch:
-    """The state of one rendering: what is spent, and which message the output belongs to."""
-
-    def __init__(self, messages: list[dict[str, Any]], budget: int) -> None:
-        self.left, self.position, self.dated = budget, 0, False
-        self.index = {id(message): i for i, message in enumerate(messages)}
-        self.loops: list[int | None] = []  # of the loops that are running: the message each one stands at
-        self.segments: list[tuple[int, int, int]] = []
-        self.marked: list[tuple[int, int]] = []
-        self.since = 0
-
-    def spend(self, amount: int) -> None:
-        self.left -= amount
-        if self.left < 0:
-            raise Runaway(TOO_MUCH)
-
-    def write(self, text: str) -> str:
-        self.spend(len(text))
-        self.position += len(text)
-        return text
-
-    def note(self) -> None:
-        """Closes the stretch of output that ends here."""
-        owner = next((i for i in reversed(self.loops) if i is not None), None)
-        if owner is not None and self.position > self.since:
-            self.segments.append((self.since, self.position, owner))
-        self.since = self.position
-
-    def enter(self) -> None:
-        self.note()
-        self.loops.append(None)
-
-    def turn(self, item: Any, literal: int) -> None:
-        self.spend(PER_ITEM + literal)
-        self.note()
-        self.loops[-1] = self.index.get(id(item))
-
-    def leave(self) -> None:
-        self.note()
-        self.loops.pop()
-
-
-def size(value: Any, most: int) -> int:
-    """The weight of a value with all that is nested in it: 1 per character, 64 per item; stops above `most`."""
-    total, todo = 0, [value]
-    while todo and total <= most:
-        item = todo.pop()
-        total += PER_ITEM if todo or total else 1
-        if isinstance(item, str | bytes):
-            total += len(item)
-        elif isinstance(item, int) and not isinstance(item, bool):
-            total += item.bit_length() // 3
-        elif isinstance(item, dict):
-            todo += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple | set):
-            todo += item
-    return total
-
-
-def flat_size(value: Any) -> int:
-    """The weight of a value by itself."""
-    return 1 + len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
-
-
-def depth(value: Any) -> int:
-    """How many lists and dicts lie in each other at most."""
-    level, here = 0, [value]
-    while here := [item for item in here if isinstance(item, list | tuple | dict)]:
-        level += 1
-        here = [child for item in here for child in (item.values() if isinstance(item, dict) else item)]
-    return level
 
 
 class _Generation(Extension):

@@ -2,7 +2,7 @@
 
 A chat template is a program in Jinja that comes with the model. The text is that of `apply_chat_template` (a test
 compares them). Before the program is compiled, statements are put into it that call the watch of the rendering
-(sandbox.py):
+(sandbox.py, bill.py):
 
     who      A template walks over the messages in a loop. A statement at the top of every loop body, and one after
              every loop, note the position in the output, so each character is known to be written while the loop
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
-from keyhole.data.sandbox import BUDGET, PER_CHARACTER, Runaway, Sandbox, Watch, size
+from keyhole.data.bill import BUDGET, PER_CHARACTER, Runaway, Watch, size
+from keyhole.data.sandbox import Sandbox
 from keyhole.data.turns import REASONING
 
 MOST_SOURCE = 2**20

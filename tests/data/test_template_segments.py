@@ -5,10 +5,10 @@ import datetime
 import jinja2
 import pytest
 
+from keyhole.data.bill import BUDGET, Runaway
 from keyhole.data.files import Record
 from keyhole.data.formats import normalise
 from keyhole.data.render import Renderer
-from keyhole.data.sandbox import BUDGET, Runaway
 from keyhole.data.settings import PrepareSettings
 from keyhole.data.template_segments import Template
 from keyhole.errors import UserError

@@ -16,7 +16,8 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from keyhole.data.sandbox import BUDGET, PER_CHARACTER, PER_ITEM, Sandbox, Watch, size
+from keyhole.data.bill import BUDGET, PER_CHARACTER, PER_ITEM, Watch, size
+from keyhole.data.sandbox import Sandbox
 from keyhole.data.template_segments import Watched
 from keyhole.errors import UserError, printable
 
