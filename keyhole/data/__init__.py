@@ -2,7 +2,8 @@
 
 files, readers, columns          sources as files, and their rows
 formats, turns                   rows as chats or plain text
-chat_template                    a chat as text, and where its answers stand; template_segments, sandbox: the program
+chat_template                    a chat as text, and where its answers stand
+template_segments, sandbox, bill the program of a chat template, and what it may spend
 render                           text as tokens, and which of them are trained on
 collect, prepare, packing        samples that are cut, dropped, mixed and packed; report.py counts
 dataset, loader                  samples in memory, batches in a resumable order

@@ -1,25 +1,20 @@
 """A Jinja sandbox with a bill, for programs that come with a model.
 
 Jinja's sandbox keeps a template away from the computer, but not from its memory and time: two nested loops, or
-`'x' * 10**10`, are enough. Here every loop turn, call, filter, product, sum, list and output is charged before it
-happens, by the size of what goes in and of what can come out of it:
-
-    budget = 2^26 + 64 * characters of the messages         a loop's turn costs 64, a call 2048
-
-About a million turns, or 64 million characters: a few seconds. Long templates in use spend some 10^5 of it on a chat of
-ten turns. No value can be larger than what was paid for it: lists are charged with all that is nested in them when
-they are made, so one that holds itself twice, sixty times over, is stopped at a million items.
+`'x' * 10**10`, are enough. Here every loop turn, call, filter, product, sum, comparison, list and output is charged
+before it happens, by the size of what goes in and of what can come out of it (bill.py).
 
 The functions are those that Transformers gives its templates: `tojson`, `raise_exception`, `strftime_now`, and the tag
 `generation`. `strftime_now` answers with the date it is given, not with the clock: a run that goes on tomorrow must
-find the tokens of today. Who wrote which part of the text (`Watch`): template_segments.py.
+find the tokens of today. Who wrote which part of the text: template_segments.py.
 """
 
 import datetime
 import functools
 import json
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import jinja2
@@ -28,80 +23,22 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-BUDGET, PER_CHARACTER, PER_ITEM, PER_CALL = 2**26, 64, 64, 2048
+from keyhole.data.bill import BUDGET, PER_CALL, TOO_MUCH, Runaway, Watch, depth, flat_size, size
+
 FLAT = {
     "length", "count", "first", "last", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "map",
     "default", "d", "items", "dictsort", "sort", "groupby", "unique", "min", "max", "random", "attr", "int", "float",
 }  # fmt: skip
-TOO_MUCH = "the template loops or multiplies text beyond all bounds, so it was stopped"
-
-
-class Runaway(Exception):
-    """A template that would take more memory or time than any honest one."""
-
-
-class Watch:
-    """The state of one rendering: what is spent, and which message the output belongs to."""
-
-    def __init__(self, messages: list[dict[str, Any]], budget: int) -> None:
-        self.left, self.position, self.dated = budget, 0, False
-        self.index = {id(message): i for i, message in enumerate(messages)}
-        self.loops: list[int | None] = []  # of the loops that are running: the message each one stands at
-        self.segments: list[tuple[int, int, int]] = []
-        self.marked: list[tuple[int, int]] = []
-        self.since = 0
-
-    def spend(self, amount: int) -> None:
-        self.left -= amount
-        if self.left < 0:
-            raise Runaway(TOO_MUCH)
-
-    def write(self, text: str) -> str:
-        self.spend(len(text))
-        self.position += len(text)
-        return text
-
-    def note(self) -> None:
-        """Closes the stretch of output that ends here."""
-        owner = next((i for i in reversed(self.loops) if i is not None), None)
-        if owner is not None and self.position > self.since:
-            self.segments.append((self.since, self.position, owner))
-        self.since = self.position
-
-    def enter(self) -> None:
-        self.note()
-        self.loops.append(None)
-
-    def turn(self, item: Any, literal: int) -> None:
-        self.spend(PER_ITEM + literal)
-        self.note()
-        self.loops[-1] = self.index.get(id(item))
-
-    def leave(self) -> None:
-        self.note()
-        self.loops.pop()
-
-
-def size(value: Any, most: int) -> int:
-    """The weight of a value with all that is nested in it: 1 per character, 64 per item; stops above `most`."""
-    total, todo = 0, [value]
-    while todo and total <= most:
-        item = todo.pop()
-        total += PER_ITEM if todo or total else 1
-        if isinstance(item, str | bytes):
-            total += len(item)
-        elif isinstance(item, int) and not isinstance(item, bool):
-            total += item.bit_length() // 3
-        elif isinstance(item, dict):
-            todo += [*item.keys(), *item.values()]
-        elif isinstance(item, list | tuple | set):
-            todo += item
-    return total
-
-
-def flat_size(value: Any) -> int:
-    """The weight of a value by itself."""
-    return 1 + len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge, "lt": operator.lt,
+    "lteq": operator.le, "in": lambda item, container: item in container,
+    "notin": lambda item, container: item not in container,
+}  # fmt: skip
+READING_TESTS = (
+    "in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le",
+    "lower", "upper",
+)  # fmt: skip
+LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 class _Generation(Extension):
@@ -139,8 +76,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             "watch turn": jinja2.pass_context(lambda _, item, literal: self.watch.turn(item, literal)),
             "watch leave": jinja2.pass_context(lambda *_: self.watch.leave()),
             "watch macro": jinja2.pass_context(lambda _, __, literal: self.watch.spend(literal)),
+            "watch compare": jinja2.pass_context(lambda _, *parts: self._compared(*parts)),
             "watch value": jinja2.pass_context(lambda _, value, __: self._paid(value)),
         }
+        self.tests |= {name: self._read(name, self.tests[name]) for name in READING_TESTS}
         self.globals.pop("lipsum")
         self.globals |= {"raise_exception": _raise, "strftime_now": self._strftime}
 
@@ -150,6 +89,39 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def _paid(self, value: Any) -> Any:
         self.watch.spend(size(value, self.watch.left))
         return value
+
+    def _compared(self, left: Any, *parts: Any) -> Any:
+        """A comparison, or a chain of them (operator, value, operator, value, ...), paid for."""
+        held: Any = True
+        for name, right in zip(parts[::2], parts[1::2], strict=True):
+            self._charge_comparison(left, right, name in ("in", "notin"))
+            held = COMPARISONS[name](left, right)
+            if not held:
+                break
+            left = right
+        return held
+
+    def _charge_comparison(self, left: Any, right: Any, is_search: bool) -> None:
+        """Text in text: both lengths. A value in a list: the list with all in it. Else what both have in common."""
+        most = self.watch.left
+        if is_search and not isinstance(right, dict):
+            length = len(right) if isinstance(right, Sized) else 0
+            self.watch.spend(flat_size(left) + max(length, size(right, most)))
+        elif all(isinstance(value, list | tuple | dict | set) for value in (left, right)) and not is_search:
+            self.watch.spend(size(left, most) + size(right, most))
+        else:
+            self.watch.spend(min(flat_size(left), flat_size(right)))
+
+    def _read(self, name: str, test: Callable[..., bool]) -> Callable[..., bool]:
+        """A test that reads its values, paid for."""
+
+        @functools.wraps(test)
+        def paid(value: Any, *args: Any, **kwargs: Any) -> bool:
+            others = [*args, *kwargs.values()]
+            self._charge_comparison(value, others[0] if others else value, name == "in")
+            return test(value, *args, **kwargs)
+
+        return paid
 
     def _strftime(self, form: str) -> str:
         self.watch.dated = True
@@ -188,6 +160,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         elif name == "join":
             longest = max(map(len, texts), default=0)
             cost += longest * max((len(v) for v in values if isinstance(v, list | tuple | dict)), default=given)
+        elif name == "indent" and texts:
+            breaks = sum(texts[0].count(character) for character in LINE_BREAKS)
+            cost += (breaks + 1) * max(number, 4, *map(len, texts[1:]))
+        elif name == "tojson" and number:
+            watch.spend(given)  # before the walk
+            cost *= max(map(depth, values))
         elif name in ("format", "format_map", "do_format"):
             cost += sum(int(digits[:18]) for text in texts for digits in re.findall(r"\d+", text)) + number
         elif name in ("translate", "sum", "wordwrap", "urlize", "map"):

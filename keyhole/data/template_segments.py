@@ -2,7 +2,7 @@
 
 A chat template is a program in Jinja that comes with the model. The text is that of `apply_chat_template` (a test
 compares them). Before the program is compiled, statements are put into it that call the watch of the rendering
-(sandbox.py):
+(sandbox.py, bill.py):
 
     who      A template walks over the messages in a loop. A statement at the top of every loop body, and one after
              every loop, note the position in the output, so each character is known to be written while the loop
@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
-from keyhole.data.sandbox import BUDGET, PER_CHARACTER, Runaway, Sandbox, Watch, size
+from keyhole.data.bill import BUDGET, PER_CHARACTER, Runaway, Watch, size
+from keyhole.data.sandbox import Sandbox
 from keyhole.data.turns import REASONING
 
 MOST_SOURCE = 2**20
@@ -53,12 +54,28 @@ class Watched(NodeTransformer):
         node.nodes = [_watched("value", part, node.lineno) for part in node.nodes]
         return node
 
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
+        self.generic_visit(node)
+        if len(node.ops) == 1 and _is_short(node.expr, node.ops[0]):
+            return node
+        parts = [part for operand in node.ops for part in (nodes.Const(operand.op), operand.expr)]
+        return nodes.Filter(node.expr, "watch compare", parts, [], None, None, lineno=node.lineno)
+
     def visit_List(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         made = any(True for _ in node.find_all(nodes.Name)) and getattr(node, "ctx", "load") == "load"
         return _watched("value", node, node.lineno) if made else node
 
     visit_Tuple = visit_Dict = visit_List
+
+
+def _is_short(left: nodes.Expr, operand: nodes.Operand) -> bool:
+    """Whether a comparison reads no more than what the source spells out."""
+    right = operand.expr
+    if operand.op in ("in", "notin"):
+        right_items = right.items if isinstance(right, nodes.List | nodes.Tuple) else [right]
+        return all(isinstance(item, nodes.Const) for item in right_items)
+    return isinstance(left, nodes.Const) or isinstance(right, nodes.Const)
 
 
 def _literal(body: list[nodes.Node]) -> int:

@@ -6,10 +6,11 @@ Whoever runs such programs runs a stranger's code. Nothing here happens unless i
     a process and session of its own, killed as a group at the end, whatever happened
     an empty temporary directory, which is its working directory and the only place where it may write
     no environment, no input, no output, no network, no further process (jail.py says how)
-    limits on wall time (by the parent), CPU time, memory, size and number of files
+    limits on wall time (by the parent), CPU time, memory, size and number of files and directories
 
 A program passes if it runs to its end without an error. The parent recognises the end by a random word that the child
-writes last.
+writes last (jail.py says what that is worth). The directory is deleted without recursion and within CLEANING_SECONDS,
+however deep and full it is; deleting never fails the evaluation.
 """
 
 import json
@@ -17,14 +18,18 @@ import os
 import secrets
 import select
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-SECONDS, MEMORY_BYTES = 10.0, 2**30
+from keyhole.eval.jail import FAILED
+
+SECONDS, MEMORY_BYTES, CLEANING_SECONDS = 10.0, 2**30, 10.0
 JAIL = Path(__file__).with_name("jail.py")
 MOST_VERDICT = 4096
 
@@ -41,35 +46,88 @@ def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = ME
     """Runs the text of a Python program, within limits."""
     done = secrets.token_hex(16)
     job = {"source": source, "seconds": seconds, "memory_bytes": memory_bytes, "done": done}
-    with tempfile.TemporaryDirectory(prefix="keyhole-program-", ignore_cleanup_errors=True) as directory:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL)],
-            cwd=directory,
-            env={"TMPDIR": directory},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        try:
-            try:
-                process.stdin.write(json.dumps(job).encode())
-                process.stdin.close()
-            except BrokenPipeError:
-                pass
-            said = _read(process.stdout.fileno(), time.monotonic() + seconds)
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            code = process.wait()
-            process.stdout.close()
+    directory = tempfile.mkdtemp(prefix="keyhole-program-")
+    try:
+        said, code = _confined(job, directory, seconds)
+    finally:
+        clear(directory, time.monotonic() + CLEANING_SECONDS)
     if said is None:
         return Outcome(False, f"not done after {seconds:g} s")
     if said == done:
         return Outcome(True)
-    return Outcome(False, said or f"ended with {code}, before its end")
+    return Outcome(False, said.removeprefix(FAILED.decode()) or f"ended with {code}, before its end")
+
+
+def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[str | None, int]:
+    """What the child says, None where that takes too long; and its exit status."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL)],
+        cwd=directory,
+        env={"TMPDIR": directory},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        try:
+            process.stdin.write(json.dumps(job).encode())
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+        said = _read(process.stdout.fileno(), time.monotonic() + seconds)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        code = process.wait()
+        process.stdout.close()
+    return said, code
+
+
+def clear(directory: str, deadline: float) -> None:
+    """Deletes a directory and what is in it, until the deadline; what cannot be deleted stays.
+
+    Directories that lie deeper are first moved up to the top: no path grows long, and nothing recurses.
+    """
+    with suppress(OSError):
+        top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            while names := os.listdir(top):
+                for name in names:
+                    _unpack(name, top, deadline)
+        finally:
+            os.close(top)
+        os.rmdir(directory)
+
+
+def _unpack(name: str, top: int, deadline: float) -> None:
+    """Deletes a file, or a directory whose directories move to the top under new names."""
+    _hurry(deadline)
+    if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=top)
+        return
+    os.chmod(name, 0o700, dir_fd=top)
+    inside = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
+    try:
+        with os.scandir(inside) as entries:
+            found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for child, is_directory in found:
+            _hurry(deadline)
+            if is_directory:
+                os.chmod(child, 0o700, dir_fd=inside)
+                os.rename(child, secrets.token_hex(16), src_dir_fd=inside, dst_dir_fd=top)
+            else:
+                os.unlink(child, dir_fd=inside)
+    finally:
+        os.close(inside)
+    os.rmdir(name, dir_fd=top)
+
+
+def _hurry(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError  # an OSError
 
 
 def _read(pipe: int, deadline: float) -> str | None:

@@ -2,12 +2,13 @@
 
 import datetime
 
+import jinja2
 import pytest
 
+from keyhole.data.bill import BUDGET, Runaway
 from keyhole.data.files import Record
 from keyhole.data.formats import normalise
 from keyhole.data.render import Renderer
-from keyhole.data.sandbox import BUDGET, Runaway
 from keyhole.data.settings import PrepareSettings
 from keyhole.data.template_segments import Template
 from keyhole.errors import UserError
@@ -16,6 +17,10 @@ from tests.data.chats import chat, tokenizer
 
 DAY = datetime.date(2025, 3, 4)
 GROW = "{% set ns = namespace(x='x') %}{% for i in range(70) %}{% set ns.x = GROWN %}{% endfor %}{{ ns.x }}"
+SEARCH = (
+    "{% set b = 'x' * 20000000 %}{% set c = ['x'] * 100000 %}"
+    "{% for i in range(99999) %}{% if TEST %}{% endif %}{% endfor %}"
+)
 HOSTILE = {
     "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "loop that writes": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
@@ -35,6 +40,20 @@ HOSTILE = {
     "join": "{{ range(99999) | join('y' * 1000000) }}",
     "macro that calls itself": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(50) }}",
     "indent": "{{ ('x\n' * 100000) | indent(100000) }}",
+    "indent by a text": "{{ ('x\n' * 30000) | indent('x' * 10000) | length }}",
+    "indent by a number": "{{ ('x\n' * 30000) | indent(3000) | length }}",
+    "indent at other breaks": "{{ ('x\u2028' * 30000) | indent('x' * 10000) | length }}",
+    "deep JSON": GROW.replace("range(70)", "range(400)").replace("GROWN", "[ns.x]").replace("{{ ns.x }}", "")
+    + "{{ ns.x | tojson(indent='x' * 10000) | length }}",
+    "text in text": SEARCH.replace("TEST", "'yx' in b"),
+    "text not in text": SEARCH.replace("TEST", "b not in b"),
+    "text in a list": SEARCH.replace("TEST", "i in c"),
+    "the test in": SEARCH.replace("TEST", "'yx' is in b"),
+    "filter by a test": SEARCH.replace("TEST", "['yx'] | select('in', b) | list"),
+    "equal texts": SEARCH.replace("TEST", "b == b ~ ''"),
+    "the test eq": SEARCH.replace("TEST", "b is eq b"),
+    "equal lists": SEARCH.replace("TEST", "c == c"),
+    "a chain of comparisons": SEARCH.replace("TEST", "0 < 1 < 2 and b <= b <= b"),
     "JSON": "{{ ([1] * 10000) | tojson(indent='x' * 1000000) }}",
     "text kept aside": "{% set y %}{% for i in range(99999) %}" + "y" * 10_000 + "{% endfor %}{% endset %}",
     "constant": "{% set a = 'x' | center(10000000000) %}",
@@ -58,6 +77,21 @@ def test_an_honest_template_is_far_from_the_bound() -> None:
     template = Template(source, DAY)
     template.render(chat(*["word " * 50] * 400), {})
     assert template.sandbox.watch.left > BUDGET / 2
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "a in b", "a not in b", "b in b", "a in c", "a in d", "a == b", "b != a", "1 < n < 5", "1 < n < 3 < z",
+        "n >= z", "n in range(9)", "a in none_such", "a == none_such", "b is in d", "n is ge 3", "a is lower",
+        "c == [a, b]", "a in [b, a]", "n in (1, 2)", "a in d.values()", "0 < n in (1, 3)",
+    ],
+)  # fmt: skip
+def test_comparisons_keep_their_meaning(source: str) -> None:
+    """Each answers as Jinja does without a bill."""
+    values = {"a": "x", "b": "xyz", "c": ["x", "xyz"], "d": {"xyz": "x"}, "n": 3, "z": 4}
+    plain = jinja2.Environment().from_string(f"{{{{ {source} }}}}").render(values)
+    assert Template(f"{{{{ {source} }}}}", DAY).render([], values).text == plain
 
 
 def test_the_budget_grows_with_the_text() -> None:

@@ -1,5 +1,6 @@
 """Programs that a model wrote: right ones pass, and whatever a wrong one tries stays inside."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.eval.programs import JAIL, run_program
+from keyhole.eval.programs import JAIL, clear, run_program
 
 MEMORY = 2**29
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
@@ -57,12 +58,18 @@ def test_right_programs_pass(source: str) -> None:
         ("f = open('big', 'wb')\nwhile True: f.write(b'x' * 2**16)", "File too large"),
         ("for i in range(10**6): open(f'{i}', 'w').close()", "is refused"),
         ("import os; os.symlink('/', 'root')", "os.symlink is refused"),
+        ("import os\nfor i in range(10**6): os.mkdir(f'{i}')", "is refused"),
+        ("open('/proc/self/mem', 'rb')", "is refused"),
+        ("import os; os._exit = os.write = print\nassert False", "AssertionError"),
+        ("class E(BaseException):\n    def __str__(self): raise SystemExit(0)\nraise E", "before its end"),
+        ("import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))", "resource.prlimit is refused"),
+        ("import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, 1)", "fcntl.fcntl is refused"),
     ],
 )
 def test_wrong_programs_fail_with_their_reason(source: str, says: str) -> None:
     """Errors, early exits, and what is refused by name."""
     passed, reason = run(source)
-    assert not passed and says in reason
+    assert not passed and says in reason and not reason.startswith("failed: ")
 
 
 @pytest.mark.parametrize(
@@ -84,14 +91,22 @@ def test_endless_programs_are_stopped(source: str) -> None:
         "import os; os.truncate({path!r}, 0)",
         "import os; d = os.open({parent!r}, os.O_RDONLY); os.open('mine.txt', os.O_WRONLY | os.O_TRUNC, dir_fd=d)",
         "import os; os.open('../' * 20 + {path!r}, os.O_WRONLY | os.O_TRUNC)",
+        "import os; os.fchmod(os.open({path!r}, os.O_RDONLY), 0)",
+        "import os; os.chmod(os.open({path!r}, os.O_RDONLY), 0)",
+        "import os; os.chmod('mine.txt', 0, dir_fd=os.open({parent!r}, os.O_RDONLY))",
+        "import os; os.utime(os.open({path!r}, os.O_RDONLY), (1, 1))",
+        "import os; os.utime('mine.txt', (1, 1), dir_fd=os.open({parent!r}, os.O_RDONLY))",
     ],
 )
 def test_files_elsewhere_are_left_alone(source: str, tmp_path: Path) -> None:
     """No way to write, remove, rename or empty a file outside of the working directory."""
     path = tmp_path / "mine.txt"
     path.write_text("precious")
+    before = path.stat()
     passed, _ = run(source.format(path=str(path), parent=str(tmp_path)))
-    assert not passed and path.read_text() == "precious" and path.stat().st_mode & 0o400
+    after = path.stat()
+    assert not passed and path.read_text() == "precious"
+    assert (after.st_mode, after.st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
 
 
 def test_nothing_is_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +122,64 @@ def test_the_directory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("depth", [64, 3000])
+def test_a_deep_directory_is_gone_afterwards(depth: int, tmp_path: Path) -> None:
+    """Deletion neither recurses nor runs out of path or descriptors, and opens what is closed to reading."""
+    (tmp_path / "cell").mkdir()
+    place = os.open(tmp_path / "cell", os.O_RDONLY)
+    for _ in range(depth):
+        os.mkdir("d" * 200, dir_fd=place)
+        os.mkdir("shut", 0, dir_fd=place)
+        os.close(os.open("f", os.O_CREAT | os.O_WRONLY, 0, dir_fd=place))
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place = below
+    os.close(place)
+    clear(str(tmp_path / "cell"), math.inf)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cleaning_ends_with_its_time(tmp_path: Path) -> None:
+    """Past the deadline the rest stays, and no error comes of it, nor of a directory that is gone."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    clear(str(tmp_path / "a"), -math.inf)
+    clear(str(tmp_path / "none"), math.inf)
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_nested_directories_end_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that nests directories by descriptor is refused the next one, and leaves nothing behind."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    passed, reason = run(
+        "import os\nd = os.open('.', os.O_RDONLY)\nfor _ in range(1500):\n    os.mkdir('d', dir_fd=d)\n"
+        "    e = os.open('d', os.O_RDONLY, dir_fd=d); os.close(d); d = e\n"
+    )
+    assert not passed and "is refused" in reason and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        "frame = sys._getframe()\nwhile frame:\n    look(frame.f_locals, 3)\n"
+        "    look(frame.f_globals, 3)\n    frame = frame.f_back",
+        "for thing in gc.get_objects(): look(thing, 2)",
+    ],
+)
+def test_no_object_holds_the_end_mark(search: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the frames nor the garbage collector lead a program to the word that says it has passed."""
+    word = "0123456789abcdef" * 2
+    monkeypatch.setattr("secrets.token_hex", lambda count: word[: 2 * count])
+    look = (
+        "import gc, sys\nword = ''.join(map(chr, [*range(48, 58), *range(97, 103)])) * 2\n"
+        "def look(thing, depth):\n"
+        "    if isinstance(thing, str | bytes):\n"
+        "        text = thing if isinstance(thing, str) else thing.decode('latin-1')\n"
+        "        assert thing is word or word not in text, 'found'\n"
+        "    elif depth:\n        for part in gc.get_referents(thing): look(part, depth - 1)\n"
+    )
+    assert run(look + search) == (True, "")
+
+
 @LINUX
 @pytest.mark.parametrize(
     ("attempt", "error"),
@@ -118,6 +191,22 @@ def test_the_directory_is_gone_afterwards(tmp_path: Path, monkeypatch: pytest.Mo
         ("open({path!r}, 'w')", "PermissionError"),
         ("os.remove({path!r})", "PermissionError"),
         ("threading.Thread(target=print).start()", "RuntimeError"),
+        ("resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (1000, 1000))", "PermissionError"),
+        ("os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)", "PermissionError"),
+        ("os.sched_setaffinity(os.getppid(), {{0}})", "PermissionError"),
+        ("signal.pidfd_send_signal(0, 0)", "PermissionError"),
+        ("fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())", "PermissionError"),
+        ("fcntl.flock(os.open({path!r}, os.O_RDONLY), fcntl.LOCK_EX)", "PermissionError"),
+        ("fcntl.ioctl(os.open({path!r}, os.O_RDONLY), 0x40086602, bytes(8))", "PermissionError"),
+        ("os.fchmod(os.open({path!r}, os.O_RDONLY), 0)", "PermissionError"),
+        ("os.chmod({path!r}, 0)", "PermissionError"),
+        ("os.utime(os.open({path!r}, os.O_RDONLY))", "PermissionError"),
+        ("os.utime({path!r})", "PermissionError"),
+        ("os.chown({path!r}, os.getuid(), os.getgid())", "PermissionError"),
+        ("os.fchown(os.open({path!r}, os.O_RDONLY), -1, -1)", "PermissionError"),
+        ("os.setxattr(os.open({path!r}, os.O_RDONLY), 'user.a', b'x')", "PermissionError"),
+        ("os.setxattr({path!r}, 'user.a', b'x')", "PermissionError"),
+        ("print(resource.getrlimit(resource.RLIMIT_CORE)[0], os.isatty(1), os.dup(1) > 2)", "0 False True"),
     ],
 )
 def test_the_kernel_refuses_by_itself(attempt: str, error: str, tmp_path: Path) -> None:
@@ -126,7 +215,8 @@ def test_the_kernel_refuses_by_itself(attempt: str, error: str, tmp_path: Path) 
     path.write_text("precious")
     (tmp_path / "cell").mkdir()
     source = (
-        f"import os, sys, socket, threading\nsys.path.insert(0, {str(JAIL.parent)!r})\nimport jail\n"
+        "import fcntl, os, resource, signal, socket, sys, threading\n"
+        f"sys.path.insert(0, {str(JAIL.parent)!r})\nimport jail\n"
         f"jail.confine(os.getcwd(), 20, {MEMORY})\ntry:\n    {attempt.format(path=str(path))}\n"
         "except Exception as error:\n    print(type(error).__name__)\n"
     )

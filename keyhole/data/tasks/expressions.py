@@ -4,7 +4,8 @@
     Expression    "[choice1, choice2]"                      one Jinja expression; its value may be of any kind
 
 Both run in the sandbox that chat templates run in (data/sandbox.py): no file, no attribute with underscores, no loop
-without end. A column that the row has not is an error, never an empty text. Besides Jinja's filters there is one:
+without end. A column that the row has not is an error, never an empty text; so is whatever else goes wrong in them
+(UserError). Besides Jinja's filters there is one:
 
     spans | slices(text)     the pieces of `text` from `start` to `end` (inclusive) of each span, as ReCoRD marks its
                              entities
@@ -15,7 +16,8 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 
-from keyhole.data.sandbox import BUDGET, PER_CHARACTER, Runaway, Sandbox, Watch, size
+from keyhole.data.bill import BUDGET, PER_CHARACTER, PER_ITEM, Watch, size
+from keyhole.data.sandbox import Sandbox
 from keyhole.data.template_segments import Watched
 from keyhole.errors import UserError, printable
 
@@ -32,10 +34,10 @@ class _Program:
         self.sandbox.undefined = jinja2.StrictUndefined
         self.sandbox.trim_blocks = self.sandbox.lstrip_blocks = False
         self.sandbox.keep_trailing_newline = True
-        self.sandbox.filters["slices"] = _slices
+        self.sandbox.filters["slices"] = self._slices
         try:
             self.program = self.sandbox.from_string(Watched().visit(self._parse()))
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # SyntaxError too: Jinja writes Python, which allows 20 nested loops
             raise UserError(f"{key}: not valid Jinja: {printable(str(error), 200)}: {source!r:.120}") from None
 
     def _parse(self) -> nodes.Template:
@@ -45,12 +47,19 @@ class _Program:
         self.sandbox.watch = Watch([], BUDGET + PER_CHARACTER * size(variables, BUDGET))
         try:
             return self._made(variables)
-        except (jinja2.TemplateError, Runaway, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except Exception as error:  # a filter raises whatever it likes
             said = printable(str(error) or type(error).__name__, 200)
             raise UserError(f"{self.key}: {said}: {self.source!r:.120}") from None
 
     def _made(self, variables: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+    def _slices(self, spans: list[dict[str, int]], text: str) -> list[str]:
+        pieces = []
+        for span in spans:
+            pieces.append(text[span["start"] : span["end"] + 1])
+            self.sandbox.watch.spend(PER_ITEM + len(pieces[-1]))
+        return pieces
 
 
 class Text(_Program):
@@ -75,7 +84,3 @@ class Expression(_Program):
         if isinstance(value, jinja2.Undefined):
             str(value)  # raises, with the name that is missing
         return value if isinstance(value, str | int | float | list | dict | None) else list(value)
-
-
-def _slices(spans: list[dict[str, int]], text: str) -> list[str]:
-    return [text[span["start"] : span["end"] + 1] for span in spans]
