@@ -101,7 +101,8 @@ def _number(text: str) -> float | None:
 
 
 def extract(text: str, pattern: str | None) -> str:
-    """The last match of a pattern (its first group, if it has one: a match without the group is none), or the text itself where nothing is asked for."""
+    """The last match of a pattern (its first group, if it has one; a match without that group is none), or the text
+    itself where nothing is asked for."""
     if pattern is None:
         return text
     found = [match[1] if match.re.groups else match[0] for match in re.finditer(pattern, text)]
