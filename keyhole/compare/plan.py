@@ -28,7 +28,8 @@ from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.methods import METHODS
 
-DEFAULTS = {"save_model": "false", "load_best_model_at_end": "true", "logging_steps": "10"}
+BEST = "load_best_model_at_end"
+DEFAULTS = {"save_model": "false", BEST: "true", "logging_steps": "10"}
 NO_NUMBER = {
     "model", "output_dir", "logging_steps", "report_to", "save_model", "save_steps", "save_total_limit",
     "background_save", "journal_sync", "data_cache",
@@ -80,6 +81,9 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
     ):
         layers = (comparison.common, comparison.tasks[task], comparison.methods[method], comparison.overrides)
         base = _merged(DEFAULT_ENTRIES, *layers)
+        chooses = not _has_no_dev(base)
+        if not chooses and not any(BEST in layer for layer in layers):
+            base.pop(BEST)
         fixed = {"model": path, "output_dir": comparison.output_dir}
         fixed |= {} if "method" in base else {"method": method}
         fixed |= {} if "task" in base or "train_data" in base else {"task": task}
@@ -93,6 +97,11 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
                 warnings |= dict.fromkeys(f"{method} on {task}: {text}" for text in found)
                 about = (model, task, method, point, seed)
                 trials[point, seed] = _trial(about, config, model_hash(config.model), Path(comparison.output_dir))
+        if len(points) > 1 and not chooses:
+            raise UserError(
+                f"{comparison.source}: {method} on {task}: num_dev=0 leaves nothing to choose one of {len(points)} "
+                "points of the grid by (test never chooses); set num_dev, or one value for each setting"
+            )
         if len(set(points)) < len(points):
             raise UserError(f"{comparison.source}: {method}: a grid names one value twice")
         groups.append(Group(model, task, method, tuple(points), trials))
@@ -137,6 +146,13 @@ def _merged(*layers: Entries) -> Entries:
                 merged.pop(other, None)
         merged |= layer
     return merged
+
+
+def _has_no_dev(entries: Entries) -> bool:
+    """Whether num_dev is 0, or is 0 at some point of its grid."""
+    node = entries["num_dev"].node if "num_dev" in entries and "train_data" not in entries else None
+    items = node.value if isinstance(node, yaml.SequenceNode) else [] if node is None else [node]
+    return any(isinstance(item, yaml.ScalarNode) and item.value == "0" for item in items)
 
 
 def _entries(values: dict[str, str]) -> Entries:

@@ -66,6 +66,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
     for key in ("load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"):
         if getattr(config, key) and config.eval_data is None and config.task is None:
             yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data or task")
+        if getattr(config, key) and config.task is not None and config.num_dev == 0:
+            yield Finding(key, "is set but num_dev=0: there is nothing to choose by (test never chooses); set num_dev")
     if config.packing and config.max_length is None:
         yield Finding("packing", "needs max_length: it is the length of a packed row")
     if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
@@ -94,6 +96,8 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("num_train_epochs", "has no effect: max_steps is set, and decides")
     if config.min_lr_ratio and config.lr_scheduler_type != "cosine_with_min_lr":
         yield Finding("min_lr_ratio", f"has no effect: lr_scheduler_type is {config.lr_scheduler_type}")
+    if config.eval_steps is not None and config.task is not None and config.num_dev == 0:
+        yield Finding("eval_steps", "has no effect: num_dev=0 leaves no questions to evaluate on")
     unread = OF_FILES if config.task is not None else OF_TASKS
     unread = () if config.task is None and config.test_task is not None else unread
     for key in (key for key in unread if getattr(config, key) != settings()[key].default):

@@ -66,8 +66,15 @@ def read_file(path: Path) -> Iterator[Record]:
     if reader is None:
         known = ", ".join(SUFFIXES)
         raise UserError(f"{path}: unknown kind of file {path.suffix!r}; expected one of {known} (text also with .gz)")
-    try:
+    with told(path):
         yield from reader(path)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, as a UserError that names it."""
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise UserError(f"{path}{_bad_line(path)}: not UTF-8 text ({error.reason}); save the file as UTF-8") from None
     except (EOFError, zlib.error) as error:
@@ -113,7 +120,7 @@ def open_text(path: Path, newline: str | None = None, encoding: str | None = Non
         yield text
 
 
-def _lines(file: TextIO, path: Path) -> Iterator[str]:
+def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
     """Lines of a bounded length."""
     number = 0
     while line := file.readline(MOST_ROW_BYTES + 1):
@@ -156,7 +163,7 @@ def _load(text: str, path: Path, line: int | None) -> Any:
 
 def _jsonl(path: Path) -> Iterator[Record]:
     with open_text(path) as file:
-        for number, line in enumerate(_lines(file, path), 1):
+        for number, line in enumerate(bounded_lines(file, path), 1):
             if line.strip():
                 yield _object(_load(line.rstrip(), path, number), path, "line", number)
 
@@ -211,16 +218,14 @@ def _fault(error: json.JSONDecodeError) -> str:
 def _csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
     with open_text(path, newline="") as file:
-        lines = _lines(file, path)
+        lines = bounded_lines(file, path)
         first = next(lines, "")
         others = [mark for mark in ";\t" if mark in first] if "," not in first else []
         delimiter = "\t" if kind_of(path) == ".tsv" else others[0] if others else ","
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         try:
             header = next(rows, [])
-            twice = [name for name, count in Counter(header).items() if count > 1]
-            if twice:
-                raise UserError(f"{path}, line 1: two columns are called {listed(twice)}; rename one, or remove it")
+            check_header(path, header)
             for number, cells in enumerate((r for r in rows if r), 1):
                 if len(cells) != len(header):
                     raise UserError(
@@ -230,6 +235,12 @@ def _csv(path: Path) -> Iterator[Record]:
                 yield Record(str(path), "row", number, dict(zip(header, cells, strict=True)))
         except csv.Error as error:
             raise UserError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from None
+
+
+def check_header(path: Path, header: list[str]) -> None:
+    """Refuses two columns of one name: the rows would have only the second."""
+    if twice := [name for name, count in Counter(header).items() if count > 1]:
+        raise UserError(f"{path}, line 1: two columns are called {listed(twice)}; rename one, or remove it")
 
 
 def _parquet(path: Path) -> Iterator[Record]:

@@ -26,6 +26,7 @@ class Report:
     cut_prompts: int = 0
     dropped_overlong: int = 0
     dropped_untrained: int = 0
+    dropped_no_choice: int = 0
     duplicates: int = 0
     lost_calls: int = 0
     lost_reasoning: int = 0
@@ -79,6 +80,8 @@ class Report:
             )
         if self.dropped_overlong:
             out.append(f"dropped: {self.dropped_overlong:,} samples longer than {limit}")
+        if self.dropped_no_choice:
+            out.append(f"dropped: {self.dropped_no_choice:,} questions without a wrong candidate")
         if self.dropped_untrained:
             out.append(f"dropped: {self.dropped_untrained:,} samples with nothing to train on")
         without = "the chat template does not write"

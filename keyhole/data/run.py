@@ -96,7 +96,8 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     )
     batches = EvalBatches(None, settings.batch_size)
     if tasks is not None:
-        batches = EvalBatches(tasks.held_out, settings.batch_size, padding_multiple(tasks.held_out, known))
+        if tasks.held_out is not None:
+            batches = EvalBatches(tasks.held_out, settings.batch_size, padding_multiple(tasks.held_out, known))
         test = (*tasks.test, *further)
         return Data(loader, batches, report, train.end_token_ids, None, tasks.dev, test, tasks.labels)
     if settings.eval_data:

@@ -132,7 +132,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         @functools.wraps(filter)
         def paid(*args: Any, **kwargs: Any) -> Any:
-            values = [value for value in args if not isinstance(value, _CONTEXTS)]
+            values = [value for value in args if not isinstance(value, CONTEXTS)]
             self._charge(name, values, kwargs)
             return filter(*args, **kwargs)
 
@@ -188,7 +188,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-_CONTEXTS = (jinja2.Environment, jinja2.runtime.Context, nodes.EvalContext)
+CONTEXTS = (jinja2.Environment, jinja2.runtime.Context, nodes.EvalContext)
 
 
 def _raise(message: str) -> None:

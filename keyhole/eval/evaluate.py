@@ -22,7 +22,7 @@ from typing import Any
 from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
-from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.draw import Numbers, check_names, load_task
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, task_names
 from keyhole.errors import UserError
@@ -62,6 +62,7 @@ def evaluate(
         raise UserError(
             f"--task-data: none of {', '.join(names)} is a task by name; there are {', '.join(task_names())}"
         )
+    check_names(list(filter(is_library_task, names)), task_splits)
     sources: list[Task | str] = []
     for name in names:
         if is_library_task(name):

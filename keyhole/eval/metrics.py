@@ -101,11 +101,12 @@ def _number(text: str) -> float | None:
 
 
 def extract(text: str, pattern: str | None) -> str:
-    """The last match of a pattern (its first group, if it has one), or the text itself where nothing is asked for."""
+    """The last match of a pattern (its first group, if it has one; a match without that group is none), or the text
+    itself where nothing is asked for."""
     if pattern is None:
         return text
-    matches = list(re.finditer(pattern, text))
-    return (matches[-1][1] if matches[-1].re.groups else matches[-1][0]) if matches else ""
+    found = [match[1] if match.re.groups else match[0] for match in re.finditer(pattern, text)]
+    return next((part for part in reversed(found) if part is not None), "")
 
 
 OF_CHOICES = {"accuracy": accuracy, "f1": f1, "macro_f1": macro_f1, "matthews": matthews}

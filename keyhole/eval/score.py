@@ -118,8 +118,11 @@ def verdicts(task: Task, answers: Sequence[str]) -> dict[str, list[float]]:
 
 def _worth(name: str, task: Task, question: Question, text: str) -> float:
     pattern = task.spec.extract
+    answer = metrics.extract(text, pattern)
+    if pattern is not None and not answer:
+        return 0.0  # no match is no answer, also where a reference has none
     references = [metrics.extract(reference, pattern) for reference in question.references]
-    return metrics.OF_TEXTS[name](metrics.extract(text, pattern), references)
+    return metrics.OF_TEXTS[name](answer, references)
 
 
 def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any) -> DataScore:

@@ -263,8 +263,9 @@ class Run:
         if best is None:
             return ""
         name, first = self.selection.settings.metric.removeprefix("eval_"), self.selection.best_steps()[0]
-        missed = "" if best == first else f" (step {first} was better, and could not be saved)"
-        return f"; the best {name} was {self.selection.values[best]:.4f}, at step {best}{missed}"
+        values = self.selection.values
+        missed = "" if values[best] == values[first] else f" (step {first} was better, and could not be saved)"
+        return f"; the best {name} was {values[best]:.4f}, at step {best}{missed}"
 
     def close(self) -> None:
         """Whatever happened: files closed, the curve drawn, memory free. Each of these is done, whatever another

@@ -121,6 +121,8 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None, 
     data = parts.load_data(data_settings(config, began))
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check()
+    chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
+    judge.check_choice(config.metric_for_best_model, chooses, bool(data.eval), bool(data.labels))
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)

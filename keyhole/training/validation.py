@@ -25,6 +25,7 @@ from typing import Any
 
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
+from keyhole.errors import UserError
 from keyhole.eval.score import check_code, score
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -83,6 +84,25 @@ class Judge:
     def metric(self) -> str | None:
         """The number that chooses, where there are dev questions: the tasks' metric, or the mean of different ones."""
         return common_metric(self.chosen_by)
+
+    def names(self, classifies: bool) -> list[str]:
+        """The numbers of an evaluation that a model can be chosen by."""
+        tasks, common = [task for task in self.chosen_by if task.spec is not None], self.metric
+        found = ["loss"] if classifies else ["loss", "perplexity"]
+        for task in tasks:
+            found += [metric if len(tasks) == 1 else f"{task.name}_{metric}" for metric in task.spec.metrics]
+        return list(dict.fromkeys([*found, *([] if common is None else [common])]))
+
+    def check_choice(self, metric: str | None, chooses: bool, held_out: bool, classifies: bool) -> None:
+        """Refuses to choose by nothing, or by a number that no evaluation has, before training begins. chooses: the
+        best model is wanted, or a run that ends early. held_out: there are rows to evaluate on."""
+        if (chooses or metric is not None) and not held_out:
+            raise UserError(
+                "load_best_model_at_end, early_stopping_patience, metric_for_best_model: no dev question is left to "
+                "choose by (dev takes two of five training rows at most); add rows, or leave these settings out"
+            )
+        if metric is not None and metric.removeprefix("eval_") not in (known := self.names(classifies)):
+            raise UserError(f"metric_for_best_model={metric}: an evaluation here gives {', '.join(known)}")
 
     def dev_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """eval_<metric> of the dev questions; None when `stop` said so midway."""
@@ -151,7 +171,7 @@ def shown(found: dict[str, Any], prefix: str) -> str:
 
 
 def as_published(name: str, value: float) -> str:
-    """A metric as it is published: times a hundred, but for perplexity."""
-    if name.endswith(LOWER_IS_BETTER):
+    """A metric as it is published: times a hundred, but for losses and perplexity."""
+    if name.endswith(("loss", *LOWER_IS_BETTER)):
         return f"{name} {value:.3f}"
     return f"{name} {100 * value:.1f}" + ("" if name.endswith(("matthews", "pearson", MEAN)) else " %")

@@ -142,3 +142,13 @@ def test_the_papers_grids() -> None:
     assert sizes == {"lomo": 6, "lora": 1, "lomo-lora": 24}
     config = next(iter(groups[2].trials.values())).config
     assert config.lomo_lora.adapter_warmup_ratio == 0.05 and config.lomo_lora.target_modules == ["q_proj", "v_proj"]
+
+
+def test_without_dev_a_grid_has_nothing_to_choose_by(tmp_path: Path) -> None:
+    """Test never chooses: a grid is refused, single settings are run to their last step."""
+    text = TEXT.replace("num_dev: 24", "num_dev: 0")
+    with pytest.raises(UserError, match="adamw on demo: num_dev=0 leaves nothing to choose one of 2 points"):
+        plan(read_comparison(write(tmp_path / "a.yaml", text)), lambda name: None)
+    single = text.replace("[1e-5, 2e-3]", "2e-3").replace("[5e-2, 1e-4]", "5e-2")
+    groups, _ = plan(read_comparison(write(tmp_path / "b.yaml", single)), lambda name: None)
+    assert not any(trial.config.load_best_model_at_end for group in groups for trial in group.trials.values())

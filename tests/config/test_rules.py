@@ -19,6 +19,8 @@ BASE: dict[str, Any] = {
 
 CLASSES = {"head": "classification", "task": "sst2", "train_data": None}
 
+TASK = {"task": "sst2", "train_data": None}
+
 REFUSED = [
     ({"max_steps": None}, "max_steps or num_train_epochs"),
     ({"eval_steps": 5}, "eval_data"),
@@ -33,6 +35,9 @@ REFUSED = [
     (CLASSES | {"packing": True}, "packing: has no meaning with head=classification"),
     (CLASSES | {"train_end_token": False}, "train_end_token: has no meaning with head=classification"),
     (CLASSES | {"metric_for_best_model": "eval_perplexity"}, "has no perplexity; use loss"),
+    (TASK | {"num_dev": 0, "load_best_model_at_end": True}, "load_best_model_at_end: is set but num_dev=0"),
+    (TASK | {"num_dev": 0, "early_stopping_patience": 2}, "early_stopping_patience: is set but num_dev=0"),
+    (TASK | {"num_dev": 0, "metric_for_best_model": "loss"}, "metric_for_best_model: is set but num_dev=0"),
     ({"device": "gpu"}, "cpu, cuda or cuda:N"),
     ({"output_dir": "./some/model"}, "overwrite"),
     ({"method": "zo", "max_grad_norm": 1.0}, "zo.clip"),
@@ -46,6 +51,7 @@ REFUSED = [
 ]
 
 WARNED = [
+    (TASK | {"num_dev": 0, "eval_steps": 5}, "eval_steps: has no effect: num_dev=0"),
     ({"zo": ZOConfig(eps=1.0)}, "zo.eps: has no effect: the method is adamw"),
     ({"sgd": SGDConfig(momentum=0.5)}, "sgd.momentum: has no effect"),
     ({"offload": OffloadConfig(overlap=False)}, "offload.overlap: has no effect: placement is resident"),

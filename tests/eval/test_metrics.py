@@ -86,3 +86,8 @@ def test_every_metric_of_task_files_is_here() -> None:
     """What a task file may name can be computed."""
     assert {name for name, kind in METRICS.items() if kind == CHOICE} == {*metrics.OF_CHOICES, "pearson"}
     assert {name for name, kind in METRICS.items() if kind == GENERATED} == {*metrics.OF_TEXTS, "pass@1"}
+
+
+def test_a_group_that_is_absent_is_no_match() -> None:
+    """The last match that has the group counts; without any, nothing was answered."""
+    assert metrics.extract("xy x", "x(y)?") == "y" and metrics.extract("x", "x(y)?") == ""

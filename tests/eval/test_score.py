@@ -118,3 +118,13 @@ def test_tasks_by_name_in_one_table(tmp_path: Path, tiny_model: Path) -> None:
     assert said[0].startswith("task sst2: all 1 rows of validation.jsonl (")
     with pytest.raises(UserError, match="none of demo is a task by name"):
         evaluate(str(tiny_model), ["demo"], task_data=str(tmp_path))
+
+
+def test_an_answer_without_a_match_is_wrong(tmp_path: Path) -> None:
+    """Also where the reference has none: nothing is not equal to nothing."""
+    (tmp_path / "own.yaml").write_text(
+        'columns: {q: q, a: a}\nprompt: "{{ q }}"\nanswer: "{{ a }}"\nextract: "x(y)?"\nmetric: exact_match\n'
+    )
+    (tmp_path / "dev.jsonl").write_text(json.dumps({"q": "so", "a": "x"}) + "\n")
+    task = load_task(str(tmp_path / "own.yaml"), str(tmp_path), Numbers(), training=False)["test"]
+    assert verdicts(task, ["x"]) == {"exact_match": [0.0]}

@@ -20,7 +20,7 @@ from keyhole.eval.score import score
 from keyhole.training import loop
 from keyhole.training.selection import Selection
 from keyhole.training.start import Parts, train
-from keyhole.training.validation import common_metric
+from keyhole.training.validation import as_published, common_metric
 from tests.training.runs import metrics, same, weights
 
 DEMO = {"model": "demo", "task": "demo", "num_train": 64, "num_dev": 24, "num_eval": 32, "device": "cpu"}
@@ -159,3 +159,43 @@ def test_programs_are_run_only_where_that_was_allowed(make: Callable, tmp_path: 
     assert train(config, parts=Parts(allow_code_execution=True)) == 0
     (test,) = [entry for entry in metrics(config) if "test_questions" in entry]
     assert test["test_pass@1"] == 0.0
+
+
+@pytest.mark.parametrize("metric", ["foo", "tokens", "eval_tokens", "questions", "test_accuracy", "f1"])
+def test_an_unknown_metric_is_refused_before_the_first_step(make: Callable, metric: str) -> None:
+    """Not at the first evaluation, which may be at the end of training."""
+    config = make(**BEST, metric_for_best_model=metric)
+    with pytest.raises(
+        UserError, match=f"metric_for_best_model={metric}: an evaluation here gives loss, perplexity, acc"
+    ):
+        train(config)
+    assert not Path(config.output_dir).exists()
+
+
+@pytest.mark.parametrize("metric", ["eval_loss", "perplexity", "accuracy"])
+def test_every_metric_that_is_named_can_choose(make: Callable, metric: str) -> None:
+    """What is let through is found in an evaluation."""
+    assert train(make(**BEST, metric_for_best_model=metric, max_steps=1, eval_steps=1)) == 0
+
+
+def test_without_dev_only_the_end_is_tested(make: Callable, capsys: pytest.CaptureFixture) -> None:
+    """num_dev=0: no evaluation while the run goes on; test judges the last step."""
+    config = make(num_dev=0, max_steps=2, eval_steps=None)
+    assert train(config) == 0
+    assert [list(entry) for entry in metrics(config) if any(key.startswith("eval_") for key in entry)] == []
+    assert "test of step 2: accuracy" in capsys.readouterr().out
+
+
+def test_two_rows_leave_no_dev_to_choose_by(make: Callable, tmp_path: Path) -> None:
+    """num_dev is a wish: where the rows give none, choosing is refused before the first step."""
+    for split, count in (("train", 2), ("test", 4)):
+        row = json.dumps({"prompt": "a", "candidates": [" b", " c"], "label": 1}) + "\n"
+        (tmp_path / f"{split}.jsonl").write_text(row * count)
+    with pytest.raises(UserError, match="no dev question is left to choose by"):
+        train(make(**BEST, task_data=str(tmp_path), eval_steps=None))
+
+
+def test_a_loss_is_printed_as_it_is() -> None:
+    """Only shares and correlations are multiplied by a hundred."""
+    assert as_published("loss", 1.25) == "loss 1.250" and as_published("eval_loss", 1.25) == "eval_loss 1.250"
+    assert as_published("accuracy", 0.5) == "accuracy 50.0 %"

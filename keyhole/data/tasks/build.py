@@ -87,6 +87,8 @@ def _free(record: Record, spec: TaskSpec) -> Question | None:
     references = spec.references.run(row) if spec.references is not None else [answer.strip()]
     references = references if isinstance(references, list) else [references]
     texts = tuple(str(text) for text in references)
+    if wrong := [text for text in references if text is None or isinstance(text, list | dict)]:
+        raise UserError(f"references: found {wrong[0]!r:.60}, expected texts")
     if not texts:
         raise UserError("references: the list is empty; there is no right answer")
     return Question(prompt, (answer,), 0, record.where, references=texts)

@@ -61,12 +61,13 @@ def _items(row: dict[str, Any], path: str) -> list[dict[str, Any]]:
         values = list(row.values())
         return values if values and all(isinstance(value, dict) for value in values) else [row]
     found = lookup(row, path)
-    return [_with(row, path.split("."), item) for item in found] if isinstance(found, list) else [row]
+    return [_with(row, path, item) for item in found] if isinstance(found, list) else [row]
 
 
-def _with(row: dict[str, Any], path: list[str], item: Any) -> dict[str, Any]:
-    """A copy of the row with another value at a path."""
-    return {**row, path[0]: _with(row[path[0]], path[1:], item) if len(path) > 1 else item}
+def _with(row: dict[str, Any], path: str, item: Any) -> dict[str, Any]:
+    """A copy of the row with another value where `lookup` finds one."""
+    head, _, rest = path.partition(".")
+    return {**row, path: item} if path in row else {**row, head: _with(row[head], rest, item)}
 
 
 def _pick(record: Record, spec: TaskSpec) -> Record:

@@ -33,7 +33,7 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
     encoder = Encoder(tokenizer, how.max_length, how.overlong)
     samples: list[Sample] = []
     rows: list[list[int]] = []
-    right, sources, where, dropped = [], [], [], 0
+    right, sources, where, dropped, no_choice = [], [], [], 0, 0
     for source, task in enumerate(tasks):
         if loss == CANDIDATES and task.spec.kind != CHOICE:
             raise UserError(
@@ -42,7 +42,8 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
         end = ends(task, how.train_end_token)
         for question, encoded in zip(task.questions, encoder.encode(task.questions, end), strict=True):
             kept = _kept(question, loss) if encoded else []
-            dropped += not kept
+            dropped += not encoded
+            no_choice += bool(encoded) and not kept
             if not kept:
                 continue
             rows.append(list(range(len(samples), len(samples) + len(kept))))
@@ -51,14 +52,16 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
             sources += [source] * len(kept)
             where += [question.where] * len(kept)
     if not samples:
-        raise UserError(f"task: no question is left to train on; all are longer than max_length={how.max_length}")
+        why = [f"{dropped:,} are longer than max_length={how.max_length}"] if dropped else []
+        why += [f"of {no_choice:,} no candidate is wrong, which loss=candidates needs"] if no_choice else []
+        raise UserError(f"task: no question is left to train on; {', '.join(why)}")
     data = Dataset(
         [np.array(sample.input_ids, dtype=np.int32) for sample in samples],
         [np.array(sample.labels) != IGNORED for sample in samples],
         questions=(rows, right) if loss == CANDIDATES else None,
         sources=sources,
         where=where,
-        report=_report(tasks, samples, encoder, dropped),
+        report=_report(tasks, samples, encoder, dropped, no_choice),
         end_token_ids=[tokenizer.eos_token_id] if any(ends(task, how.train_end_token) for task in tasks) else [],
         pad_token_id=pad_token_id(tokenizer),
     )
@@ -73,7 +76,7 @@ def _kept(question: Question, loss: str) -> list[int]:
     return kept if len(kept) > 1 else []
 
 
-def _report(tasks: Sequence[Task], samples: list[Sample], encoder: Encoder, dropped: int) -> Report:
+def _report(tasks: Sequence[Task], samples: list[Sample], encoder: Encoder, dropped: int, no_choice: int) -> Report:
     lengths = [len(sample.input_ids) for sample in samples]
     cut = encoder.overlong == "truncate"
     return Report(
@@ -85,5 +88,6 @@ def _report(tasks: Sequence[Task], samples: list[Sample], encoder: Encoder, drop
         truncated=encoder.truncated if cut else 0,
         cut_prompts=encoder.truncated if cut else 0,
         dropped_overlong=dropped,
+        dropped_no_choice=no_choice,
         max_length=encoder.max_length,
     )

@@ -13,7 +13,9 @@ Only what is drawn is rendered: 1,500 of QQP's 364,000 rows.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 
@@ -23,8 +25,8 @@ from keyhole.data.tasks.build import build
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.spec import SPLITS, TaskSpec
-from keyhole.errors import UserError
+from keyhole.data.tasks.spec import SPLITS, TaskSpec, task_name
+from keyhole.errors import UserError, listed
 
 TEST_SEED = 0
 
@@ -45,6 +47,8 @@ def load_task(
     """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits."""
     spec = read_spec(name)
     places = find_splits(spec, task_data, _own(splits, spec.name))
+    if training:
+        _check_disjoint(spec, places)
     test = {"test": _test(spec, places["test"], numbers)}
     if training and "train" in places:
         return _train(spec, places, numbers) | test
@@ -55,6 +59,41 @@ def load_task(
             f'{{train: "{_base(places["test"])}[:-1000]", test: "{_base(places["test"])}[-1000:]"}}'
         )
     return test
+
+
+def check_names(names: Sequence[str], splits: dict[str, str] | None) -> None:
+    """Refuses two tasks of one name, whose results could not be told apart, and splits of a task that is not there."""
+    called: dict[str, str] = {}
+    for name in names:
+        own = task_name(name)
+        if own in called:
+            if called[own] == name:
+                raise UserError(f"task: {name} is named twice (task, test_task); train_weights repeats a task's rows")
+            raise UserError(
+                f"task: {called[own]} and {name} are both called {own}, and so would be their results; rename one file"
+            )
+        called[own] = name
+    for key in splits or {}:
+        task, dot, _ = key.rpartition(".")
+        if dot and task not in called:
+            raise UserError(f"task_splits: found {key}, but no task {task} is set; there are {listed(called)}")
+
+
+def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
+    """Refuses splits with a common row: a model would be chosen or judged by what it was trained on."""
+    for one, other in combinations(places, 2):
+        first, second = places[one], places[other]
+        shared = set(first.names) & set(second.names)
+        if shared and first.names == second.names:
+            count = len(read_split(spec, Split(first.names), Counter()))
+            rows, others = (range(*slice(place.start, place.stop).indices(count)) for place in (first, second))
+            shared = set(rows) & set(others)
+        if shared:
+            base = _base(second)
+            raise UserError(
+                f"task_splits: task {spec.name}: {one} ({first}) and {other} ({second}) share rows; name different "
+                f'files, or parts without a common row: {{{one}: "{base}[:-1000]", {other}: "{base}[-1000:]"}}'
+            )
 
 
 def _own(given: dict[str, str] | None, name: str) -> dict[str, str]:

@@ -5,23 +5,32 @@
 
 Both run in the sandbox that chat templates run in (data/sandbox.py): no file, no attribute with underscores, no loop
 without end. A column that the row has not is an error, never an empty text; so is whatever else goes wrong in them
-(UserError). Besides Jinja's filters there is one:
+(UserError). Nor is null, a list or an object ever written into a text as Python spells it ("None", "['a']"): a file
+that means them says so (`x is none`, `x | join`). Besides Jinja's filters there is one:
 
     spans | slices(text)     the pieces of `text` from `start` to `end` (inclusive) of each span, as ReCoRD marks its
                              entities
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.visitor import NodeTransformer
 
 from keyhole.data.bill import BUDGET, PER_CHARACTER, PER_ITEM, Watch, size
-from keyhole.data.sandbox import Sandbox
+from keyhole.data.sandbox import CONTEXTS, Sandbox
 from keyhole.data.template_segments import Watched
 from keyhole.errors import UserError, printable
 
 RESULT = "result"
+SHOWN = "shown"
+OF_TEXT = (  # filters that would write a value as text first
+    "trim", "lower", "upper", "capitalize", "title", "replace", "string", "escape", "e", "forceescape", "center",
+    "indent", "wordwrap", "truncate", "striptags", "wordcount", "format", "urlize", "safe",
+)  # fmt: skip
 
 
 class _Program:
@@ -34,9 +43,10 @@ class _Program:
         self.sandbox.undefined = jinja2.StrictUndefined
         self.sandbox.trim_blocks = self.sandbox.lstrip_blocks = False
         self.sandbox.keep_trailing_newline = True
-        self.sandbox.filters["slices"] = self._slices
+        self.sandbox.filters |= {name: _of_text(self.sandbox.filters[name]) for name in OF_TEXT}
+        self.sandbox.filters |= {"slices": self._slices, SHOWN: _shown}
         try:
-            self.program = self.sandbox.from_string(Watched().visit(self._parse()))
+            self.program = self.sandbox.from_string(Watched().visit(_Shown().visit(self._parse())))
         except Exception as error:  # SyntaxError too: Jinja writes Python, which allows 20 nested loops
             raise UserError(f"{key}: not valid Jinja: {printable(str(error), 200)}: {source!r:.120}") from None
 
@@ -65,6 +75,11 @@ class _Program:
 class Text(_Program):
     """Text with columns in it."""
 
+    def _parse(self) -> nodes.Template:
+        paid = self.sandbox.finalize
+        self.sandbox.finalize = lambda value: paid(_shown(value))
+        return super()._parse()
+
     def _made(self, variables: dict[str, Any]) -> str:
         watch = self.sandbox.watch
         return "".join([watch.write(piece) for piece in self.program.generate(**variables)])
@@ -84,3 +99,30 @@ class Expression(_Program):
         if isinstance(value, jinja2.Undefined):
             str(value)  # raises, with the name that is missing
         return value if isinstance(value, str | int | float | list | dict | None) else list(value)
+
+
+class _Shown(NodeTransformer):
+    """`a ~ b` looks at its parts as a filter of text does."""
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
+        parts = [nodes.Filter(part, SHOWN, [], [], None, None, lineno=node.lineno) for part in node.nodes]
+        return self.generic_visit(nodes.Concat(parts, lineno=node.lineno))
+
+
+def _shown(value: Any) -> Any:
+    """The value, unless no text is meant by it."""
+    if value is None or isinstance(value, list | tuple | dict):
+        found = "null" if value is None else f"{'an object' if isinstance(value, dict) else 'a list'}, {value!r:.60}"
+        raise UserError(f"found {found} where a text is written; correct or remove the row, or test for it")
+    return value
+
+
+def _of_text(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, which refuses what is no text; Jinja's contexts may stand before the value."""
+
+    @functools.wraps(filter)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _shown(next((value for value in args if not isinstance(value, CONTEXTS)), ""))
+        return filter(*args, **kwargs)
+
+    return checked

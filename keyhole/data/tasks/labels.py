@@ -45,7 +45,13 @@ def class_names(spec: TaskSpec, num_labels: int | None = None) -> tuple[str, ...
         )
     spellings = [[word for word in words if not word.lstrip("-").isdecimal()] for words in spec.labels]
     spellings = spellings or [[] for _ in spec.candidates]
-    return tuple(words[0] if words else text.strip() for words, text in zip(spellings, spec.candidates, strict=True))
+    names = [words[0] if words else text.strip() for words, text in zip(spellings, spec.candidates, strict=True)]
+    if len({name.lower() for name in names}) < len(names):
+        raise UserError(
+            f"task {spec.name}: two of its labels have one name ({listed(names)}), whatever the case; a classifier "
+            "knows labels by name: give them different words in `labels` of the task file"
+        )
+    return tuple(names)
 
 
 def find_labels(specs: Sequence[TaskSpec], config: Any, head_asked: bool = False) -> Labels:

@@ -3,6 +3,7 @@
 Scalars are taken as the text in the file: YAML's guesses (`no` is False, `1.0` a number) would change label words.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ def read_spec(name: str) -> TaskSpec:
     is_file = Path(name).suffix in (".yaml", ".yml")
     if not is_file and name not in task_names():
         raise UserError(f"task: no task `{name}`; there are {', '.join(task_names())}, and files such as my.yaml")
-    path = Path(name).expanduser() if is_file else LIBRARY / f"{name}.yaml"
+    path = Path(os.path.expanduser(name)) if is_file else LIBRARY / f"{name}.yaml"
     try:
         text = read_small(path, MOST_BYTES).decode()
     except UnicodeDecodeError:

@@ -13,6 +13,7 @@ order,
 and validation is also called val, valid and dev. Without `task_data` the hub is asked, through `datasets`.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from keyhole.data.tasks.tables import read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
 SAME = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "dev")}
-SLICE = re.compile(r"([^\[\]]+)(?:\[(-?\d*):(-?\d*)\])?")
+SLICE = re.compile(r"([^\[\]\0]{1,200})(?:\[(-?[0-9]{0,15}):(-?[0-9]{0,15})\])?")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
         task_data = str(TRAIN.parent)
     if task_data is None:
         return _hub_splits(spec, given or {})
-    folder = _folder(spec, Path(task_data).expanduser())
+    folder = _folder(spec, Path(os.path.expanduser(task_data)))
     layouts = [{**layout, **{split: (name,) for split, name in (given or {}).items()}} for layout in spec.splits]
     tried = []
     for layout in layouts:
@@ -79,6 +80,8 @@ def read_split(spec: TaskSpec, split: Split, left_out: Counter[str]) -> list[Rec
 
 def _rows(spec: TaskSpec, split: Split, left_out: Counter[str]) -> Iterator[Record]:
     for name in split.names:
+        if os.path.exists(name) and not os.path.isfile(name):
+            raise UserError(f"{name}: not a regular file but a pipe or a device; copy it into a file")
         yield from read_rows(Path(name), spec, left_out) if Path(name).is_file() else read_hub(name)
 
 
@@ -87,7 +90,7 @@ def _plain(name: str) -> str:
 
 
 def _folder(spec: TaskSpec, root: Path) -> Path:
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise UserError(f"task_data: {root}: no such directory (from {Path.cwd()})")
     wanted = [_plain(name) for name in (spec.name, *spec.folders)]
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
@@ -115,16 +118,17 @@ def _find(folder: Path, names: tuple[str, ...]) -> Split | None:
 def _parts(name: str) -> tuple[str, int | None, int | None]:
     match = SLICE.fullmatch(name)
     if match is None:
-        raise UserError(f"splits: found {name!r}, expected a name such as validation, or a part of it: val[:2270]")
+        raise UserError(f"splits: found {name!r:.80}, expected a name such as validation, or a part of it: val[:2270]")
     return match[1], *(int(n) if n not in (None, "", "-") else None for n in match.groups()[1:])
 
 
 def _files(folder: Path, word: str) -> list[Path]:
-    if (folder / word).is_file():
+    if os.path.isfile(folder / word):
         return [folder / word]
-    if (folder / word).is_dir():
-        return sorted(path for path in (folder / word).iterdir() if suffix_of(path))
-    stems = {path: path.name.lower().removesuffix(".gz") for path in sorted(folder.iterdir()) if suffix_of(path)}
+    if os.path.isdir(folder / word):
+        return sorted(path for path in (folder / word).iterdir() if suffix_of(path) and not path.is_dir())
+    files = sorted(path for path in folder.iterdir() if suffix_of(path) and not path.is_dir())
+    stems = {path: path.name.lower().removesuffix(".gz") for path in files}
     stems = {path: name.removesuffix(suffix_of(path)) for path, name in stems.items()}
     own = re.escape(word.lower())
     for pattern in (own, rf"{own}[-_.]\d+(-of-\d+)?", rf"{own}-v[\d.]+|\w+[-_]{own}"):

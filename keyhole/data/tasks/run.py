@@ -9,7 +9,7 @@ from keyhole.data.prepare import arrange
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.classify import TextEncoder, class_set
 from keyhole.data.tasks.dataset import CANDIDATES, TOKENS, training_set
-from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.draw import Numbers, check_names, load_task
 from keyhole.data.tasks.labels import Labels, find_labels
 from keyhole.data.tasks.question import Task
 from keyhole.errors import UserError
@@ -21,7 +21,7 @@ class TaskData:
     """Rows to train on, rows for the validation loss, and the questions of dev and test, task by task."""
 
     train: Dataset
-    held_out: Dataset
+    held_out: Dataset | None  # of dev; None without dev
     drawn: tuple[Task, ...]  # the questions of `train`, unless some were too long
     dev: tuple[Task, ...]
     test: tuple[Task, ...]
@@ -31,9 +31,8 @@ class TaskData:
 
 def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     """Everything about the tasks of a run. known: the HF config of the model that takes them."""
-    names = [settings.task] if isinstance(settings.task, str) else list(settings.task or ())
-    if len(set(names)) < len(names):
-        raise UserError(f"task: {', '.join(names)}: one of them is named twice; train_weights repeats a task's rows")
+    names = _listed(settings.task)
+    check_names([*names, *_listed(settings.test_task)], settings.task_splits)
     weights = settings.train_weights
     if weights is not None and len(weights) != len(names):
         raise UserError(f"train_weights: {len(weights)} numbers for {len(names)} tasks; give one for each")
@@ -50,8 +49,10 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     report += [*data.report.lines(), *check_data(data, settings.model, known)]
     if settings.loss == CANDIDATES:
         report.append(f"loss: candidates; {len(data.lengths):,} candidates of {len(data):,} questions")
-    held_out = _rows(dev or test, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
-    check_data(held_out, settings.model, known)
+    held_out = None  # without dev there is nothing to choose by: never test
+    if dev:
+        held_out = _rows(dev, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
+        check_data(held_out, settings.model, known)
     return TaskData(data, held_out, train, dev, test, report, () if labels is None else labels.names)
 
 
@@ -66,10 +67,16 @@ def _rows(
 
 def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
     """The tasks that only judge (test_task)."""
-    names = [settings.test_task] if isinstance(settings.test_task, str) else list(settings.test_task or ())
+    names = _listed(settings.test_task)
+    if names:
+        check_names([*_listed(settings.task), *names], settings.task_splits)
     numbers = Numbers(test=settings.num_eval, seed=settings.seed)
     how = {"training": False}
     return tuple(load_task(name, settings.task_data, numbers, settings.task_splits, **how)["test"] for name in names)
+
+
+def _listed(names: str | list[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else list(names or ())
 
 
 def _lines(drawn: dict[str, Task]) -> list[str]:

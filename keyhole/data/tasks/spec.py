@@ -106,6 +106,11 @@ def task_names() -> list[str]:
     return sorted(path.stem for path in LIBRARY.glob("*.yaml"))
 
 
+def task_name(name: str) -> str:
+    """What a task is called: the name of a shipped one, or that of the file without its suffix."""
+    return Path(name).stem if Path(name).suffix in (".yaml", ".yml") else name
+
+
 def is_task_name(name: str) -> bool:
     """Whether the name is that of a shipped task, or of a task file."""
     return name in task_names() or Path(name).suffix in (".yaml", ".yml")

@@ -1,7 +1,7 @@
 """The rows of a task's files as the original downloads have them, which is not how training data look.
 
     .tsv .txt    cells between tabs, no quoting: a quotation mark is part of a sentence, as in GLUE's files
-    .csv         quoted cells
+    .csv         quoted cells; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, where the task file names the cells (`header`)
     .txt .label  without a tab: one column, `line`; Latin-1 where it is not UTF-8 (TREC)
     .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
@@ -17,7 +17,18 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
-from keyhole.data.readers import MOST_ROW_BYTES, Record, is_lines, kind_of, load_json, open_text, read_file
+from keyhole.data.readers import (
+    MOST_ROW_BYTES,
+    Record,
+    bounded_lines,
+    check_header,
+    is_lines,
+    kind_of,
+    load_json,
+    open_text,
+    read_file,
+    told,
+)
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 
@@ -33,6 +44,11 @@ def suffix_of(path: Path) -> str:
 
 def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     """All rows of a file. left_out: counts those that are broken."""
+    with told(path):
+        yield from _rows(path, spec, left_out)
+
+
+def _rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     suffix = suffix_of(path)
     if suffix in LINES and "\t" not in _first_line(path):
         return _lines(path)
@@ -55,7 +71,10 @@ def _json(path: Path) -> Iterator[Record]:
 
 
 def _encoding(path: Path) -> str | None:
-    """None where the file is UTF-8; Latin-1 otherwise, in which any byte is a letter."""
+    """None for UTF-8; of the line files Latin-1, in which any byte is a letter, where they are not UTF-8. One bad byte
+    in a table is a fault of the file: it would turn every accent of the others into two letters."""
+    if suffix_of(path) not in LINES:
+        return None
     try:
         with open_text(path) as file:
             while file.read(2**20):
@@ -72,7 +91,7 @@ def _first_line(path: Path) -> str:
 
 def _lines(path: Path) -> Iterator[Record]:
     with open_text(path, encoding=_encoding(path)) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(bounded_lines(file, path), 1):
             if line.strip():
                 yield Record(str(path), "line", number, {"line": line.strip()})
 
@@ -81,7 +100,8 @@ def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Recor
     csv.field_size_limit(MOST_ROW_BYTES)
     comma = suffix_of(path) == ".csv"
     with open_text(path, newline="" if comma else "\n", encoding=_encoding(path)) as file:
-        rows = csv.reader(file, skipinitialspace=True) if comma else (line.rstrip("\r\n").split("\t") for line in file)
+        lines = bounded_lines(file, path)
+        rows = _quoted(lines, path) if comma else (line.rstrip("\r\n").split("\t") for line in lines)
         first = next(rows, [])
         names = _names(path, first, spec)
         good = broken = 0
@@ -99,10 +119,28 @@ def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Recor
             )
 
 
+def _quoted(lines: Iterator[str], path: Path) -> Iterator[list[str]]:
+    """The rows of a CSV file. A fault is told with the line on which its row begins."""
+    rows = csv.reader(lines, skipinitialspace=True, strict=True)
+    while True:
+        begin = rows.line_num + 1
+        try:
+            cells = next(rows, None)
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, line {begin}: not valid CSV: {error}; is a quotation mark of this row never closed? One "
+                'inside a quoted cell is written twice ("")'
+            ) from None
+        if cells is None:
+            return
+        yield cells
+
+
 def _names(path: Path, first: list[str], spec: TaskSpec) -> list[str]:
     """The names of the cells: the first line itself, or the task's where the first line is a row already."""
     known = {alias for aliases in spec.columns.values() for alias in aliases}
     if known & set(first) or not spec.header:
+        check_header(path, first)
         return first
     if len(first) == len(spec.header):
         return list(spec.header)

@@ -102,7 +102,7 @@ def test_other_questions_cannot_be_resumed_on(tiny_model: Path, folder: Path) ->
 
 def test_the_largest_batch_counts_every_candidate(tiny_model: Path, folder: Path) -> None:
     """For the memory plan: four questions of cb are twelve rows."""
-    data = load_data(settings(tiny_model, folder, task=["sst2", "cb"], loss="candidates", num_train=3, num_dev=0))
+    data = load_data(settings(tiny_model, folder, task=["sst2", "cb"], loss="candidates", num_train=3))
     assert data.train.dataset.most_samples(4) == 3 * 3 + 2 and data.eval.dataset.most_samples(4) == 4
 
 
@@ -157,3 +157,21 @@ def test_packing_goes_with_tokens(tiny_model: Path, folder: Path) -> None:
     data = load_data(settings(tiny_model, folder, packing=True, max_length=128, num_train=12))
     assert data.train.dataset.packed and len(data.train.dataset) < 12
     assert isinstance(data.train, Loader)
+
+
+def test_questions_without_a_wrong_candidate_are_not_called_too_long(tiny_model: Path, tmp_path: Path) -> None:
+    """loss=candidates has nothing to compare there, and says so."""
+    (tmp_path / "own.yaml").write_text(
+        "columns: {x: x}\nprompt: '{{ x }}'\ncandidates: \"['a', 'b']\"\nright: \"['a', 'b']\"\nmetric: accuracy\n"
+    )
+    for split in ("train", "dev"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"x": "so"}) + "\n")
+    given = settings(tiny_model, tmp_path, task=str(tmp_path / "own.yaml"), loss="candidates")
+    with pytest.raises(UserError, match="of 1 no candidate is wrong"):
+        load_data(given)
+
+
+def test_nothing_is_held_out_without_dev(tiny_model: Path, folder: Path) -> None:
+    """The test questions never take the place of dev."""
+    data = load_data(settings(tiny_model, folder, num_dev=0))
+    assert not data.eval and not data.dev and data.test

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.draw import Numbers, check_names, load_task
 from keyhole.errors import UserError
 
 
@@ -74,3 +74,32 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="no row that could be used; 1 without a label left out"):
         load_task("mnli", str(tmp_path), Numbers(), training=False)
+
+
+def test_a_split_of_nothing_is_refused() -> None:
+    """A word that no task of the run answers to would change nothing, in silence."""
+    check_names(["sst2", "a/my.yaml"], {"my.train": "x", "test": "y"})
+    with pytest.raises(UserError, match="task_splits: found sts2.train, but no task sts2 is set"):
+        check_names(["sst2"], {"sts2.train": "train"})
+
+
+def test_two_tasks_of_one_name_are_refused() -> None:
+    """Their results would be one entry; both paths are named."""
+    with pytest.raises(UserError, match="a/my.yaml and b/my.yaml are both called my"):
+        check_names(["a/my.yaml", "sst2", "b/my.yaml"], None)
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        {"train": "validation", "test": "validation"},
+        {"train": "validation[:12]", "test": "validation[-9:]"},
+        {"dev": "validation"},
+        {"dev": "train[:5]"},
+    ],
+)
+def test_splits_that_share_rows_are_refused(folder: Path, splits: dict[str, str]) -> None:
+    """Nothing is judged, or chosen, by rows that it was trained on; parts without a common row are good."""
+    with pytest.raises(UserError, match="share rows"):
+        load_task("sst2", str(folder), Numbers(), splits)
+    load_task("sst2", str(folder), Numbers(), {"train": "validation[:12]", "test": "validation[-8:]"})

@@ -4,7 +4,7 @@ import pytest
 import transformers as hf
 
 from keyhole.data.tasks.labels import class_names, find_labels
-from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.parse import parse_spec, read_spec
 from keyhole.errors import UserError
 
 SST2, MNLI = read_spec("sst2"), read_spec("mnli")
@@ -55,3 +55,12 @@ def test_models_that_give_several_labels_are_refused() -> None:
         find_labels([SST2], config("negative", "positive", problem_type="multi_label_classification"))
     with pytest.raises(UserError, match="num_labels: 3, but task sst2 has 2"):
         find_labels([SST2], config("a", "b", "c"))
+
+
+@pytest.mark.parametrize("candidates", ['[" a", "a"]', '["A", "a"]'])
+def test_two_labels_of_one_name_are_refused(candidates: str) -> None:
+    """When labels are looked for, which is before training."""
+    head = "columns: {x: x, label: label}\nprompt: '{{ x }}'\nmetric: accuracy\n"
+    spec = parse_spec(f"{head}candidates: {candidates}\n", "own", "own.yaml")
+    with pytest.raises(UserError, match="task own: two of its labels have one name"):
+        class_names(spec)

@@ -1,6 +1,7 @@
 """Where the files of a task are found, and what is said where they are not."""
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -113,3 +114,42 @@ def test_the_hub_is_asked_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     rows = read_split(spec, find_splits(spec, None)["test"], left_out)
     assert asked == [("nyu-mll/glue", "sst2", "validation")]
     assert len(rows) == 1 and left_out == {"without a label": 1}
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "\u00e9" * 200, f"dev[{'9' * 5000}:]", "a\0b"])
+def test_an_absurd_split_is_refused(tmp_path: Path, name: str) -> None:
+    """Names that no file system takes, and numbers that no file has."""
+    files_of(tmp_path, "train.jsonl", "dev.jsonl")
+    with pytest.raises(UserError, match="splits: found|has no file for train"):
+        find_splits(read_spec("sst2"), str(tmp_path), {"train": name, "test": "dev"})
+
+
+@pytest.mark.parametrize("where", ["a" * 300, "~nosuchuser/x"])
+def test_an_absurd_directory_is_refused(where: str) -> None:
+    """task_data is looked for as it stands."""
+    with pytest.raises(UserError, match="no such directory"):
+        find_splits(read_spec("sst2"), where)
+
+
+def test_a_folder_called_like_a_file_and_a_pipe(tmp_path: Path) -> None:
+    """Neither is a file of rows."""
+    (tmp_path / "train.jsonl").mkdir()
+    files_of(tmp_path, "dev.jsonl")
+    assert "train" not in find_splits(read_spec("sst2"), str(tmp_path))
+    (tmp_path / "train.jsonl").rmdir()
+    os.mkfifo(tmp_path / "train.jsonl")
+    place = find_splits(read_spec("sst2"), str(tmp_path))["train"]
+    with pytest.raises(UserError, match=r"train\.jsonl: not a regular file"):
+        read_split(read_spec("sst2"), place, Counter())
+
+
+def test_a_list_in_a_column_with_a_dot(tmp_path: Path) -> None:
+    """`rows: [a.b]` opens the column of that very name."""
+    (tmp_path / "own.yaml").write_text(
+        "columns: {x: a.b, label: label}\nrows: [a.b]\nprompt: '{{ x }}'\ncandidates: [a, b]\nmetric: accuracy\n"
+    )
+    (tmp_path / "train.json").write_text(json.dumps([{"a.b": ["one", "two"], "label": 1}]))
+    (tmp_path / "dev.json").write_text("[]")
+    spec = read_spec(str(tmp_path / "own.yaml"))
+    found = read_split(spec, find_splits(spec, str(tmp_path))["train"], Counter())
+    assert [record.row["x"] for record in found] == ["one", "two"]

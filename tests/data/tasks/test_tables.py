@@ -1,10 +1,13 @@
 """Rows of original files: quotes that mean nothing, broken lines, no header, Latin-1."""
 
+import gzip
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from keyhole.data.readers import MOST_ROW_BYTES
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.tables import read_rows
 from keyhole.errors import UserError
@@ -52,3 +55,32 @@ def test_lines_in_latin_1(tmp_path: Path) -> None:
     """TREC's file has one question per line and is older than UTF-8."""
     (tmp_path / "train_5500.label").write_bytes("DESC:def What is a ma\xeetre d ?\n".encode("latin-1"))
     assert rows(tmp_path / "train_5500.label", "trec")[0] == [{"line": "DESC:def What is a maître d ?"}]
+
+
+HEAD = b"sentence,label\n"
+TSV = b"sentence\tlabel\n" + b"".join(f"good {i * i}\t1\n".encode() for i in range(300))
+JSON = json.dumps([{"sentence": f"good {i * i}", "label": 1} for i in range(300)]).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", HEAD + b"good,1\n" * 3 + b'"oops,1\n' + b"good,1\n" * 9, "line 5: not valid CSV"),
+        ("a.csv", HEAD + b'"' + b"a\n" * (MOST_ROW_BYTES // 2 + 9) + b'",1\n', "line 2: not valid CSV: field larger"),
+        ("a.csv", HEAD + b"a" * (MOST_ROW_BYTES + 9) + b",1\n", "line 2: longer than"),
+        ("a.tsv", "sentence\tlabel\ncaf\u00e9\t1\n".encode() + b"bad\xff\t1\n", "line 3: not UTF-8"),
+        ("a.csv", "sentence,label\ncaf\u00e9,1\n".encode() + b"bad\xff,1\n", "line 3: not UTF-8"),
+        ("a.tsv", b"sentence\tlabel\tlabel\na\t1\t0\n", "two columns are called label"),
+        ("a.csv", b"sentence,label,label\na,1,0\n", "two columns are called label"),
+        ("a.tsv.gz", gzip.compress(TSV)[:200], "cannot be unpacked"),
+        ("a.tsv.gz", b"hello", "cannot be read: Not a gzipped file"),
+        ("a.json.gz", gzip.compress(JSON)[:200], "cannot be unpacked"),
+        ("a.json", '[{"sentence": "caf\u00e9", "label": 1}]'.encode("latin-1"), "line 1: not UTF-8"),
+        ("a.label.gz", b"hello", "cannot be read: Not a gzipped file"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    """Nothing is read in part, or as other letters; the file is named, and the line where there is one."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}.*{says}"):
+        rows(tmp_path / name, "sst2")
