@@ -62,7 +62,7 @@ class _Program:
             raise UserError(f"{self.key}: {said}: {self.source!r:.120}") from None
 
     def _made(self, variables: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract
 
     def _slices(self, spans: list[dict[str, int]], text: str) -> list[str]:
         pieces = []
