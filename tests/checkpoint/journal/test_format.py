@@ -126,7 +126,7 @@ def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkey
 def packed(header: dict, length: int | None = None) -> bytes:
     """A header as a file has it, with a right checksum, whatever it says."""
     text = json.dumps(header).encode()
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text) if length is None else length) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text) if length is None else length) + text
     return front + journal.CRC.pack(zlib.crc32(front))
 
 
@@ -177,7 +177,7 @@ def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path) -> None:
             read(path)
     (tmp_path / "deep").write_bytes(b"")
     text = b"[" * 10**5
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text)) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text)) + text
     (tmp_path / "deep").write_bytes(front + journal.CRC.pack(zlib.crc32(front)))
     with pytest.raises(BadJournal, match="cannot be true"):
         read(tmp_path / "deep")
