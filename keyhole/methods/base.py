@@ -220,7 +220,7 @@ class Method:
             )
         return super().__new__(cls)
 
-    def __init__(self, model: Model, lr: float, **settings: Any) -> None:
+    def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
         raise NotImplementedError  # abstract
 
     def __repr__(self) -> str:

@@ -14,19 +14,19 @@ from dataclasses import replace
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.zo.defaults import DEFAULTS
-from keyhole.methods.zo.traits import ZOConfig, filled
+from keyhole.methods.zo.traits import ZOConfig, directions
 from keyhole.model.forward.memory import ForwardBytes
 from keyhole.model.structure.layout import Layout
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ForwardBytes:
     """The device peak of a step."""
-    own = filled(work.settings or ZOConfig())
-    usual = DEFAULTS[own.estimator]
-    pairs = max(usual.pairs(own.directions), 2 if work.searches else 0)
+    own: ZOConfig = work.settings or ZOConfig()
+    usual, q = DEFAULTS[own.estimator], directions(own)
+    pairs = max(usual.pairs(q), 2 if work.searches else 0)
     planned = forward_bytes(layout, streamed, work, room, pairs)
     if not usual.splits:
         return planned
-    micro = -(-work.passes // usual.passes(own.directions))
+    micro = -(-work.passes // usual.passes(q))
     at_once = replace(work, passes=micro * (3 if work.searches else 2))
     return replace(forward_bytes(layout, streamed, at_once, room, pairs), workspace=planned.workspace)

@@ -7,8 +7,8 @@ For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-
 
 What we do differently from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
-  - All passes of a step, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update
-    of step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes per element in 16 bit, instead of 16.
+  - All passes of a step, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the
+    update of step t - 1 and writes w + eps z and w - eps z: 2 bytes read and 6 written per element in 16 bit, not 16.
   - The update of a step needs c, which is known only at its end; so it is applied when the unit is visited at t + 1
     (update.py). Over the link: each unit once up, and at most once down per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
@@ -22,8 +22,6 @@ Legend: q directions, m micro-batches; a look is a place near w (estimators/base
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,49 +31,20 @@ from keyhole.errors import UserError
 from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
-from keyhole.methods.zo.defaults import DEFAULTS
-from keyhole.methods.zo.parts import split
+from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.update import Pending, Update
-from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
-
 USUAL = "usual"
-
-
-@dataclass(frozen=True)
-class Looks:
-    """The places near w at which a step measures its loss, and the batches that are measured at each of them."""
-
-    pairs: list[Pair]
-    batches: list[list[DeviceBatch]]  # by look
-    loss_count: int  # what the loss of the step is a mean of
-
-    @cached_property
-    def passes(self) -> list[DeviceBatch]:
-        """The batch of every pass."""
-        return [batch for batches in self.batches for batch in batches]
-
-    @cached_property
-    def visits(self) -> list[tuple[int, Pair, list[range]]]:
-        """(number, pair, passes at each of its looks) of the pairs that have any: with fewer rows than directions, the
-        last have none."""
-        found, counts, begin = [], iter(map(len, self.batches)), 0
-        for p, pair in enumerate(self.pairs):
-            passes = []
-            for _ in range(pair.looks):
-                count = next(counts)
-                passes.append(range(begin, begin + count))
-                begin += count
-            found.append((p, pair, passes))
-        return [visit for visit in found if visit[2][0]]
 
 
 class ZO(Method):
@@ -167,16 +136,10 @@ class ZO(Method):
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """What this step measures: every look on all rows, or each pair on its part of them."""
         if searches:
-            halves = [self.model.send(half) for half in self.search.halves(batches)]
-            sent = [batch for half in halves for batch in half]
-            return Looks(self.search.pairs, [sent] * self.search.looks, sum(b.loss_count for b in sent))
-        pairs = self.estimator.pairs
-        if not self.estimator.splits:
-            sent = self.model.send(batches)
-            return Looks(pairs, [sent] * sum(pair.looks for pair in pairs), sum(b.loss_count for b in sent))
-        parts = [self.model.send(part) for part in split(batches, self.directions)]
-        count = sum(batch.loss_count for part in parts for batch in part)
-        return Looks(pairs, [part for part in parts for _ in range(2)], count)
+            return look_at_all(self.model, self.search.pairs, self.search.halves(batches))
+        if self.estimator.splits:
+            return look_at_parts(self.model, self.estimator, batches)
+        return look_at_all(self.model, self.estimator.pairs, batches)
 
     def _perturb_spine(self, looks: Looks) -> None:
         spine = self.model.layout.spine
@@ -197,8 +160,8 @@ class ZO(Method):
         return serve
 
     def _arrive(self, unit: Unit | None, looks: Looks) -> Any:
-        """Yields (passes of a look, perturbed weights of a unit, perturbed spine); the unit's slot is given back as early
-        as possible."""
+        """Yields (passes of a look, perturbed weights of a unit, perturbed spine); the unit's slot is given back as
+        early as possible."""
         engine, last = self.model.engine, looks.visits[-1][0]
         w = None if unit is None else engine.acquire(unit.index)
         for p, pair, by_look in looks.visits:

@@ -49,8 +49,8 @@ class RateSearch:
         self.why = ""
         self.lines: list[str] = []
 
-    def halves(self, batches: list[Batch]) -> list[list[Batch]]:
-        """The rows of a step in two halves."""
+    def halves(self, batches: list[Batch]) -> list[Batch]:
+        """The rows of a step in two halves, one after the other."""
         if sum(map(sample_count, batches)) < 2:
             raise UserError(
                 "learning_rate: auto compares two halves of a step's rows, and this step has one; raise batch_size or "
@@ -58,7 +58,7 @@ class RateSearch:
             )
         first, second = split(batches, 2)
         self.first_pieces = len(first)
-        return [first, second]
+        return first + second
 
     def measure(
         self, sums: torch.Tensor, batches: list[DeviceBatch], tally: torch.Tensor

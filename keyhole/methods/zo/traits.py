@@ -42,8 +42,13 @@ def filled(own: ZOConfig) -> ZOConfig:
     return replace(own, **{name: getattr(usual, name) for name in names})
 
 
+def directions(own: ZOConfig) -> int:
+    """How many there are."""
+    return own.directions or DEFAULTS[own.estimator].directions
+
+
 def _passes(own: ZOConfig) -> int:
-    return DEFAULTS[own.estimator].passes(filled(own).directions)
+    return DEFAULTS[own.estimator].passes(directions(own))
 
 
 def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
@@ -52,12 +57,11 @@ def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
 
 
 def _advice(own: ZOConfig) -> Advice:
-    least, now = DEFAULTS[own.estimator].least, filled(own).directions
-    return Advice(lower=("directions",) if now > least else ())
+    return Advice(lower=("directions",) if directions(own) > DEFAULTS[own.estimator].least else ())
 
 
 def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
-    usual, now = DEFAULTS[own.estimator], filled(own).directions
+    usual, now = DEFAULTS[own.estimator], directions(own)
     if now < usual.least:
         yield "zo.directions", f"found {now}; {own.estimator} needs {usual.least} at least, to know a spread"
     if own.clip is not None and not usual.clips:

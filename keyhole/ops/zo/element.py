@@ -21,7 +21,6 @@ from keyhole.ops.noise.index import check_index, int32, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, stochastic_round_reference
 
-
 BESIDE = ("minus", "next", "clean", "nothing")
 _MINUS, NEXT, _CLEAN = (tl.constexpr(1 + BESIDE.index(name)) for name in BESIDE[:3])
 

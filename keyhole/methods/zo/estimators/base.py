@@ -71,8 +71,8 @@ class Estimator:
         return losses.mean()
 
     def ideal_rate(self, signal: float, power: float, curvature: float) -> float:
-        """The rate of the fastest expected fall of the loss (rate_search.py). signal: |G|^2 of the whole loss's gradient;
-        power: mean square of a projected gradient; curvature: z^T H z."""
+        """The rate at which the loss is expected to fall fastest (rate_search.py). signal: |G|^2 of the gradient of the
+        whole loss; power: mean square of a projected gradient; curvature: z^T H z."""
         raise NotImplementedError  # abstract
 
     def antithetic(self, losses: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """FZOO: one side of each direction beside one clean pass, and a step scaled by the spread of the losses.
 
-    l_i = L(w + eps z_i),  l_0 = L(w)        s = sqrt(sum_i (l_i - mean l)^2 / (q - 1))              q + 1 forward passes
+    l_i = L(w + eps z_i),  l_0 = L(w)        s = sqrt(sum_i (l_i - mean l)^2 / (q - 1))             q + 1 forward passes
     c_i = (l_i - l_0) / (q s)                reported: g_i = (l_i - l_0) / eps
 
 A direction costs one pass instead of two. s is about eps times the length of the gradient, so the update has the same

@@ -1,7 +1,7 @@
 """GRZO's idea: each group of rows has a direction of its own, for the passes of a single direction.
 
     rows of the step in q parts;  L_i = sum of the losses of part i / count of the whole step
-    c_i = g_i = (L_i(w + eps z_i) - L_i(w - eps z_i)) / (2 eps)         2 forward passes' worth of rows, however large q is
+    c_i = g_i = (L_i(w + eps z_i) - L_i(w - eps z_i)) / (2 eps)         the rows of 2 forward passes, however large q is
 
 sum_i c_i z_i is as unbiased as MeZO's estimate: E[c_i z_i] is the gradient of L_i, and these add up to that of L. Its
 variance is smaller. With d weights, a gradient G of the whole loss and a noise of variance v per row, b rows:
@@ -9,10 +9,10 @@ variance is smaller. With d weights, a gradient G of the whole loss and a noise 
     one direction      E|update|^2 = d (|G|^2 + v / b)
     q directions       E|update|^2 = d (|G|^2 / q + v / b)
 
-so it pays where the batch's gradient is more signal than noise. The paper takes z_i = U * (r_i s_i^T), one matrix U with
-random signs per row, to run all rows in one pass with two products per layer. Here every z_i is drawn by itself: norms,
-biases and embeddings are as exact as matrices, and the journal's update is the same sum as ever. The price is a pair
-of perturbed copies per direction, 2 q x unit bytes written per step, and 2 q smaller launches.
+so it pays where the batch's gradient is more signal than noise. The paper takes z_i = U * (r_i s_i^T), one matrix U
+with random signs per row, to run all rows in one pass with two products per layer. Here every z_i is drawn by itself:
+norms, biases and embeddings are as exact as matrices, and the journal's update is the same sum as ever. The price is a
+pair of perturbed copies per direction, 2 q x unit bytes written per step, and 2 q smaller launches.
 
 A part is a run of neighbouring rows (of questions, with loss: candidates) over all micro-batches of the step, so that
 accumulation gives the same parts as one large batch. Parts differ by one row at most; with fewer rows than directions,
