@@ -120,6 +120,10 @@ class Traits:
     """The range of rates that has been seen to work on models of 0.1 to 13 billion parameters."""
     usual_rates: Callable[[Any], tuple[float, tuple[float, float]]] | None = None
     """(learning_rate, sane_rates) where own settings change them."""
+    forwards: Callable[[Any], int] | None = None
+    """What a step costs in forward passes over its rows; None: it has gradients, and forward passes are no measure."""
+    search_steps: int = 0
+    """Steps of a search for a rate."""
     search_passes: int = 0
     """Forward passes per micro-batch of a step that searches a rate; 0: `learning_rate: auto` is not understood."""
     fill: Callable[[Any], Any] = lambda settings: settings

@@ -6,6 +6,8 @@ multiplies a number of size one: it is the movement of a weight per step, and al
 
 from dataclasses import dataclass
 
+SEARCH_STEPS = 24  # of learning_rate: auto
+
 
 @dataclass(frozen=True)
 class Defaults:

@@ -27,6 +27,5 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     planned = forward_bytes(layout, streamed, work, room, pairs)
     if not usual.splits:
         return planned
-    micro = -(-work.passes // usual.passes(q))
-    at_once = replace(work, passes=micro * (3 if work.searches else 2))
+    at_once = replace(work, passes=work.passes if work.searches else 2 * work.passes // usual.passes(q))
     return replace(forward_bytes(layout, streamed, at_once, room, pairs), workspace=planned.workspace)

@@ -102,10 +102,10 @@ class ZO(Method):
         model.binding.forget()
         layout, device, dtype = model.layout, model.device, model.dtype
         remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
+        pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
         self.memory = torch.zeros(remembers, device=device)
         self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
-        pairs = max(len(one.pairs) for one in (self.estimator, self.search) if one is not None)
-        self.spines = torch.empty((pairs, 2, layout.spine.numel), dtype=dtype, device=device)
+        self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -126,9 +126,9 @@ class ZO(Method):
             self._perturb_spine(looks)
             serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
             hidden = self.model.lockstep(looks.passes, serve, rows, steady=True, block_at_once=at_once)
-            sums = self._loss_sums(hidden, looks)
+            nll = self._nll(hidden, looks)
             self.update.apply_to_rest()
-        loss = self._search(sums, looks) if searches else self._estimate(sums, looks)
+        loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
         if not self.deferred_update:
             self.flush()
         return loss
@@ -205,15 +205,13 @@ class ZO(Method):
 
         return rows
 
-    def _loss_sums(self, hidden: list[torch.Tensor], looks: Looks) -> torch.Tensor:
-        """[passes] summed losses."""
-        batches, head = looks.passes, self.model.head
-        if self.model.classifies:
-            nll = [head.nll(x, batch.target_N) for x, batch in zip(hidden, batches, strict=True)]
-            self.model.binding.bind_homes()
-        else:
-            nll = self._visit_head(hidden, looks)
-        return torch.stack([loss_sum(nll_N, batch.candidates) for nll_N, batch in zip(nll, batches, strict=True)])
+    def _nll(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+        """The losses of the trained tokens (of a classifier: of the rows), per pass."""
+        if not self.model.classifies:
+            return self._visit_head(hidden, looks)
+        nll = [self.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
+        self.model.binding.bind_homes()
+        return nll
 
     def _visit_head(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
         """The nll of every trained token, per pass: the head's chunks are visited once, all passes use each."""
@@ -226,26 +224,27 @@ class ZO(Method):
         self.model.binding.bind_homes()
         return [state.nll_N() for state in running]
 
-    def _estimate(self, sums: torch.Tensor, looks: Looks) -> torch.Tensor:
+    def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """From the losses of the passes to the pending update; returns the loss of the step."""
-        counts = {len(batches) for batches in looks.batches}
-        if len(counts) == 1:
-            by_look = sums.view(len(looks.batches), -1).sum(dim=1)
+        sums = torch.stack([loss_sum(x, batch.candidates) for x, batch in zip(nll, looks.passes, strict=True)])
+        counts = [len(batches) for batches in looks.batches]
+        if len(set(counts)) == 1:
+            by_look = sums.view(len(counts), -1).sum(dim=1)
         else:
-            by_look = torch.stack([part.sum() for part in sums.split([len(batches) for batches in looks.batches])])
+            by_look = torch.stack([part.sum() for part in sums.split(counts)])
         losses, kept = by_look / max(1, looks.loss_count), self.estimator.remembers
         found = self.estimator.estimate(losses, self.memory[:kept])
         self._defer(found, losses, torch.cat([found.memory, self.memory[kept:]]), self.rate)
         return self.estimator.loss(losses)
 
-    def _search(self, sums: torch.Tensor, looks: Looks) -> torch.Tensor:
+    def _search(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """A step of the search for a rate: nothing moves."""
-        losses, kept = sums.view(self.search.looks, -1), self.estimator.remembers
-        slope, tally = self.search.measure(losses, looks.batches[0], self.memory[kept:])
-        still = Estimate(slope, self.memory.new_zeros(self.directions), self.memory)
-        self._defer(still, losses, torch.cat([self.memory[:kept], tally]), 0.0)
+        kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.directions)
+        losses, tally = self.search.measure(nll, looks.batches[0], self.memory[kept:])
+        slope = (losses[:1] - losses[1:2]) / (2 * self.eps)
+        self._defer(Estimate(slope, nothing, self.memory), losses, torch.cat([self.memory[:kept], tally]), 0.0)
         self.search.note(self.memory[kept:])
-        return losses.sum(dim=1).mean() / max(1, looks.loss_count)
+        return losses.mean()
 
     def _defer(self, found: Estimate, losses: torch.Tensor, memory: torch.Tensor, rate: float) -> None:
         """Makes the update pending, on the device. Non-finite losses give no update, and nothing to remember."""

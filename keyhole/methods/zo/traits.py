@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.base import Advice, Demo, Fault, RunSettings, Traits
-from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.defaults import DEFAULTS, SEARCH_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,11 @@ def _passes(own: ZOConfig) -> int:
     return DEFAULTS[own.estimator].passes(directions(own))
 
 
+def _forwards(own: ZOConfig) -> int:
+    usual = DEFAULTS[own.estimator]
+    return 2 if usual.splits else usual.passes(directions(own))
+
+
 def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
     usual = DEFAULTS[own.estimator]
     return usual.learning_rate, usual.sane_rates
@@ -85,6 +90,8 @@ ZO = Traits(
     may_change=("clip", "deferred_update", "write_back_every"),
     passes=_passes,
     usual_rates=_usual_rates,
+    forwards=_forwards,
+    search_steps=SEARCH_STEPS,
     search_passes=3,
     fill=filled,
     whole_blocks=lambda own: own.compile,
