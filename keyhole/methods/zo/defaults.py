@@ -34,7 +34,7 @@ class Defaults:
 
 DEFAULTS = {
     "mezo": Defaults(1e-6, (1e-8, 2e-5)),
-    "fzoo": Defaults(1e-5, (1e-7, 1e-3), directions=7, distribution="rademacher", one_sided=True, clips=False, least=2),
-    "grzo": Defaults(1e-6, (1e-8, 2e-4), directions=4, splits=True),
-    "meazo": Defaults(1e-5, (1e-7, 1e-3)),
+    "fzoo": Defaults(1e-4, (1e-6, 5e-3), directions=7, distribution="rademacher", one_sided=True, clips=False, least=2),
+    "grzo": Defaults(1e-6, (1e-8, 1e-4), directions=4, splits=True),
+    "meazo": Defaults(3e-5, (1e-6, 2e-3)),
 }
