@@ -10,9 +10,15 @@ import torch
 import keyhole
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.base import Room, Workload
 from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.memory import device_bytes
+from keyhole.methods.zo.traits import ZO as ROW
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.batch import to_device
+from keyhole.model.forward.memory import ForwardBytes
 from keyhole.model.objective import loss_sum
+from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
 from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
 from tests.model.decoders import batch
@@ -190,3 +196,29 @@ def test_a_non_finite_loss_changes_nothing(estimator: str) -> None:
 def test_what_an_estimator_cannot_do_is_refused(bad: dict[str, Any], match: str) -> None:
     with pytest.raises(UserError, match=match):
         keyhole.ZO(load(), **bad)
+
+
+def test_the_plan_knows_the_passes() -> None:
+    """Hidden states, spines and threads of what a step measures; two perturbed units whatever it is."""
+    layout, room = load().layout, Room(Wire(torch.float32, None), workspace_bytes=1000)
+
+    def planned(estimator: str, q: int, searches: bool = False) -> ForwardBytes:
+        own = ZOConfig(estimator=estimator, directions=q)
+        passes = max(ROW.passes(own), ROW.search_passes if searches else 0)
+        return device_bytes(layout, set(), Workload("zo", 64, passes, own, searches=searches), room)
+
+    pair, seven, parts = planned("mezo", 1), planned("fzoo", 7), planned("grzo", 4)
+    spine, four = 2 * 4 * layout.spine.numel, planned("mezo", 4)
+    assert (seven.perturbed - pair.perturbed, parts.perturbed - pair.perturbed) == (3 * spine, 3 * spine)
+    assert seven.activations == four.activations > pair.activations == parts.activations
+    assert parts.workspace == four.workspace > pair.workspace
+    found = planned("mezo", 1, searches=True)
+    assert found.activations > pair.activations and found.perturbed == pair.perturbed + spine
+
+
+def test_no_more_memory_than_two_units_and_the_spines() -> None:
+    """As the plan counts them."""
+    for estimator, pairs in (("mezo", 3), ("fzoo", 2), ("grzo", 3), ("meazo", 3)):
+        opt = keyhole.ZO(load(), estimator=estimator, directions=3)
+        assert opt.spines.shape[0] == pairs == DEFAULTS[estimator].pairs(3) == len(opt.estimator.pairs)
+        assert DEFAULTS[estimator].passes(3) == sum(pair.looks for pair in opt.estimator.pairs)
