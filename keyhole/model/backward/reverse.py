@@ -63,7 +63,7 @@ class Reverse:
             expandable_segments(model.changes)
         self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
         backend = compiled if isinstance(compiled, str) else "inductor"
-        self.compiled = Compiled(backend, model.changes) if compiled else None
+        self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
         self.store = ActivationStore(model.device, to_host=activations == "host")
