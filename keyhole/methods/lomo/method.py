@@ -267,6 +267,7 @@ class LOMO(UpdateSink, Method):
             "none": "all kept",
             "block": "block inputs, blocks run twice",
             "host": "block inputs in host memory",
+            "auto": "kept of as many blocks as fit, the others run twice",
         }
         clip = "the global norm, by a second reverse" if self.max_grad_norm is not None else "none"
         clip = f"each element at {self.clip_value:g}" if self.clip_value is not None else clip

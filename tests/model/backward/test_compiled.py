@@ -46,7 +46,7 @@ def test_blocks_compiled_by_inductor_on_a_gpu(method: str, settings: dict) -> No
     found = []
     for compiled in (False, True):
         model = keyhole.load(config("llama"), init="random", dtype="float32", device="cuda")
-        made = getattr(keyhole, method)(model, 1e-3, compile=compiled, **settings)  # of plain blocks: not recorded
+        made = getattr(keyhole, method)(model, 1e-3, compile=compiled, **settings)
         for seed in (1, 2):
             made.step(batch(2, 16, seed=seed))
         made.flush()
