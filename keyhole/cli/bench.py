@@ -39,6 +39,12 @@ def zo(
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
     ] = "judged",
+    models: Annotated[
+        str, typer.Option(metavar="NAMES", help="Run the tables on these models instead, with commas: 1.3B,BLOOM-176B.")
+    ] = "",
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Cut models to blocks that fit this; default: what is free.")
+    ] = None,
     table: Table = None,
     out: Out = "benchmarks",
     quick: Quick = False,
@@ -49,14 +55,17 @@ def zo(
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
-    Tables: judged, sizes, ablation, wire, batches, compiled, lengths, budgets, giant.
+    Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, budgets, giant, bloom.
     """
     from keyhole.bench.rows import TABLES
     from keyhole.bench.zo.run import bench_zo
 
-    how = {"cases": cases, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
+    how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
+    how |= {"warm_up": warm_up, "quick": quick, "time_limit": time_limit}
     report = bench_zo(
         [word for word in cases.split(",") if word],
+        models=[word for word in models.split(",") if word],
+        host=host_memory,
         out=Path(out),
         command=_command("bench zo", **how),
         table=Path(table) if table else TABLES / "zo.yaml",

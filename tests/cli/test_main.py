@@ -26,6 +26,8 @@ SURFACE = {
     "bench": set(),
     "bench zo": {
         "--cases",
+        "--models",
+        "--host-memory",
         "--table",
         "--out",
         "--quick",
