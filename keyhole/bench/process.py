@@ -153,6 +153,14 @@ def serve(make: Make, kind: type) -> int:
 # -- in the process that asks ------------------------------------------------------------------------------------------
 
 
+def run_group(make: Make, module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
+    """Cases in a worker of their own; of a quick run here: starting another process would take longer than the work."""
+    if job.quick:
+        run_cases(make, receive, job, cases)
+    else:
+        run_apart(module, receive, job, cases, say)
+
+
 def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
     """In workers (`python -m module`), one after the other, until every case has a record."""
     left = {case.name: case for case in cases}

@@ -22,6 +22,7 @@ TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start 
 Table = Annotated[
     str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
 ]
+Only = Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")]
 
 
 def _command(verb: str, **options: object) -> str:
@@ -86,7 +87,7 @@ def _first_order(shipped: str, text: str) -> Callable[..., None]:
     """The command that runs a shipped table of trials, or one of the user's own."""
 
     def command(
-        only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
+        only: Only = "",
         table: Table = None,
         out: Out = "benchmarks",
         quick: Quick = False,
@@ -113,6 +114,30 @@ lomo = _first_order(
 lsp = _first_order(
     "lsp.yaml", "LSP by subspace size, offloaded Adam in both orders, LoRA and GaLore, beside native AdamW."
 )
+
+
+@app.command()
+def memory(
+    only: Only = "",
+    table: Table = None,
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    time_limit: TimeLimit = None,
+) -> None:
+    """Weights, gradients, state and activations of a step: AdamW, SGD and LOMO, with and without checkpointing."""
+    from keyhole.bench.memory.run import bench_memory
+    from keyhole.bench.rows import TABLES
+
+    report = bench_memory(
+        out=Path(out),
+        command=_command("bench memory", only=only, table=table, quick=quick, time_limit=time_limit),
+        table=Path(table) if table else TABLES / "memory.yaml",
+        only=only,
+        quick=quick,
+        time_limit_s=time_limit,
+        say=typer.echo,
+    )
+    typer.echo("\n" + report.markdown())
 
 
 @app.command()

@@ -15,6 +15,7 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
+from keyhole.bench.gradient.native import Native
 from keyhole.bench.gradient.parts import step_parts, updates_alone_s
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.link import measure_link
@@ -27,25 +28,6 @@ from keyhole.methods.base import Method, Workload
 LR = 1e-5
 QUICK_LENGTH = 16
 UNIT_BYTES = 192 * MIB  # of the copies that the link is measured with
-
-
-class Native(Method):
-    """The loop anyone would write, with Hugging Face's checkpointing."""
-
-    name = NATIVE
-
-    def __init__(self, model: keyhole.Model, lr: float, optimizer: str, **options: Any) -> None:
-        self.module, self.device = model.module, model.device
-        self.module.train()
-        self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = getattr(torch.optim, optimizer)(list(self.module.parameters()), lr=lr, **options)
-
-    def step(self, batch: dict[str, Any]) -> torch.Tensor:
-        loss = self.module(**{k: v.to(self.device) for k, v in batch.items()}, use_cache=False).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
 
 
 class GradientWorker:

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from keyhole.bench.process import Say, make_job, run_apart, run_cases
+from keyhole.bench.process import Say, make_job, run_group
 from keyhole.bench.report import Record
 from keyhole.bench.rows import TABLES
 from keyhole.bench.zo.cases import cut, for_models, grouped, read_tables, select
 from keyhole.bench.zo.report import ZoReport, one_line
+from keyhole.bench.zo.worker import ZoWorker
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import Bytes
@@ -43,12 +44,7 @@ def bench_zo(
             say(line)
 
     for cases in grouped(tables):
-        if quick:  # in this process: starting another would take longer than the work
-            from keyhole.bench.zo.worker import ZoWorker
-
-            run_cases(ZoWorker, receive, job, cases)
-        else:
-            run_apart("keyhole.bench.zo.worker", receive, job, cases, say)
+        run_group(ZoWorker, "keyhole.bench.zo.worker", receive, job, cases, say)
     return report
 
 
