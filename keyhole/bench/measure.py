@@ -23,6 +23,12 @@ from keyhole.offload.engine import Engine
 _can_reset_host_peak = True
 
 
+def random_batch(batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """The same tokens for every system: their number and places are what costs time."""
+    ids_BT = torch.randint(4, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids_BT, "labels": ids_BT}
+
+
 def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, timed: int) -> dict[str, Any]:
     """Runs warm_up + timed steps: seconds and bytes over the link of a timed step, the losses of all of them."""
     device, losses = engine.device, []

@@ -154,7 +154,7 @@ def snapshots(
     quick: Quick = False,
     device: Device = None,
 ) -> None:
-    """Streamed zeroth-order steps with a checkpoint every 10, beside none and torch.save."""
+    """Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO in memory with torch.save."""
     from keyhole.bench.snapshots.run import bench_snapshots
 
     how = {"batch": batch, "every": every, "periods": periods, "replay_steps": replay_steps, "quick": quick}

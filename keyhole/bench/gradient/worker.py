@@ -61,7 +61,7 @@ class GradientWorker:
         found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.batch * length}
         measure.clean_up(self.device)
         method = method_of(trial, model)
-        batch = random_batch(trial.batch, length, model.config.vocab_size)
+        batch = measure.random_batch(trial.batch, length, model.config.vocab_size)
         engine = model.engine
         found |= measure.time_steps(lambda: method.step(batch), engine, self.job.warm_up, self.job.timed)
         found["streamed_bytes"] = sum(engine.homes[i].numel() * engine.homes[i].element_size() for i in engine.streamed)
@@ -73,11 +73,6 @@ class GradientWorker:
         found["updates_alone_s"] = updates_alone_s(method)
         model.close()
         return found
-
-
-def random_batch(batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    ids_BT = torch.randint(4, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids_BT, "labels": ids_BT}
 
 
 def load_trial(trial: Trial, device: torch.device, length: int, quick: bool = False) -> keyhole.Model:

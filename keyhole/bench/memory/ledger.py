@@ -9,8 +9,8 @@ made: a gradient is one when it is handed over (mark). So the parts are added up
     total(t) = sum of the parts                                         peak       max over t, and the parts at that t
 
 What no one has claimed is an activation: what the forward keeps for the backward, and what the operations hold between
-them. Not seen: what a kernel takes for itself and gives back before it returns (cuBLAS's workspace), and the rounding of
-the allocator; on a GPU the allocator's own peak is reported beside, and the difference is that.
+them. Not seen: what a kernel takes for itself and gives back before it returns (cuBLAS's workspace), and the rounding
+of the allocator; on a GPU the allocator's own peak is reported beside, and the difference is that.
 """
 
 import weakref

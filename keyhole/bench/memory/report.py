@@ -7,12 +7,12 @@ from keyhole.bench.report import Record, Report, grid
 from keyhole.machine.sizes import GIB, MIB
 
 NOTES = """\
-Each part is shown at its own peak, with its floor in brackets: what the shapes alone demand (keyhole/bench/memory/worker.py).
-"sum" adds these peaks, as LOMO's Table 1 does; "peak" is the most that was held at one instant, and is less where gradients
-grow while activations are freed. "vs floor": the peak over the sum of the floors, where all parts have one.
-"allocator": the peak of PyTorch's allocator in the same step, kernels' workspaces and its rounding included. "largest
-part": of the peak. Activations are whatever is not one of the other three: what is kept for the backward, logits, one
-block that runs again."""
+Each part is shown at its own peak, with its floor in brackets: what the shapes alone demand. "sum" adds these peaks, as
+LOMO's Table 1 does; "peak" is the most that was held at one instant, which is less where gradients grow while
+activations are freed. "vs floor": the peak over the sum of the floors, where all parts have one. "allocator": the peak
+of PyTorch's allocator in the same step, with kernels' workspaces and its rounding. "largest part": of the peak.
+Activations are whatever is not one of the other three: what is kept for the backward, logits, one block that runs
+again."""
 
 
 class MemoryReport(Report):

@@ -4,8 +4,8 @@ One step makes the optimizer's state and what libraries reserve; the next one ru
 floor of each part follows from the shapes, for N parameters of b bytes, L blocks, M tokens, width H:
 
     weights       b N
-    gradients     torch: b N, all of them at the end of the backward. A method that uses each up as it comes: the largest
-                  matrix
+    gradients     torch: b N, all of them at the end of the backward. A method that uses each up as it comes: those of
+                  the largest matrix
     state         torch's SGD 0, AdamW 2 b N and a count of 4 bytes per tensor; in fp32 beside 16-bit weights 4 N, 12 N
     activations   with checkpointing: b L M H, the inputs of the blocks; without, or in host memory: not given
 """
@@ -21,7 +21,7 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.gradient.native import Native
 from keyhole.bench.gradient.trials import NATIVE, Trial
-from keyhole.bench.gradient.worker import QUICK_LENGTH, load_trial, method_of, random_batch
+from keyhole.bench.gradient.worker import QUICK_LENGTH, load_trial, method_of
 from keyhole.bench.memory.ledger import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS, Bytes, Ledger, Peaks
 from keyhole.bench.process import Emit, Job, serve
 from keyhole.methods.base import Method
@@ -50,7 +50,7 @@ class MemoryWorker:
         length = QUICK_LENGTH if self.job.quick else trial.length
         model = load_trial(trial, self.device, length, self.job.quick)
         method = method_of(trial, model)
-        batch = random_batch(trial.batch, length, model.config.vocab_size)
+        batch = measure.random_batch(trial.batch, length, model.config.vocab_size)
         method.step(batch)
         measure.clean_up(self.device)
         resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
@@ -92,7 +92,7 @@ def peaks_of(method: Method, model: keyhole.Model, batch: dict[str, torch.Tensor
 
 @contextmanager
 def _in_passes_too(ledger: Ledger) -> Iterator[None]:
-    """A mode holds for one thread; the forward passes of a method have threads of their own (model/forward/lockstep.py)."""
+    """A mode holds for one thread; a method's forward passes have threads of their own (model/forward/lockstep.py)."""
     plain = Lockstep.thread_state
 
     def with_ledger(conductor: Lockstep) -> ExitStack:

@@ -4,9 +4,8 @@ Loading a model takes longer than timing a few steps of it, so cases that load a
 the same weights are drawn again, so that losses compare whatever ran before. One model is freed before the next is
 loaded, for two would not fit. The link is measured with copies of the model's usual unit, once per size.
 
-The textbook loop runs on the module of a resident model, and gives every parameter memory of its own. It gets the
-module alone (lend): the memory that keyhole holds the weights in is given back, or the baseline would be charged for
-both. Nothing but textbook cases can run on the model from then on.
+The textbook loop gets the module of a resident model without the memory that keyhole holds the weights in
+(textbook.py): nothing but textbook cases can run on the model from then on.
 """
 
 import time
@@ -21,6 +20,7 @@ from keyhole.bench.link import measure_link
 from keyhole.bench.process import Emit
 from keyhole.bench.shapes import model_config
 from keyhole.bench.zo.cases import Case
+from keyhole.bench.zo.textbook import take_weights
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.traits import ZO
 from keyhole.model.weights.random import fill_random
@@ -81,23 +81,9 @@ class ModelCache:
         return self.model
 
     def lend(self) -> None:
-        """Parameters with the memory of nobody else, drawn anew; the homes of the weights hold nothing any more."""
-        model, std = self.model, getattr(self.model.config, "initializer_range", None) or 0.02
-        if not self.lent:
-            model.apply_deferred()  # or it would be applied to homes that are gone
-        vectors = {id(param): as_loaded for param, as_loaded in self.vectors}
-        for tensor in model.layout.tensors:
-            tensor.param.data = tensor.param.data.new_empty(0)
-        for home in model.engine.homes:
-            home.untyped_storage().resize_(0)
+        """The module alone, with the first weights."""
+        take_weights(self.model, {id(param): as_loaded for param, as_loaded in self.vectors})
         self.lent = True
-        generator = torch.Generator(self.device).manual_seed(0)
-        for tensor in model.layout.tensors:
-            if id(tensor.param) in vectors:
-                tensor.param.data = vectors[id(tensor.param)].to(self.device, copy=True)
-            else:
-                drawn = torch.empty(tensor.shape, dtype=model.dtype, device=self.device)
-                tensor.param.data = drawn.normal_(0.0, std, generator=generator)
 
     def refresh(self) -> None:
         """Draws the same weights again."""

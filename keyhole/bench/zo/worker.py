@@ -81,9 +81,7 @@ class ZoWorker:
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
         length = case.length // QUICK_SHRINK if self.job.quick else case.length
-        generator = torch.Generator().manual_seed(1)
-        ids_BT = torch.randint(4, self.models.model.config.vocab_size, (case.batch, length), generator=generator)
-        return {"input_ids": ids_BT, "labels": ids_BT}
+        return measure.random_batch(case.batch, length, self.models.model.config.vocab_size)
 
 
 if __name__ == "__main__":
