@@ -56,6 +56,23 @@ def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, t
     }
 
 
+def time_parts(
+    parts: dict[str, Callable[[], None]], device: torch.device, warm_up: int, timed: int
+) -> dict[str, dict[str, float]]:
+    """Runs the parts in order, warm_up + timed times: seconds of each, the median, the least and the most."""
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for i in range(warm_up + timed):
+        marks = [_mark(device)]
+        for work in parts.values():
+            work()
+            marks.append(_mark(device))
+        _wait(device)
+        if i >= warm_up:
+            for name, begin, end in zip(parts, marks, marks[1:], strict=False):
+                seconds[name].append(_seconds(begin, end))
+    return {name: {"s": statistics.median(s), "min_s": min(s), "max_s": max(s)} for name, s in seconds.items()}
+
+
 def _mark(device: torch.device) -> Any:
     if device.type != "cuda":
         return time.perf_counter()

@@ -13,6 +13,7 @@ seconds do not, and are never scaled.
 
 from typing import Any
 
+from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 
 VOCABULARY = 50272
@@ -105,26 +106,49 @@ def fitting_blocks(name: str, element_bytes: int, host_bytes: int) -> int | None
     return None if count >= layers else max(LEAST_BLOCKS, count)
 
 
-def gpt2_config(name: str, quick: bool = False) -> Any:
+def gpt2_config(name: str, blocks: int | None = None, quick: bool = False) -> Any:
     """The GPT2Config of a size. quick: the same kind of model, tiny."""
     from transformers import GPT2Config
 
     width, layers, heads = QUICK if quick else GPT2[name]
+    layers = min(layers, blocks or layers)
     vocabulary = QUICK_VOCABULARY if quick else GPT2_VOCABULARY
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
     return GPT2Config(n_embd=width, n_layer=layers, n_head=heads, vocab_size=vocabulary, n_positions=2048, **off)
 
 
-def llama_config(name: str, quick: bool = False) -> Any:
+def llama_config(name: str, quick: bool = False, blocks: int | None = None) -> Any:
     """The LlamaConfig of a size. quick: the same kind of model, tiny."""
     from transformers import LlamaConfig
 
-    width, blocks, heads, mlp = LLAMA_QUICK if quick else LLAMA[name]
+    width, layers, heads, mlp = LLAMA_QUICK if quick else LLAMA[name]
     return LlamaConfig(
         hidden_size=width,
-        num_hidden_layers=blocks,
+        num_hidden_layers=min(layers, blocks or layers),
         num_attention_heads=heads,
         intermediate_size=mlp,
         vocab_size=QUICK_VOCABULARY if quick else LLAMA_VOCABULARY,
         max_position_embeddings=2048,
     )
+
+
+def named(family_and_size: str) -> tuple[str, int]:
+    """A model of any family by its full name (OPT-13B, Llama-7B, GPT2-1.3B, BLOOM-176B): its name here, and its number
+    of blocks."""
+    full = {f"OPT-{size}": (size, shape) for size, shape in SHAPES.items()}
+    full |= {f"Llama-{size}": (size, shape[:3]) for size, shape in LLAMA.items()}
+    full |= {name: (name, shape) for name, shape in (GPT2 | BLOOM).items()}
+    if family_and_size not in full:
+        raise UserError(f"--models: {family_and_size!r} is not one of {', '.join(full)}")
+    name, shape = full[family_and_size]
+    return name, shape[1]
+
+
+def named_config(family_and_size: str, blocks: int | None = None, quick: bool = False) -> Any:
+    """The config of such a model."""
+    name, _ = named(family_and_size)
+    if family_and_size in GPT2:
+        return gpt2_config(name, blocks, quick)
+    if family_and_size.startswith("Llama-"):
+        return llama_config(name, quick, blocks)
+    return model_config(name, blocks=blocks, quick=quick)

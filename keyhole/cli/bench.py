@@ -141,6 +141,35 @@ def memory(
 
 
 @app.command()
+def layers(
+    models: Annotated[str, typer.Option(metavar="NAMES", help="OPT-13B, Llama-7B, ..., with commas.")] = (
+        "Llama-7B,GPT2-1.3B"
+    ),
+    out: Out = "benchmarks",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
+    length: Annotated[int, typer.Option(min=1, max=2048, help="Tokens of each.")] = 1024,
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 2,
+    time_limit: TimeLimit = None,
+    device: Device = None,
+) -> None:
+    """Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what the whole model holds."""
+    from keyhole.bench.layers.run import bench_layers
+
+    how = {"batch": batch, "length": length, "steps": steps, "warm_up": warm_up, "quick": quick, "device": device}
+    report = bench_layers(
+        [word for word in models.split(",") if word],
+        out=Path(out),
+        command=_command("bench layers", models=models, **how, time_limit=time_limit),
+        time_limit_s=time_limit,
+        say=typer.echo,
+        **how,
+    )
+    typer.echo("\n" + report.markdown())
+
+
+@app.command()
 def snapshots(
     sizes: Annotated[str, typer.Option(metavar="NAMES", help="Models, with commas.")] = "1.3B,2.7B,6.7B",
     out: Out = "benchmarks",

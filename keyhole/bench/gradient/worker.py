@@ -20,6 +20,7 @@ from keyhole.bench.gradient.parts import step_parts, updates_alone_s
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.link import measure_link
 from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.rates import product_rate
 from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import MIB
 from keyhole.methods import METHODS
@@ -37,7 +38,7 @@ class GradientWorker:
         self.job, self.device = job, torch.device("cuda", 0) if job.device == "cuda" else torch.device(job.device)
 
     def machine(self) -> dict[str, Any]:
-        return {"product_rate": product_rate(self.device)}
+        return {"product_rate": product_rate(self.device) if self.device.type == "cuda" else None}
 
     def estimate_s(self, trial: Trial) -> float:
         return 0.0
@@ -106,22 +107,6 @@ def _leave_out_svd() -> None:
         return torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
 
     galore.projector = drawn
-
-
-def product_rate(device: torch.device) -> float | None:
-    """FLOP/s of a large bf16 product of random matrices, the best of a few; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    best_s = float("inf")
-    for _ in range(6):
-        torch.cuda.synchronize()
-        begin_s = time.perf_counter()
-        for _ in range(10):
-            a @ b
-        torch.cuda.synchronize()
-        best_s = min(best_s, (time.perf_counter() - begin_s) / 10)
-    return 2 * 8192**3 / best_s
 
 
 if __name__ == "__main__":

@@ -87,6 +87,13 @@ class Ledger(TorchDispatchMode):
             del self.pieces[address]
         self.events.append((piece, -size))
 
+    def alive(self) -> Bytes:
+        """What the parts hold now."""
+        now = dict.fromkeys(PARTS, 0)
+        for piece, size in [*self.before, *self.events]:
+            now[self.part_of.get(piece, ACTIVATIONS)] += size
+        return now
+
     def peaks(self) -> Peaks:
         """From the whole record; call it after the step."""
         now, own = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)

@@ -124,14 +124,15 @@ def _watch_sink(method: Any, ledger: Ledger) -> None:
 def floors(trial: Trial, model: keyhole.Model, tokens: int) -> Bytes:
     """The formulas above; a part that has none is left out."""
     layout, b = model.layout, model.dtype.itemsize
-    found = {WEIGHTS: b * layout.numel}
+    numel = sum(t.shape.numel() for t in layout.tensors)
+    found = {WEIGHTS: b * numel}
     if trial.system == NATIVE:
         optimizer, master = trial.options["optimizer"], trial.options.get("master", False)
-        found[GRADIENTS] = b * layout.numel
+        found[GRADIENTS] = b * numel
         if optimizer in MOMENTS:
             moments = MOMENTS[optimizer]
             count = COUNT_BYTES * len(layout.tensors) if moments else 0
-            found[STATE] = layout.numel * (4 + 4 * moments if master else b * moments) + count
+            found[STATE] = numel * (4 + 4 * moments if master else b * moments) + count
         checkpointing = trial.options.get("checkpointing", True)
     else:
         found |= {GRADIENTS: b * max(t.shape.numel() for u in layout.of_kind("block") for t in u.tensors), STATE: 0}
