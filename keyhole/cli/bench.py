@@ -1,4 +1,4 @@
-"""keyhole bench zo | lomo | lsp | snapshots [--quick] ..."""
+"""keyhole bench zo | lomo | lsp | memory | layers | snapshots | lsp-bias [--quick] ..."""
 
 import shlex
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from keyhole.errors import UserError
 
 app = typer.Typer(
     help="Time keyhole on this machine, with the baseline and the floor in the same run.",
@@ -197,3 +199,49 @@ def snapshots(
         **how,
     )
     typer.echo("\n" + report.markdown())
+
+
+@app.command("lsp-bias")
+def lsp_bias(
+    model: Annotated[str, typer.Option(metavar="DIR", help="Hugging Face directory or hub id.")] = "demo",
+    data: Annotated[str, typer.Option(metavar="FILE", help="Training data of any format that `train` reads.")] = "demo",
+    d: Annotated[str, typer.Option(metavar="NUMBERS", help="Sizes of the subspace, with commas.")] = "16,32,48",
+    r: Annotated[str, typer.Option(metavar="NUMBERS", help="Numbers per row of a projector, with commas.")] = "1,4,16",
+    kinds: Annotated[str, typer.Option(metavar="NAMES", help="Kinds of projectors.")] = "free,runs,blocks",
+    batch: Annotated[int, typer.Option(min=1, help="Rows per gradient.")] = 16,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows that are differentiated at a time.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row, at most.")] = 128,
+    calibration: Annotated[int, typer.Option(min=1, help="Gradients that projectors are fitted to.")] = 4,
+    held_out: Annotated[int, typer.Option(min=1, help="Others that they are measured on.")] = 8,
+    matrices: Annotated[int, typer.Option(min=0, help="Matrices, spread over the blocks; 0: all of them.")] = 16,
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    time_limit: TimeLimit = None,
+    device: Device = None,
+) -> None:
+    """How much of a gradient LSP's projectors lose, on any model and data, beside GaLore."""
+    from keyhole.bench.bias.gradients import Sampling
+    from keyhole.bench.bias.run import bench_bias
+    from keyhole.loading import choose_device
+
+    where = {"model": model, "data": data, "batch": batch, "micro_batch": micro_batch, "length": length}
+    where |= {"calibration": calibration, "held_out": held_out, "matrices": matrices}
+    how = {"d": d, "r": r, "kinds": kinds, "quick": quick, "time_limit": time_limit}
+    report = bench_bias(
+        Sampling(**where, device=choose_device(device).type),
+        out=Path(out),
+        command=_command("bench lsp-bias", **where, **how),
+        sizes=(_numbers("--d", d), _numbers("--r", r)),
+        kinds=tuple(word for word in kinds.split(",") if word),
+        quick=quick,
+        time_limit_s=time_limit,
+        say=typer.echo,
+    )
+    typer.echo("\n" + report.markdown())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() and 0 < int(word) < 10**6 for word in words):
+        raise UserError(f"{option}: {text!r} is no list of numbers above 0, such as 16,32")
+    return tuple(int(word) for word in words)
