@@ -89,6 +89,13 @@ def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_lim
     return Job(device, quick, warm_up, timed, time.time() + (NO_LIMIT_S if time_limit_s is None else time_limit_s))
 
 
+def device_of(name: str) -> Any:
+    """The device of a job; the first GPU by its index, which some of torch's functions insist on."""
+    import torch
+
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
 # -- in the worker -----------------------------------------------------------------------------------------------------
 
 

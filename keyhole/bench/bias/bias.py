@@ -61,7 +61,7 @@ class Bias:
     def _floor(self, name: str, d: int) -> float:
         """Mean over the held-out gradients."""
         if name not in self.spectra:
-            self.spectra[name] = [torch.linalg.svdvals(grad).double().square().cumsum(0) for grad in self.held[name]]
+            self.spectra[name] = [squared_singular_values(grad).cumsum(0) for grad in self.held[name]]
         lost = [1 - sums[min(d, len(sums)) - 1] / sums[-1] for sums in self.spectra[name]]
         return float(torch.stack(lost).clamp(min=0).sqrt().mean())
 
@@ -72,13 +72,20 @@ class Bias:
             self.bases[name] = projector(total, min(total.shape))
         if (name, rank) not in self.galore:
             p = self.bases[name][:, :rank]
-            self.galore[name, rank] = tuple(
-                float(
-                    torch.stack([(project_back(project(g, p), p, g.shape) - g).norm() / g.norm() for g in some]).mean()
-                )
-                for some in (self.seen[name], self.held[name])
-            )
+            self.galore[name, rank] = galore_bias(self.seen[name], p), galore_bias(self.held[name], p)
         return self.galore[name, rank]
+
+
+def squared_singular_values(grad: torch.Tensor) -> torch.Tensor:
+    """The largest first, in float64: eigenvalues of the smaller Gram matrix, which are found sooner."""
+    g = grad.double() if grad.shape[0] <= grad.shape[1] else grad.double().T
+    return torch.linalg.eigvalsh(g @ g.T).clamp(min=0).flip(0)
+
+
+def galore_bias(grads: list[torch.Tensor], p: torch.Tensor) -> float:
+    """Mean over these gradients, with GaLore's basis p."""
+    errors = [(project_back(project(g, p), p, g.shape) - g).norm() / g.norm() for g in grads]
+    return float(torch.stack(errors).mean())
 
 
 def mean_bias(grads: list[torch.Tensor], p: Any, q: Any) -> float:

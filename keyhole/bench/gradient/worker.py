@@ -19,7 +19,7 @@ from keyhole.bench.gradient.native import Native
 from keyhole.bench.gradient.parts import step_parts, updates_alone_s
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.link import measure_link
-from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.bench.rates import product_rate
 from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import MIB
@@ -35,7 +35,7 @@ class GradientWorker:
     """Loads, times and frees one trial after the other."""
 
     def __init__(self, emit: Emit, job: Job) -> None:
-        self.job, self.device = job, torch.device("cuda", 0) if job.device == "cuda" else torch.device(job.device)
+        self.job, self.device = job, device_of(job.device)
 
     def machine(self) -> dict[str, Any]:
         return {"product_rate": product_rate(self.device) if self.device.type == "cuda" else None}

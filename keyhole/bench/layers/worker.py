@@ -29,7 +29,7 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.link import measure_link
 from keyhole.bench.memory.ledger import ACTIVATIONS, WEIGHTS, Ledger
-from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.bench.rates import copy_rate, product_rate
 from keyhole.bench.shapes import LEAST_BLOCKS, named_config
 from keyhole.machine.host import cpu_has_bf16
@@ -62,7 +62,7 @@ class LayerWorker:
     """One block after the other."""
 
     def __init__(self, emit: Emit, job: Job) -> None:
-        self.emit, self.job = emit, job
+        self.job, self.device = job, device_of(job.device)
         self.rates: dict[str, dict[str, float]] = {}
 
     def machine(self) -> dict[str, Any]:
@@ -72,10 +72,10 @@ class LayerWorker:
         return 0.0 if self.job.quick else 30.0
 
     def clear(self) -> None:
-        measure.clear_device(torch.device(self.job.device))
+        measure.clear_device(self.device)
 
     def measure(self, layer: Layer) -> dict[str, Any]:
-        quick, device = self.job.quick, torch.device(layer.place)
+        quick, device = self.job.quick, device_of(layer.place)
         dtype = torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
         length = QUICK_LENGTH if quick else layer.length
         if layer.place not in self.rates:
@@ -84,9 +84,8 @@ class LayerWorker:
             self.rates[layer.place]["copy"] = copy_rate(device, sizes[1])
         blocks = named_config(layer.model, quick=quick).num_hidden_layers
         config = named_config(layer.model, LEAST_BLOCKS, quick)
-        model = keyhole.load(
-            config, init="random", dtype=dtype, device=device, workload=Workload(tokens=layer.batch * length)
-        )
+        work = Workload(tokens=layer.batch * length)
+        model = keyhole.load(config, init="random", dtype=dtype, device=device, workload=work, graphs=False)
         block, call = first_block(model, measure.random_batch(layer.batch, length, config.vocab_size))
         block_numel = sum(p.numel() for p in block.parameters())
         found = {

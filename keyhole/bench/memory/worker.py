@@ -23,7 +23,7 @@ from keyhole.bench.gradient.native import Native
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.gradient.worker import QUICK_LENGTH, load_trial, method_of
 from keyhole.bench.memory.ledger import ACTIVATIONS, GRADIENTS, STATE, WEIGHTS, Bytes, Ledger, Peaks
-from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.methods.base import Method
 from keyhole.model.forward.lockstep import Lockstep
 
@@ -35,7 +35,7 @@ class MemoryWorker:
     """Loads, measures and frees one trial after the other."""
 
     def __init__(self, emit: Emit, job: Job) -> None:
-        self.job, self.device = job, torch.device("cuda", 0) if job.device == "cuda" else torch.device(job.device)
+        self.job, self.device = job, device_of(job.device)
 
     def machine(self) -> dict[str, Any]:
         return {}

@@ -33,7 +33,7 @@ import torch
 import keyhole
 from keyhole.bench import measure
 from keyhole.bench.measure import random_batch
-from keyhole.bench.process import Say, make_job
+from keyhole.bench.process import Say, device_of, make_job
 from keyhole.bench.shapes import POSITIONS, QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots.disk import disk_rate
 from keyhole.bench.snapshots.loops import LR, Loop, TextbookLoop
@@ -130,7 +130,7 @@ class Size:
 
     def __init__(self, name: str, plan: Plan, scratch: Path, report: SnapshotReport, say: Say) -> None:
         self.name, self.plan, self.scratch, self.report, self.say = name, plan, scratch, report, say
-        self.device = torch.device(plan.device)
+        self.device = device_of(plan.device)
         self.length = POSITIONS // QUICK_SHRINK if plan.quick else POSITIONS
 
     def time(self, placement: str, modes: dict[str, Any], replay_steps: int) -> None:

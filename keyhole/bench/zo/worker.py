@@ -7,7 +7,7 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.bench.shapes import QUICK_SHRINK
 from keyhole.bench.zo.cases import ELEMENT_BYTES, Case
 from keyhole.bench.zo.model_cache import ModelCache, streamed_homes, workload
@@ -25,7 +25,7 @@ class ZoWorker:
 
     def __init__(self, emit: Emit, job: Job) -> None:
         self.job = job
-        self.device = torch.device("cuda", 0) if job.device == "cuda" else torch.device(job.device)
+        self.device = device_of(job.device)
         self.models = ModelCache(emit, self.device, job.quick)
 
     def machine(self) -> dict[str, Any]:
