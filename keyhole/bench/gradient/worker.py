@@ -76,7 +76,9 @@ class GradientWorker:
         return found
 
 
-def load_trial(trial: Trial, device: torch.device, length: int, quick: bool = False) -> keyhole.Model:
+def load_trial(
+    trial: Trial, device: torch.device, length: int, quick: bool = False, graphs: bool = True
+) -> keyhole.Model:
     """The trial's model, with random weights, where the trial wants it."""
     work = Workload(trial.system, trial.batch * length, 1)
     if trial.system != NATIVE:
@@ -86,6 +88,7 @@ def load_trial(trial: Trial, device: torch.device, length: int, quick: bool = Fa
         work = dataclasses.replace(work, settings=own, clips=trial.options.get("max_grad_norm") is not None)
     where = {"placement": "stream"} if trial.streamed else {}
     where |= {"gpu_memory": trial.gpu_memory, "dtype": "float32" if quick else "bfloat16", "device": device}
+    where["graphs"] = graphs
     return keyhole.load(llama_config(trial.shape, quick), init="random", workload=work, **where)
 
 

@@ -48,7 +48,7 @@ class MemoryWorker:
 
     def measure(self, trial: Trial) -> dict[str, Any]:
         length = QUICK_LENGTH if self.job.quick else trial.length
-        model = load_trial(trial, self.device, length, self.job.quick)
+        model = load_trial(trial, self.device, length, self.job.quick, graphs=False)  # a graph's memory is not seen
         method = method_of(trial, model)
         batch = measure.random_batch(trial.batch, length, model.config.vocab_size)
         method.step(batch)
