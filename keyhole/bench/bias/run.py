@@ -81,6 +81,7 @@ def bench_bias(
     for grads in seen.values():
         shape = " x ".join(map(str, grads[0].shape))
         shapes[shape] = shapes.get(shape, 0) + 1
+    say(f"gradients of {len(seen)} matrices in {time.perf_counter() - begin_s:.0f} s, loading included")
     report.add({"kind": "gradients", "sampling": asdict(how), "shapes": shapes, "names": list(seen)})
     table = Bias(seen, held)
     for d, r, kind in ((d, r, kind) for d in sizes[0] for r in sizes[1] for kind in kinds):

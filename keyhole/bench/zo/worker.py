@@ -39,7 +39,7 @@ class ZoWorker:
         if self.job.quick:
             return 0.0
         size, host = case.weight_bytes, case.system == "streamed"
-        load_s = 0.0 if case.load == self.models.key else 2 + size / (2e9 if host else 1e11)
+        load_s = 0.0 if case.load == self.models.key else 4 + size / (6e9 if host else 1e11)
         flops_s = 40e12 if case.dtype == "fp32" else 400e12
         params = size / (4 if case.dtype == "fp32" else 2)
         step_s = 4 * params * case.tokens / flops_s + 20 * size / 3e12 + (size / 20e9 if host else 0)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,18 +13,20 @@ from keyhole.bench.layers.run import bench_layers
 from keyhole.bench.layers.worker import first_block, floors, forward, kept_bytes, parts_of
 from keyhole.bench.measure import random_batch
 from keyhole.bench.shapes import named_config
+from keyhole.cli import main
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import build
 
 MODELS = ["Llama-7B", "GPT2-1.3B", "OPT-13B", "BLOOM-176B"]
 
 
-def test_a_quick_run(tmp_path: Path) -> None:
+def test_a_quick_run(tmp_path: Path, capsys: Any) -> None:
     """Every part of every model has a time and a floor, and parameters are counted as the module counts them."""
-    said: list[str] = []
-    how = {"device": "cpu", "quick": True, "steps": 1, "warm_up": 1, "batch": 2}
-    report = bench_layers(MODELS, out=tmp_path, command="test", say=said.append, **how)
-    records = json.loads(report.paths[0].read_text())["records"]
+    how = ["--quick", "--device=cpu", "--steps=1", "--warm-up=1", "--batch=2", f"--models={','.join(MODELS)}"]
+    assert main(["bench", "layers", f"--out={tmp_path}", *how]) == 0
+    found = json.loads(next(tmp_path.glob("*.json")).read_text())
+    records = found["records"]
+    assert found["command"].startswith("keyhole bench layers --models Llama-7B,") and found["quick"]
     assert [(r["case"]["model"], r["status"]) for r in records] == [(model, "ok") for model in MODELS]
     for r in records:
         assert set(r["parts"]) == set(r["floors"]) == set(PARTS)
@@ -31,8 +34,10 @@ def test_a_quick_run(tmp_path: Path) -> None:
         whole = build(named_config(r["case"]["model"], quick=True), torch.float32)
         assert r["parameters"] == sum(p.numel() for p in whole.parameters())
         assert all_blocks_s(r) > r["layers"] * r["parts"]["BWD"]["s"] and r["kept_bytes"] > 0
-    page = report.paths[1].read_text()
-    assert all(f"{part} ms" in page for part in PARTS) and "optimizer state GiB" in page and len(said) == len(MODELS)
+    page = next(tmp_path.glob("*.md")).read_text()
+    assert all(f"{part} ms" in page for part in PARTS) and "optimizer state GiB" in page
+    said = capsys.readouterr().out
+    assert all(f"{model} | CPU, " in said for model in MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,12 +10,13 @@ from keyhole.bench.gradient.trials import read_trials
 from keyhole.bench.memory.ledger import PARTS
 from keyhole.bench.memory.run import bench_memory
 from keyhole.bench.rows import TABLES
+from keyhole.cli import main
 from keyhole.loading import ALIGN_BYTES
 
 
 def run(out: Path, only: str) -> tuple[dict[str, dict[str, Any]], str]:
     """Records by name, and the page; no trial fails."""
-    bench_memory(out=out, command="test", only=only, quick=True, say=lambda line: None)
+    assert main(["bench", "memory", "--quick", f"--only={only}", f"--out={out}"]) == 0
     records = json.loads(next(out.glob("*.json")).read_text())["records"]
     assert all(r["status"] == "ok" for r in records), records
     return {r["name"]: r for r in records}, next(out.glob("*.md")).read_text()
