@@ -36,7 +36,8 @@ def gradients(counts: tuple[int, ...], seed: int = 0, every: int = 1) -> list[Gr
     """Gradients of the embedded model's matrices, by name: one list for each count of batches, no batch twice."""
     import keyhole
     from keyhole import assets
-    from keyhole.data import Loader, prepare
+    from keyhole.data.loader import Loader
+    from keyhole.data.prepare import prepare
     from keyhole.model.batch import as_list, to_device
 
     model = keyhole.load(assets.MODEL, dtype="float32", device="cpu")

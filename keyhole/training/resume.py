@@ -13,8 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keyhole.checkpoint.files import State
 from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
 from keyhole.disk.weights_hash import content_hash

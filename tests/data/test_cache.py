@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.data import load_data
 from keyhole.data.cache import SUFFIX, cached
+from keyhole.data.run import load_data
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 from tests.data import chats

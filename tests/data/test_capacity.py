@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, GPT2Config, JambaConfig, LlamaConfig, OPTConfig, PretrainedConfig
 
-from keyhole.data import load_data, preview_data
 from keyhole.data.capacity import check_max_length, context_length, embedding_rows, has_table
+from keyhole.data.run import load_data, preview_data
 from keyhole.errors import UserError
 from tests.conftest import build_tokenizer
 from tests.data.test_run import settings

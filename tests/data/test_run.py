@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.data import DataSettings, load_data, load_tokenizer, preview_data
+from keyhole.data.run import load_data, load_tokenizer, preview_data
+from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.files import _dump
 from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig
 from keyhole.training import loop, start
@@ -77,7 +77,7 @@ def test_two_histories_are_not_spliced(make: Make, method: str) -> None:
     copy = shutil.copytree(foreign, root / "checkpoint-5")
     state = json.loads((copy / "keyhole_state.json").read_text())
     del state["crc32"]
-    (copy / "keyhole_state.json").write_text(_dump(state | {"step": 5}))
+    (copy / "keyhole_state.json").write_text(dump(state | {"step": 5}))
     with pytest.raises(UserError, match="are of different runs"):
         train(replace(longer, seed=1), resume="")
     shutil.rmtree(copy)
