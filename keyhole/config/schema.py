@@ -110,6 +110,8 @@ class RunConfig:
     """Longest sample in tokens; null = no limit."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to samples longer than max_length; what is cut is reported."""
+    pad_to_multiple_of: Annotated[int, Limit(1, MOST)] | Literal["auto"] | None = "auto"
+    """Batches are padded to a multiple of so many tokens; auto = few widths for short rows, 8 for others; null = 1."""
     packing: bool = False
     """Put several samples in one row of max_length tokens; they do not see each other."""
     data_format: DataFormat | None = None

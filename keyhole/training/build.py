@@ -20,8 +20,8 @@ from keyhole.checkpoint.files import About, method_state
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.journal.resume_point import Origin
 from keyhole.config import TrainConfig, to_yaml
-from keyhole.data.capacity import longest_row
 from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.padding import longest_row
 from keyhole.data.run import Data, load_data
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
@@ -228,8 +228,7 @@ def workload(config: TrainConfig, data: Data) -> Workload:
 
 def _tokens(batches: Loader | EvalBatches) -> int:
     """Tokens of the largest micro-batch, padding included."""
-    multiple = batches.pad_to_multiple_of
-    width = -(-longest_row(batches.dataset) // multiple) * multiple
+    width = batches.padding.width(longest_row(batches.dataset))
     return batches.dataset.most_samples(batches.batch_size) * width
 
 

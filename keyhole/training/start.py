@@ -82,7 +82,6 @@ def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | N
     if origin.tail and origin.choice.path is None:
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config)
-    began = origin.loader.get("date") if origin.state is not None else None
-    settings = data_settings(config, began)
+    settings = data_settings(config, None if origin.state is None else origin.loader)
     check_sources(settings)
     return Request(config, directory, origin, notes, settings, parts)
