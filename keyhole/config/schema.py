@@ -132,8 +132,8 @@ class RunConfig:
     """Passes over each source of train_data per epoch, such as [1, 0.5, 3]; null = one over each."""
     dedup: bool = False
     """Leave out training samples that are the same, token by token, as an earlier one."""
-    data_cache: str | None = None
-    """Directory that keeps tokenised data for the next run on the same files; null = tokenise every time."""
+    data_cache: str | None = "auto"
+    """Directory that keeps tokenised data for the next run on the same files; auto = ~/.cache/keyhole; null = none."""
 
     seed: Seed = 0
     """Seed of everything random: order of the data, noise, rounding."""

@@ -162,7 +162,7 @@ def _prepare(
     how = PrepareSettings(**{field.name: getattr(settings, field.name) for field in fields(PrepareSettings)})
     how = replace(how, stop_token_ids=stop_token_ids(settings.model))
     if settings.data_cache is not None and samples is None:
-        data = cached(Path(settings.data_cache), sources, tokenizer, how)
+        data = cached(settings.data_cache, sources, tokenizer, how)
     else:
         data = tokenise(sources, tokenizer, how, samples=samples)
     data = arrange(data, how, weights, settings.seed)

@@ -13,7 +13,7 @@ Only what is drawn is rendered: 1,500 of QQP's 364,000 rows.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 
 import numpy as np
@@ -21,8 +21,9 @@ import numpy as np
 from keyhole.data.loader import order
 from keyhole.data.readers import Record
 from keyhole.data.tasks.build import build
+from keyhole.data.tasks.cache import kept
 from keyhole.data.tasks.names import own_splits
-from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import TaskSpec
@@ -42,11 +43,24 @@ class Numbers:
 
 
 def load_task(
-    name: str, task_data: str | None, numbers: Numbers, splits: dict[str, str] | None = None, *, training: bool = True
+    name: str,
+    task_data: str | None,
+    numbers: Numbers,
+    splits: dict[str, str] | None = None,
+    *,
+    training: bool = True,
+    cache: str | None = None,
 ) -> dict[str, Task]:
-    """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits."""
+    """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits; cache:
+    the setting data_cache."""
+    text = read_text(name)
     spec = read_spec(name)
     places = find_splits(spec, task_data, own_splits(splits, spec.name))
+    how = [asdict(numbers), training]
+    return kept(cache, spec, text, places, how, lambda: _draw(spec, places, numbers, training))
+
+
+def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: bool) -> dict[str, Task]:
     if training:
         _check_disjoint(spec, places)
     test = {"test": _test(spec, places["test"], numbers)}

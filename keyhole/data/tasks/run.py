@@ -38,7 +38,8 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     if weights is not None and len(weights) != len(names):
         raise UserError(f"train_weights: {len(weights)} numbers for {len(names)} tasks; give one for each")
     numbers = Numbers(train=settings.num_train, dev=settings.num_dev, test=settings.num_eval, seed=settings.seed)
-    drawn = [load_task(name, settings.task_data, numbers, settings.task_splits) for name in names]
+    where = settings.task_data, numbers, settings.task_splits
+    drawn = [load_task(name, *where, cache=settings.data_cache) for name in names]
     train, dev, test = (tuple(each[split] for each in drawn) for split in ("train", "dev", "test"))
     dev = tuple(task for task in dev if task.questions)
     labels = None
@@ -72,7 +73,7 @@ def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
     if names:
         check_names([*listed_names(settings.task), *names], settings.task_splits)
     numbers = Numbers(test=settings.num_eval, seed=settings.seed)
-    how = {"training": False}
+    how = {"training": False, "cache": settings.data_cache}
     return tuple(load_task(name, settings.task_data, numbers, settings.task_splits, **how)["test"] for name in names)
 
 
