@@ -24,7 +24,7 @@ from keyhole.data.settings import DataSettings
 from keyhole.disk.weight_files import Shards, kept_open
 from keyhole.loading import load
 from keyhole.model.model import Model
-from keyhole.training.build import model_hash
+from keyhole.training.base_hash import model_hash
 
 
 class Kept:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.modeling_utils  # noqa: F401  every model needs it: counted with the imports
 
 from keyhole.checkpoint import select
 from keyhole.checkpoint.files import About, method_state
@@ -23,7 +24,6 @@ from keyhole.config import TrainConfig, to_yaml
 from keyhole.data.loader import EvalBatches, Loader
 from keyhole.data.padding import longest_row
 from keyhole.data.run import Data, load_data
-from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
 from keyhole.machine.probe import environment, versions
@@ -33,7 +33,6 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
@@ -68,6 +67,7 @@ class Job:
     run_id: str | None
     parts: Parts
     judge: Judge
+    base: Callable[[], str | None]
 
     def lines(self) -> list[str]:
         steps_per_epoch = self.data.train.steps_per_epoch
@@ -77,7 +77,8 @@ class Job:
 def find_job(request: Request) -> Job:
     """Reads and checks the data. Writes nothing: whoever made a mistake hears of it in seconds."""
     config, origin, parts = request.config, request.origin, request.parts
-    data = (parts.load_data or load_data)(request.settings)
+    with parts.waiting.phase("reading data"):
+        data = (parts.load_data or load_data)(request.settings)
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check()
     chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
@@ -90,7 +91,9 @@ def find_job(request: Request) -> Job:
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
     display = parts.display(total, config.logging_steps)
-    return Job(config, request.directory, origin, request.notes, data, schedule, display, run_id, parts, judge)
+    where = {"directory": request.directory, "origin": origin, "notes": request.notes, "base": request.base}
+    made = {"data": data, "schedule": schedule, "display": display, "judge": judge}
+    return Job(config=config, run_id=run_id, parts=parts, **where, **made)
 
 
 def dry_run(job: Job) -> int:
@@ -111,7 +114,8 @@ def build_run(job: Job, lock: Lock) -> Run:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
     torch.manual_seed(job.config.seed)
     with ExitStack() as opened:  # what is closed again when something below fails
-        model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load)
+        with job.parts.waiting.phase("loading the model"):
+            model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load)
         opened.callback(model.close)
         run = _build(job, lock, model, opened)
         opened.pop_all()
@@ -127,14 +131,16 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
         name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
-    method = make_method(model, config, origin)
-    base = (job.parts.model_hash or model_hash)(config.model) if origin.state is None else origin.base
+    with job.parts.waiting.phase("making the method"):
+        method = make_method(model, config, origin)
+    with job.parts.waiting.phase("hashing the weights"):
+        base = job.base() if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
-    groups += [job.lines(), saver.describe(), job.notes]
+    groups += [job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
@@ -207,14 +213,6 @@ def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
             said = f"{type(error).__name__}: {error}"
             raise UserError(f"--resume: the optimizer's state in {path} does not fit this run: {said}") from error
     return method
-
-
-def model_hash(model: str) -> str | None:
-    """The content hash of the model that a run begins with; None where its files have none."""
-    try:
-        return content_hash(find_directory(model))
-    except UserError:
-        return None
 
 
 def workload(config: TrainConfig, data: Data) -> Workload:

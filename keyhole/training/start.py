@@ -9,8 +9,10 @@ refused without them is refused before (tests/training/test_start.py looks at wh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
@@ -20,9 +22,13 @@ from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
 from keyhole.methods import METHODS
 from keyhole.training import rundir, tracker
+from keyhole.training.base_hash import BaseHash, model_hash
 from keyhole.training.display import Display, open_missing_streams
 from keyhole.training.lock import locked
 from keyhole.training.resume import resume_lines
+from keyhole.training.waiting import Waiting
+
+IMPORTS, HEAVY = "importing torch and transformers", "transformers"
 
 if TYPE_CHECKING:
     from keyhole.data.run import Data
@@ -38,6 +44,7 @@ class Parts:
     load: Callable[..., Model] | None = None
     display: Callable[[int, int], Display] = Display
     model_hash: Callable[[str], str | None] | None = None
+    waiting: Waiting = field(default_factory=Waiting)
     allow_code_execution: bool = False
 
 
@@ -51,6 +58,7 @@ class Request:
     notes: list[str]
     settings: DataSettings
     parts: Parts
+    base: Callable[[], str | None]  # the hash of the model that a new run begins with
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:
@@ -64,14 +72,20 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
     tracker.require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
-    with locked(directory.lock) as lock:
+    parts = parts or Parts()
+    with locked(directory.lock) as lock, ExitStack() as opened:
         if not dry_run:
             lock.take()
             rundir.restore(directory)
             rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
-        request = check_request(config, directory, resume, parts or Parts())
-        from keyhole.training import build  # torch and transformers
-
+        with parts.waiting.phase("checking"):
+            request = check_request(config, directory, resume, parts)
+        if request.origin.state is None and not dry_run and parts.model_hash is None:
+            base = BaseHash(config.model)
+            opened.callback(base.stop)
+            request = replace(request, base=base.result)
+        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules):
+            from keyhole.training import build
         job = build.find_job(request)
         return build.dry_run(job) if dry_run else build.build_run(job, lock).go()
 
@@ -84,4 +98,5 @@ def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | N
     notes = resume_lines(resume, origin, config)
     settings = data_settings(config, None if origin.state is None else origin.loader)
     check_sources(settings)
-    return Request(config, directory, origin, notes, settings, parts)
+    base = lambda: (parts.model_hash or model_hash)(config.model)  # noqa: E731
+    return Request(config, directory, origin, notes, settings, parts, base)
