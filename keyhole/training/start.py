@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
@@ -20,7 +21,9 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
 from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
+from keyhole.disk.weight_files import weight_files
 from keyhole.methods import METHODS
+from keyhole.model.structure.source import check_directory
 from keyhole.training import rundir, tracker
 from keyhole.training.base_hash import BaseHash, model_hash
 from keyhole.training.display import Display, open_missing_streams
@@ -91,11 +94,15 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
 
 
 def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | None, parts: Parts) -> Request:
-    """Finds what to go on from, and whether the data are there. Reads no data, and writes nothing."""
+    """Finds what to go on from, and whether model and data are there. Reads no data, and writes nothing."""
     origin = find_origin(resume, directory.place(), METHODS[config.method].journaled)
     if origin.tail and origin.choice.path is None:
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config)
+    check_directory(config.model)
+    from_model = origin.choice.path is None or METHODS[config.method].keeps_base
+    if from_model and Path(config.model).is_dir():
+        weight_files(Path(config.model))
     settings = data_settings(config, None if origin.state is None else origin.loader)
     check_sources(settings)
     base = lambda: (parts.model_hash or model_hash)(config.model)  # noqa: E731

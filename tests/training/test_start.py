@@ -70,6 +70,8 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "thesis.txt").write_text("mine")
     (tmp_path / "tasks").mkdir()
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
     asked = {"model": str(MODEL), "method": "zo", "train_data": str(TRAIN), "output_dir": str(tmp_path / "used")}
     run_of(tmp_path / "used", **asked, max_steps=3, batch_size=4)
     (tmp_path / "good.yaml").write_text(
@@ -81,6 +83,8 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "value": ([*run, "batch_size=0"], "batch_size"),
         "no config": (["train", str(tmp_path / "absent.yaml")], "absent.yaml"),
         "no model": ([*run, f"model={tmp_path}/absent"], "model: "),
+        "no model in it": ([*run, f"model={tmp_path}/tasks"], "has no config.json"),
+        "no weights in it": ([*run, f"model={tmp_path}/bare"], "has no weights"),
         "no data": ([*run, f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
         "no data, of several": ([*run, f"train_data=[demo, {tmp_path}/absent.jsonl]"], "absent.jsonl: no such file"),
         "no eval data": ([*run, f"eval_data={tmp_path}/*.csv"], "no file matches"),
