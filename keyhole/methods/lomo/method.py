@@ -88,7 +88,9 @@ class LOMO(UpdateSink, Method):
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
         self.norm: torch.Tensor | None = None
         matrices = [t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
-        largest = max((t.shape.numel() for t in matrices), default=0) if fused and activations != "none" else 0
+        largest = (
+            max((t.shape.numel() for t in matrices), default=0) if fused and (activations != "none" or compile) else 0
+        )
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.compensation: dict[str, torch.Tensor] = {}  # Kahan's
         self.table_squares: dict[int, torch.Tensor] = {}

@@ -32,7 +32,7 @@ from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import SMALL_FLOP, RecordedBlocks
 from keyhole.model.backward.sink import Recordable, Sink, chunk
 from keyhole.model.backward.tape import Tape, Visit, pass_on
-from keyhole.model.backward.unit_gradients import MOST_BYTES, UnitGradients, block_bytes
+from keyhole.model.backward.unit_gradients import UnitGradients, has_room
 from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
@@ -63,13 +63,12 @@ class Reverse:
             expandable_segments(model.changes)
         self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
         backend = compiled if isinstance(compiled, str) else "inductor"
-        self.compiled = Compiled(backend, model.changes) if compiled else None
+        self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        small = 0 < block_bytes(model.layout, model.dtype.itemsize) <= MOST_BYTES
-        records = runs_again and activations == "block" and model.graphs is not None and small
+        records = runs_again and activations == "block" and model.graphs is not None and has_room(model)
         self.recorded = RecordedBlocks(model.device, len(self.blocks)) if records else None
         self.gathered = UnitGradients(model.layout, model.dtype, self.recorded) if records else None
         self._own = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
