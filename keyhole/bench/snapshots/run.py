@@ -39,10 +39,11 @@ from keyhole.bench.snapshots.disk import disk_rate
 from keyhole.bench.snapshots.loops import LR, Loop, TextbookLoop
 from keyhole.bench.snapshots.report import TEXTBOOK, SnapshotReport, one_line
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import About, verify
+from keyhole.checkpoint.files import About
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import apply_records
 from keyhole.checkpoint.snapshot.background import Background
+from keyhole.checkpoint.state import verify
 from keyhole.machine.probe import environment
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.traits import ZO
