@@ -89,8 +89,8 @@ class RunConfig:
     """Samples in a micro-batch (rows of packed samples when packing)."""
     gradient_accumulation_steps: BatchSize = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
-    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
-    """Peak of the schedule; null = the rate that the method's section names."""
+    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | Literal["auto"] | None = None
+    """Peak of the schedule; null = the rate that the method's section names; auto = found in the first steps (zo)."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 (to min_lr_ratio) in a line or half a cosine."""
     min_lr_ratio: Fraction = 0.0

@@ -28,7 +28,7 @@ from keyhole.errors import UserError
 from keyhole.loading import choose_device, load
 from keyhole.machine.probe import environment, versions
 from keyhole.methods import METHODS
-from keyhole.methods.base import Method, Shared, Workload
+from keyhole.methods.base import AUTO_RATE, Method, Shared, Workload
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
@@ -87,7 +87,8 @@ def find_job(request: Request) -> Job:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
     rate, warmup = config.learning_rate, config.warmup_ratio
-    schedule = Schedule(config.lr_scheduler_type, rate, total, warmup, config.min_lr_ratio)
+    peak = 1.0 if rate == AUTO_RATE else rate  # of a rate that is found, the schedule is a factor
+    schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio)
     goes_on = origin.state is not None and not origin.elsewhere
     run_id = origin.state.run if goes_on else rundir.new_run_id()
     display = parts.display(total, config.logging_steps)
@@ -220,8 +221,9 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     row = METHODS[config.method]
     own = getattr(config, row.section)
     tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
-    passes = config.gradient_accumulation_steps * row.passes(own)
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None)
+    searches = config.learning_rate == AUTO_RATE
+    passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches)
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:
