@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.compare.plan import Trial
-from keyhole.data import Data
+from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
 from keyhole.methods import METHODS

@@ -110,6 +110,8 @@ class RunConfig:
     """Longest sample in tokens; null = no limit."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to samples longer than max_length; what is cut is reported."""
+    pad_to_multiple_of: Annotated[int, Limit(1, MOST)] | Literal["auto"] | None = "auto"
+    """Batches are padded to a multiple of so many tokens; auto = few widths for short rows, 8 for others; null = 1."""
     packing: bool = False
     """Put several samples in one row of max_length tokens; they do not see each other."""
     data_format: DataFormat | None = None
@@ -130,8 +132,8 @@ class RunConfig:
     """Passes over each source of train_data per epoch, such as [1, 0.5, 3]; null = one over each."""
     dedup: bool = False
     """Leave out training samples that are the same, token by token, as an earlier one."""
-    data_cache: str | None = None
-    """Directory that keeps tokenised data for the next run on the same files; null = tokenise every time."""
+    data_cache: str | None = "auto"
+    """Directory that keeps tokenised data for the next run on the same files; auto = ~/.cache/keyhole; null = none."""
 
     seed: Seed = 0
     """Seed of everything random: order of the data, noise, rounding."""

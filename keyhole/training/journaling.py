@@ -14,7 +14,7 @@ from typing import Any
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Origin, continued
 from keyhole.checkpoint.journal.writer import Writer
-from keyhole.data import Data
+from keyhole.data.run import Data
 from keyhole.methods.zo.method import ZO
 from keyhole.training.metrics import QueuedStep
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import method_state, read_state
-from keyhole.data import Data
+from keyhole.checkpoint.files import method_state
+from keyhole.checkpoint.state import read_state
+from keyhole.data.run import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
