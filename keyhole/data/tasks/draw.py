@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import SPLITS, TaskSpec, task_name
+from keyhole.data.tasks.tables import latin_line
 from keyhole.errors import UserError, listed
 
 TEST_SEED = 0
@@ -137,6 +139,9 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
     left_out: Counter[str] = Counter()
     records = read_split(spec, place, left_out)
     note = "".join(f"; {count:,} {why} left out" for why, count in left_out.items() if count)
+    for path in (Path(name) for name in place.names if Path(name).is_file()):
+        if line := latin_line(path):
+            note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
     if not records:
         raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}")
     return records, note
