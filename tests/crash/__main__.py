@@ -218,7 +218,11 @@ def main() -> None:
     for seed, method in enumerate([asked.method] if asked.method else KILLS, asked.seed):
         config = prepare(asked.directory, method, asked.steps, asked.model, asked.data)
         log = asked.directory / f"{method}.log"
-        found = every(config, log, calls=asked.calls) if asked.every else crash(config, asked.kills or KILLS[method], seed, log)
+        found = (
+            every(config, log, calls=asked.calls)
+            if asked.every
+            else crash(config, asked.kills or KILLS[method], seed, log)
+        )
         where = f"{found.outside} from outside, {found.inside} at a call"
         print(f"{method}: {found.total} kills ({where}), {found.lives} lives, {found.runs} runs, {found.seconds:.0f} s")
         print("weights and metrics equal those of a run that was never killed")
