@@ -78,8 +78,9 @@ def test_zo_equals_the_textbook_loop(encoder: str) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", STREAMED)
-@pytest.mark.parametrize("encoder", NAMES)
+@pytest.mark.parametrize(
+    ("encoder", "name"), [(e, n) for e in NAMES for n in STREAMED if e != "roberta" or n in ("zo", "lomo")]
+)
 def test_streamed_equals_resident(encoder: str, name: str) -> None:
     """Losses and weights to the bit."""
     resident, found = load(encoder), []

@@ -21,8 +21,11 @@ from tests.model.decoders import LAYERS, NAMES, batch, config
 from tests.model.streaming import streamed
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])
-@pytest.mark.parametrize("where, micro, clip", [("gpu", 1, None), ("gpu", 2, 0.5), ("cpu", 2, None), ("cpu", 1, 0.5)])
+@pytest.mark.parametrize(
+    "name, where, micro, clip",
+    [("llama", *how) for how in (("gpu", 1, None), ("gpu", 2, 0.5), ("cpu", 2, None), ("cpu", 1, 0.5))]
+    + [("gpt2", "gpu", 2, 0.5), ("qwen2", "cpu", 2, 0.5), ("mixtral", "gpu", 1, None), ("mixtral", "cpu", 1, None)],
+)
 def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
     """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
     model = load(name)
