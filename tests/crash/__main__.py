@@ -186,7 +186,7 @@ def prepare(directory: Path, method: str, steps: int, model: str = "demo", data:
     import torch
 
     torch.set_num_threads(1)
-    import keyhole.training.start  # noqa: F401
+    import keyhole.training.build  # noqa: F401
     from keyhole.training import reports
 
     reports.plot_loss = lambda metrics, picture, title: picture.write_bytes(b"") == 0
