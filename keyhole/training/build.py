@@ -269,7 +269,10 @@ def _reports(job: Job) -> Reports:
     config, directory, first = job.config, job.directory, job.origin.step
     track = tracker.tracker(config.report_to, directory.run, first)
     title = start_block.title(config.method, config.model)
-    return Reports(MetricsFile(directory.metrics, first), track, job.display, directory.curve, title)
+    metrics = MetricsFile(directory.metrics, first)
+    if metrics.lacks and not job.origin.elsewhere:
+        job.display.line(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
+    return Reports(metrics, track, job.display, directory.curve, title)
 
 
 def _journal(job: Job, method: Method, about: About) -> Journaling:
