@@ -24,6 +24,8 @@ from keyhole.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from keyhole.machine.rates import Rates
+    from keyhole.methods.work import StepWork
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
     from keyhole.model.model import Model
@@ -74,6 +76,7 @@ class Workload:
     passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
     settings: Any = None
     clips: bool = False  # max_grad_norm is set
+    length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,10 @@ class Traits:
     host_check: str | None = None
     """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none
     there."""
+    step_work: str = "keyhole.methods.work:forward_work"
+    """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
+    steps: float = 1.0
+    """Steps that it takes to learn what AdamW learns in one: a rule of thumb, by which the planner compares methods."""
     wires: tuple[str, ...] = ()
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
     underflow_safe: bool = False
@@ -165,6 +172,11 @@ class Traits:
     def planned_bytes(self, layout: Layout, streamed: set[int], work: Workload, room: Room) -> DeviceBytes:
         """The device peak of a step when these units are streamed."""
         found: DeviceBytes = imported(self.device_bytes)(layout, streamed, work, room)
+        return found
+
+    def planned_work(self, layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+        """What a step asks of a machine when these units are streamed."""
+        found: StepWork = imported(self.step_work)(layout, streamed, work, room, rates)
         return found
 
 

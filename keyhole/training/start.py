@@ -255,7 +255,12 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     own = getattr(config, row.section)
     tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
     passes = config.gradient_accumulation_steps * row.passes(own)
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None)
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, _length(data))
+
+
+def _length(data: Data) -> int:
+    """Tokens of the longest row, for the time of attention."""
+    return max(1, longest_row(data.train.dataset))
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:

@@ -1,0 +1,144 @@
+"""What one step asks of a machine: FLOPs, bytes and launches, as functions of shapes. Seconds: plan/seconds.py.
+
+For N parameters that meet every token, M tokens per pass, b bytes per element:
+
+    products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs its block once more
+                 where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half of
+                 the scores are masked), 2.5 times that in reverse.
+    touched      bytes of elementwise kernels: activations (below), and what the method does with weights
+    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step
+    kernels      launches by the host
+
+Elementwise kernels of an eager block read and write about FORWARD_H tensors of the hidden width and FORWARD_W of the
+widest matrix side, per token, forward, and BACKWARD times as many in reverse (a norm in fp32 with its casts is most of
+that). torch.compile fuses all but COMPILED of them. Counted on Llama blocks, fitted to the forward and reverse times of
+a Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md).
+
+The numbers per method are in memory.py of its folder, beside its bytes; this file has what several share.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from keyhole.machine.rates import Rates
+from keyhole.methods.base import Room, Workload
+from keyhole.model.backward.memory import slot_count
+from keyhole.model.structure.layout import Layout, Unit
+from keyhole.model.weights.format import PACKED
+
+FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
+COMPILED = 0.25
+FORWARD_KERNELS, REVERSE_KERNELS = 55, 150  # per block and pass
+COMPILED_KERNELS = 0.3
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
+    whoever makes them; host_bytes: state in host memory; saved_bytes: state in a
+    checkpoint, beside the weights."""
+
+    products: float = 0.0
+    touched: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+    adam: float = 0.0
+    through_host: float = 0.0
+    kernels: float = 0.0
+    host_bytes: int = 0
+    saved_bytes: int = 0
+
+    def plus(self, **more: float) -> "StepWork":
+        """With so much more of some parts."""
+        changed = {name: getattr(self, name) + value for name, value in more.items()}
+        return replace(self, **changed)
+
+
+def trained_numel(layout: Layout) -> int:
+    """Elements of all tensors that are trained."""
+    return sum(t.shape.numel() for t in layout.tensors if t.param.requires_grad)
+
+
+def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
+    return sum(room.formats.home_bytes(layout.units[i]) for i in units)
+
+
+def _widths(layout: Layout) -> tuple[int, int]:
+    hidden = int(layout.table.shape[1])
+    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
+    return hidden, max((max(shape) for shape in matrices), default=hidden)
+
+
+def met_numel(layout: Layout) -> int:
+    """Parameters that every token meets: the blocks' and the head's. (Of a mixture of experts all count as met: an
+    upper bound.)"""
+    return sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
+
+
+def forward_flops(layout: Layout, work: Workload) -> float:
+    """Of one pass over M tokens."""
+    hidden, _ = _widths(layout)
+    attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * hidden
+    return 2.0 * met_numel(layout) * work.tokens + attention
+
+
+def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
+    """Read and written by the elementwise kernels of one forward pass."""
+    hidden, wide = _widths(layout)
+    logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
+    blocks = layout.block_count * work.tokens * (FORWARD_H * hidden + FORWARD_W * wide)
+    return float(room.formats.dtype.itemsize * blocks + logits)
+
+
+def _is_compiled(work: Workload) -> bool:
+    return bool(getattr(work.settings, "compile", False))
+
+
+def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """Forward passes in lockstep: every streamed unit comes up once, whatever the number of passes."""
+    share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
+    return StepWork(
+        products=work.passes * forward_flops(layout, work),
+        touched=work.passes * share * activation_bytes(layout, work, room),
+        up=home_bytes(layout, streamed, room),
+        kernels=work.passes * layout.block_count * FORWARD_KERNELS * kernels,
+    )
+
+
+def reverse_work(
+    layout: Layout,
+    streamed: set[int],
+    work: Workload,
+    room: Room,
+    rates: Rates,
+    weight_products: float = 1.0,
+    reverses: int = 1,
+) -> StepWork:
+    """A forward and a reverse (or two), block by block, with one product per matrix for its gradient. weight_products:
+    so much of it is made. What the slots still hold at the turn does not come up again. What the update of the weights itself
+    touches, and what goes home, is the method's."""
+    forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
+    again = 0.0 if getattr(work.settings, "activations", "block") == "none" else 1.0
+    share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
+    home = home_bytes(layout, streamed, room)
+    largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
+    held = min(home, (slot_count(layout) - 1) * largest)
+    kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
+    kept = kept if getattr(work.settings, "activations", None) == "host" else 0
+    return StepWork(
+        products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
+        touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
+        up=(1 + reverses) * home - reverses * held + reverses * kept,
+        down=float(kept),
+        kernels=work.passes
+        * layout.block_count
+        * (FORWARD_KERNELS + reverses * (again * FORWARD_KERNELS + REVERSE_KERNELS))
+        * kernels,
+        host_bytes=kept,
+    )
+
+
+def unpacked_bytes(unit: Unit, room: Room) -> int:
+    """Bytes that a pass over a unit's weights at home reads."""
+    numel, dtype = unit.numel, room.formats.home_dtype(unit)
+    return room.formats.home_bytes(unit) if dtype == PACKED else numel * dtype.itemsize
