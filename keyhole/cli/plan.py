@@ -12,7 +12,8 @@ from keyhole.machine.sizes import GIB
 
 def plan(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL|CONFIG", help="Model directory (config.json is enough), hub id, or a config.")
+        str,
+        typer.Argument(metavar="MODEL|CONFIG", help="Model directory (config.json is enough), hub id, or a config."),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as of `keyhole train`.")
@@ -20,7 +21,9 @@ def plan(
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="GPU memory that may be used, such as 8GiB.")] = None,
     ram: Annotated[str | None, typer.Option(metavar="SIZE", help="Host memory that may be used.")] = None,
     link: Annotated[str | None, typer.Option(metavar="RATE", help="Rate of the link each way, such as 25GB/s.")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="BxT", help="Samples x tokens per step, such as 4x1024.")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="BxT", help="Samples x tokens per step, such as 4x1024.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the run, for its hours.", min=1)] = None,
     machine: Annotated[
         str | None, typer.Option(metavar="NAME", help="laptop, 3060, 4090, a10, a100, h100, h200: estimates; or here.")
@@ -65,7 +68,20 @@ def _write_page(path: Path, found: Any, table: list[Any], chosen: Any) -> None:
         raise UserError(f"--page: {path} cannot be written: {error.strerror or error}") from error
 
 
-HEAD = ("", "method", "placement", "wire", "GPU GiB", "host GiB", "disk GiB", "s/step", "tok/s", "hours", "bound by", "fits")
+HEAD = (
+    "",
+    "method",
+    "placement",
+    "wire",
+    "GPU GiB",
+    "host GiB",
+    "disk GiB",
+    "s/step",
+    "tok/s",
+    "hours",
+    "bound by",
+    "fits",
+)
 
 
 def _table(table: list[Any], chosen: Any) -> list[str]:
@@ -73,7 +89,7 @@ def _table(table: list[Any], chosen: Any) -> list[str]:
     for row in table:
         cells.append(
             (
-                "->" if row is chosen else "", row.method, row.placement, row.wire or "-", f"{row.gpu_bytes / GIB:.2f}",
+                "->" if row is chosen else "", row.method, row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}",
                 f"{row.host_bytes / GIB:.1f}", f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}",
                 f"{row.tokens_per_second:,.0f}", f"{row.hours:.2g}", row.bound_by,
                 "yes" if row.fits else f"lacks {row.missing}",
@@ -82,7 +98,10 @@ def _table(table: list[Any], chosen: Any) -> list[str]:
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
     left = {0, 1, 2, 3, 10, 11}
     return [
-        "  ".join(f"{text:<{w}}" if i in left else f"{text:>{w}}" for i, (text, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+        "  ".join(
+            f"{text:<{w}}" if i in left else f"{text:>{w}}"
+            for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in cells
     ]
 
@@ -92,7 +111,11 @@ def _end(found: Any, table: list[Any], chosen: Any) -> list[str]:
     from keyhole.plan.recommend import reason, settings_of
 
     steps = f"hours: to learn what {found.question.steps:,} steps of AdamW learn (docs/plan.md)"
-    asked = [row for row in table if (row.method, row.placement) == (found.method, found.placement) and row.wire == found.wire]
+    asked = [
+        row
+        for row in table
+        if (row.method, row.placement) == (found.method, found.placement) and row.wire == found.wire
+    ]
     lines = [steps]
     if chosen is not None:
         lines.append(f"take: {settings_of(chosen, found.question)}: {reason(chosen, table, found.question)}")

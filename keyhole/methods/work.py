@@ -2,7 +2,7 @@
 
 For N parameters that meet every token, M tokens per pass, b bytes per element:
 
-    products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs its block once more
+    products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs each block again
                  where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half of
                  the scores are masked), 2.5 times that in reverse.
     touched      bytes of elementwise kernels: activations (below), and what the method does with weights
@@ -115,8 +115,8 @@ def reverse_work(
     reverses: int = 1,
 ) -> StepWork:
     """A forward and a reverse (or two), block by block, with one product per matrix for its gradient. weight_products:
-    so much of it is made. What the slots still hold at the turn does not come up again. What the update of the weights itself
-    touches, and what goes home, is the method's."""
+    so much of it is made. What the slots still hold at the turn does not come up again. What the update itself touches,
+    and what goes home, is the method's."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
     again = 0.0 if getattr(work.settings, "activations", "block") == "none" else 1.0
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)

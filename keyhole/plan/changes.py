@@ -39,8 +39,8 @@ class Change:
     def __str__(self) -> str:
         gib = 2**30
         return (
-            f"{self.settings}: {self.row.gpu_bytes / gib:.1f} GiB of GPU memory, {self.row.host_bytes / gib:.1f} GiB of "
-            f"host memory, {self.row.step_seconds:.3g} s per step"
+            f"{self.settings}: {self.row.gpu_bytes / gib:.1f} GiB of GPU memory, {self.row.host_bytes / gib:.1f} GiB "
+            f"of host memory, {self.row.step_seconds:.3g} s per step"
         )
 
 

@@ -7,8 +7,8 @@
     adam            the CPU's own kernel (ops/adam/host.py) on 8 Mi parameters
     launch          400 additions of one number, as fast as the host can ask for them
 
-Each is the best of a few rounds. The result is kept in $XDG_CACHE_HOME/keyhole/rates.json (~/.cache by default), by GPU,
-CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that cannot be
+Each is the best of a few rounds. The result is kept in $XDG_CACHE_HOME/keyhole/rates.json (~/.cache by default), by
+GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that cannot be
 written is no reason to stop. `known` never measures: it is for a run that is about to start.
 """
 
@@ -103,7 +103,9 @@ def measure(device: torch.device) -> Rates:
             gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
             host_bytes=min(limit, memory.total_bytes),
             products=_products(device),
-            products_fp32=_product(device, torch.float32, 2048 if cuda else 512, *((4096, 8192) if cuda else (512, 1024))),
+            products_fp32=_product(
+                device, torch.float32, 2048 if cuda else 512, *((4096, 8192) if cuda else (512, 1024))
+            ),
             device_memory=_device_memory(device) if cuda else host_rate,
             up=link["host_to_device"] * 1e9,
             down=link["device_to_host"] * 1e9,

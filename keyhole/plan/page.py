@@ -37,7 +37,7 @@ def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Que
         f"<header><p class='eyebrow'>keyhole plan</p><h1>{escape(title)}</h1><p class='lead'>{lead}</p>"
         f"<ul class='chips'>{chips}</ul></header>"
         f"<section><h3>GPU memory and pace</h3><figure class='plan'>{_chart(rows, colours, question, chosen)}</figure>"
-        "<p class='note'>A dot per placement of a method in the dtype of compute; hollow: it does not fit.</p></section>"
+        "<p class='note'>A dot per placement of a method in the dtype of compute; hollow: does not fit.</p></section>"
         f"<section><h3>Every row</h3>{_table(rows, chosen, colours)}<p class='note'>Hours: to learn what "
         f"{question.steps:,} steps of AdamW learn, by a rule of thumb per method (docs/plan.md). Bars: seconds of "
         "compute, link and CPU, which overlap.</p></section>"
@@ -97,7 +97,9 @@ def _chart(rows: Sequence[Row], colours: dict[str, int], question: Question, cho
             kind = f"f{colour}" if row.fits else f"hollow c{colour}"
             ring = f'<circle class="c{colour}" fill="none" cx="{a:.1f}" cy="{b:.1f}" r="9" stroke-width="2"/>'
             parts.append(ring if row is chosen else "")
-            parts.append(f'<circle class="{kind}" cx="{a:.1f}" cy="{b:.1f}" r="4.5"><title>{escape(_said(row))}</title>')
+            parts.append(
+                f'<circle class="{kind}" cx="{a:.1f}" cy="{b:.1f}" r="4.5"><title>{escape(_said(row))}</title>'
+            )
             parts.append("</circle>")
         ends.append((points[-1][1], name))
     ends.sort()
@@ -145,7 +147,7 @@ def _table(rows: Sequence[Row], chosen: Row | None, colours: dict[str, int]) -> 
 def _line(row: Row, take: bool, colours: dict[str, int]) -> str:
     kind = " class='take'" if take else "" if row.fits else " class='no'"
     cells = [
-        row.placement, row.wire or "-", f"{row.gpu_bytes / GIB:.2f}", f"{row.host_bytes / GIB:.1f}",
+        row.placement, row.stored, f"{row.gpu_bytes / GIB:.2f}", f"{row.host_bytes / GIB:.1f}",
         f"{row.disk_bytes / GIB:.0f}", f"{row.step_seconds:.3g}", f"{row.tokens_per_second:,.0f}", f"{row.hours:.2g}",
         row.bound_by,
     ]  # fmt: skip

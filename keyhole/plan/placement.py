@@ -16,6 +16,7 @@ ahead, but only as far as there are slots. Whole blocks in turn would need slots
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -169,20 +170,24 @@ def _place(
     return layout, placed
 
 
-def fit(module: nn.Module, costs: Costs, budget: int | None) -> tuple[Layout, set[int]]:
+Find = Callable[[nn.Module, int | None, bool], Layout]
+
+
+def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
-    one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
+    one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies. find:
+    makes a layout, or remembers it."""
     formats, cut_rows = costs.room.formats, costs.may_cut_rows
-    largest_matrix = max(u.numel for u in find_layout(module, 1, cut_rows).of_kind("block"))
+    largest_matrix = max(u.numel for u in find(module, 1, cut_rows).of_kind("block"))
     cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
     if budget is None:
-        layout = find_layout(module, cuts[0], cut_rows)
+        layout = find(module, cuts[0], cut_rows)
         tables = {u.index for u in layout.units if u.kind in ("table", "head")}
         small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
         return layout, {u.index for u in layout.units[1:]} - (tables if small else set())
     found: list[tuple[int, Layout, set[int]]] = []
     for max_unit_numel in cuts:
-        layout = find_layout(module, max_unit_numel, cut_rows)
+        layout = find(module, max_unit_numel, cut_rows)
         streamed = {u.index for u in layout.units[1:]}
         smallest = costs.of(layout, streamed)
         if smallest.total <= budget:

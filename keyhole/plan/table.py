@@ -15,8 +15,8 @@ A wire of the same width as the dtype is left out: its row would be the same. Ne
 a skeleton (model/structure/skeleton.py).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,6 +54,14 @@ class Question:
     keeps: int = 2  # checkpoints
     settings: Mapping[str, Any] = field(default_factory=dict)  # by method
     methods: tuple[str, ...] = tuple(METHODS)
+    layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
+
+    def find(self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
+        """A layout, found once: it takes a tenth of a second of a large model, and rows share them."""
+        key = (id(module), max_unit_numel, cut_rows)
+        if key not in self.layouts:
+            self.layouts[key] = find_layout(module, max_unit_numel, cut_rows)
+        return self.layouts[key]
 
     @property
     def tokens_per_step(self) -> int:
@@ -90,12 +98,16 @@ class Row:
     seconds: StepSeconds | None = None
     full: bool = True
     """Whether all parameters of the model are trained."""
+    stored: str = ""
+    """The format of the weights at rest and on the link, by name; `wire` is the setting, None for the dtype itself."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        parts = {} if self.seconds is None else {name: getattr(self.seconds, name) for name in ("compute", "link", "cpu")}
-        kept = {name: value for name, value in vars(self).items() if name != "seconds"}
-        return kept | {"parts_seconds": parts}
+        parts = (
+            {} if self.seconds is None else {name: getattr(self.seconds, name) for name in ("compute", "link", "cpu")}
+        )
+        kept = {name: value for name, value in vars(self).items() if name not in ("seconds", "stored")}
+        return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 
 
 def wires_of(row: Traits, dtype: torch.dtype) -> list[str | None]:
@@ -128,17 +140,17 @@ def room_of(question: Question, wire: str | None) -> Room:
 def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
     """One row; None where it would be the same as another one, or cannot be."""
     work, room = question.workload(traits), room_of(question, wire)
-    if any(True for _ in traits.faults(work.settings, _Run(placement, wire, question))):
+    if any(True for _ in traits.faults(work.settings, _Run(None, wire, placement))):
         return None
     costs = Costs(work, room, traits)
-    whole = find_layout(question.module)
+    whole = question.find(question.module)
     layout, streamed = whole, set[int]()
     if placement != "resident":
         if not whole.of_kind("block") or question.gpu_bytes is None and placement == "auto":
             return None
         budget = question.gpu_bytes if placement == "auto" else None
         try:
-            layout, streamed = fit(question.module, costs, budget)
+            layout, streamed = fit(question.module, costs, budget, question.find)
         except UserError:  # below the minimum: the row of everything streamed says what is missing
             return None
         if not streamed:
@@ -146,18 +158,22 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
         if placement == "auto" and costs.of(whole, set()).total <= (question.gpu_bytes or 0):
             return None
         everything = {unit.index for unit in layout.units[1:]}
-        if placement == "stream" and question.gpu_bytes is not None and costs.of(layout, streamed).total > question.gpu_bytes:
-            smallest = find_layout(question.module, _largest_matrix(question.module, costs), costs.may_cut_rows)
+        if (
+            placement == "stream"
+            and question.gpu_bytes is not None
+            and costs.of(layout, streamed).total > question.gpu_bytes
+        ):
+            smallest = question.find(question.module, _largest_matrix(question, costs), costs.may_cut_rows)
             layout, streamed = smallest, {unit.index for unit in smallest.units[1:]}
         if placement == "auto" and streamed == everything:
             return None
     return make_row(question, traits, placement, wire, layout, streamed)
 
 
-def _largest_matrix(module: nn.Module, costs: Costs) -> int | None:
+def _largest_matrix(question: Question, costs: Costs) -> int | None:
     if costs.keeps_blocks_whole:
         return None
-    return max(u.numel for u in find_layout(module, 1, costs.may_cut_rows).of_kind("block"))
+    return max(u.numel for u in question.find(question.module, 1, costs.may_cut_rows).of_kind("block"))
 
 
 def make_row(
@@ -202,29 +218,15 @@ def make_row(
         on_gpu=1 - away / max(1, total),
         seconds=seconds,
         full=not traits.keeps_base,
+        stored=wire or next(name for name, dtype in PLAIN.items() if dtype == question.dtype),
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
-    """What a method's own rules may ask of a run."""
+    """What a method's own rules may ask of a run. A method that cannot clip is planned without."""
 
-    placement: str
+    dtype: str | None
     wire: str | None
-    question: Question
-    dtype: str | None = None
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        return None  # a method that cannot clip is planned without
-
-
-def measured_case(question: Question, layout: Layout, streamed: Iterable[int], method: str, wire: str | None) -> Row:
-    """The row of a model that is loaded already."""
-    traits, away = METHODS[method], set(streamed)
-    return make_row(question, traits, "stream" if away else "resident", wire, layout, away)
-
-
-def with_tokens(question: Question, batch: int, length: int, accumulation: int) -> Question:
-    """The same question for other batches."""
-    return replace(question, batch=batch, length=length, accumulation=accumulation)
+    placement: str
+    max_grad_norm: float | None = None

@@ -1,11 +1,11 @@
 """What a step of LOMO and of the rules built on it asks of a machine. (Bytes on the device: methods/memory.py.)
 
-    touched     the gradient of a matrix is written by its product and read by the update, which reads and writes the
-                weight: 2 b + 2 w per parameter, for b bytes of compute and w at home. A rule with a moment per row and
-                column (adalomo, apollo-mini) goes over the gradient once more for its sums, and over the weight for its
-                norm: b + w. Kahan rounding reads and writes 2 bytes more.
-    products    two reverses where the norm of the whole gradient clips, or float16 scales the loss
-    down        every streamed unit, once
+touched     the gradient of a matrix is written by its product and read by the update, which reads and writes the
+            weight: 2 b + 2 w per parameter, for b bytes of compute and w at home. A rule with a moment per row and
+            column (adalomo, apollo-mini) goes over the gradient once more for its sums, and over the weight for its
+            norm: b + w. Kahan rounding reads and writes 2 bytes more.
+products    two reverses where the norm of the whole gradient clips, or float16 scales the loss
+down        every streamed unit, once
 """
 
 import torch

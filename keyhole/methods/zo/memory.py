@@ -1,11 +1,12 @@
 """Bytes on the device of a zeroth-order step: those of its forward passes (model/forward/memory.py), with the perturbed
 copies of the spine for every direction. And what a step asks of a machine, beside 2 q forward passes:
 
-    touched    of a weight of w bytes at home, in b bytes of compute: the first direction reads and writes it (the update
-               of the step before) and writes two copies, 2 w + 2 b; each further one reads it and writes two, w + 2 b
+    touched    of a weight of w bytes at home, b in compute: the first direction reads and writes it (the update of the
+               step before) and writes two copies, 2 w + 2 b; each further one reads it and writes two, w + 2 b
     down       what was streamed; of blocks an EVERY-th part, while the GPU waits for the link (write_back.py)
 
-Noise costs arithmetic rather than bytes: NOISE bytes per number drawn, as measured on an H200 (benchmarks/ops_noise.py).
+Noise costs arithmetic rather than bytes: counted as NOISE bytes per number drawn, which fits the steps of OPT-13B on an
+H200 (benchmarks/zo_h200_2026-11-16.md).
 """
 
 from keyhole.machine.rates import Rates
