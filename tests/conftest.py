@@ -20,6 +20,15 @@ from hypothesis import settings
 settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
 settings.load_profile("keyhole")
 
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is kept between runs of a user (the rates of the machine) is neither read nor written by tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,7 +1,7 @@
 """How fast a machine is, in the few numbers that decide the pace of a training step.
 
-    products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): few rows use a GPU badly. Between two known numbers of rows the rate is interpolated, outside of them it is that of the
-                    nearest.
+    products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): few rows use a GPU badly. Between
+                    two known numbers of rows the rate is interpolated, outside of them it is that of the nearest.
     device_memory   bytes/s that elementwise kernels read and write
     up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
     host_memory     bytes/s that the CPU's threads read and write in host memory

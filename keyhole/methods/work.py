@@ -3,8 +3,8 @@
 For N parameters that meet every token, M tokens per pass, b bytes per element:
 
     products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs each block again
-                 where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half of
-                 the scores are masked), 2.5 times that in reverse.
+                 where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half
+                 of the scores are masked), and as the other products in reverse.
     touched      bytes of elementwise kernels: activations (below), and what the method does with weights
     up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step
     kernels      launches by the host

@@ -9,7 +9,7 @@ Each candidate is planned like any row (plan/table.py), and those that fit are o
 and within each kind by seconds per step. A number is lowered as little as it takes: halved until it fits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -61,7 +61,8 @@ def _apart(found: list[Change]) -> list[Change]:
     """The first of each setting, whatever its value."""
     kept: dict[str, Change] = {}
     for change in found:
-        kept.setdefault(change.settings.partition("=")[0], change)
+        key, _, value = change.settings.partition("=")
+        kept.setdefault(f"{key} {value.split()[0]}" if key == "method" else key, change)
     return list(kept.values())
 
 
@@ -73,20 +74,16 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
     for where in places:
         if where != placement:
             yield 0, f"placement={where}", question, traits, where, wire
-    moved = "" if placement in places else f" placement={places[0]}"
-    where = places[0] if moved else placement
-    tries = dict.fromkeys((where, *places))
-    for at in tries:
+    for at in dict.fromkeys((placement, *places) if placement in places else places):
         shown = "" if at == placement else f" placement={at}"
-        for settings, changed in _own_changes(question, traits):
+        own = list(_own_changes(question, traits))
+        for settings, changed in own:
             yield 0, settings + shown, changed, traits, at, wire
-        batch, accumulation = question.batch, question.accumulation
-        while batch > 1:
-            batch, accumulation = -(-batch // 2), accumulation * 2
-            smaller = replace(question, batch=batch, accumulation=accumulation)
-            text = f"batch_size={batch} gradient_accumulation_steps={accumulation}"
-            if _fits(smaller, traits, at, wire):
-                yield 0, text + shown, smaller, traits, at, wire
+        for settings, changed in (("", question), *own):
+            smaller = _halved(changed, lambda q, at=at: _fits(q, traits, at, wire))
+            if smaller is not None:
+                text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation}"
+                yield 0, f"{text} {settings}".rstrip() + shown, smaller, traits, at, wire
                 break
         for form in _smaller_wires(traits, question.dtype, wire):
             yield 1, f"wire={form}{shown}", question, traits, at, form
@@ -104,6 +101,15 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
             for at in ("resident", "auto", "stream") if other.streams else ("resident",):
                 shown = "" if at == placement else f" placement={at}"
                 yield 2, f"method={other.name}{shown}", question, other, at, None
+
+
+def _halved(question: Question, fits: Callable[[Question], bool]) -> Question | None:
+    """The same step in smaller micro-batches: the largest ones that fit."""
+    while question.batch > 1:
+        question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
+        if fits(question):
+            return question
+    return None
 
 
 def _fits(question: Question, traits: Traits, placement: str, wire: str | None) -> bool:

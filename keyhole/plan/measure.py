@@ -8,8 +8,8 @@
     launch          400 additions of one number, as fast as the host can ask for them
 
 Each is the best of a few rounds. The result is kept in $XDG_CACHE_HOME/keyhole/rates.json (~/.cache by default), by
-GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that cannot be
-written is no reason to stop. `known` never measures: it is for a run that is about to start.
+GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
+cannot be written is no reason to stop. `known` never measures: it is for a run that is about to start.
 """
 
 import json

@@ -128,7 +128,9 @@ def place(
         from keyhole.plan.changes import said  # it plans rows, which are placed here
 
         budget = _limit_bytes(_budget(gpu_memory, placement, device), device)
-        raise UserError(f"{refused}{said(module, placement, budget, formats, device, work)}") from None
+        fills = placement == "stream" and gpu_memory is not None  # as auto does
+        how = "auto" if fills else placement
+        raise UserError(f"{refused}{said(module, how, budget, formats, device, work)}") from None
 
 
 def _place(

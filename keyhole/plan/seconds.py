@@ -42,7 +42,9 @@ class StepSeconds:
 def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, units: int = 0) -> StepSeconds:
     """rows: tokens per product; units: that cross the link, counted once per sweep."""
     busy = work.products / rates.products_at(rows, itemsize) + work.touched / rates.device_memory
-    launching = work.kernels * rates.launch if rates.gpu_bytes is not None else 0.0
+    launching = work.kernels * rates.launch
+    if rates.gpu_bytes is None:  # a CPU computes nothing while it calls
+        busy, launching = busy + launching, 0.0
     link = rates.link_seconds(work.up, work.down)
     arithmetic, traffic = work.adam / rates.adam, work.through_host / rates.host_memory
     parts = {
