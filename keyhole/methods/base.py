@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from keyhole.machine.rates import Rates
+    from keyhole.methods.torch_optimizer import TorchOptimizer
     from keyhole.methods.work import StepWork
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
@@ -258,6 +259,22 @@ class Method:
         """Lines of the start block: what was decided."""
         return []
 
+    # -- for torch's schedulers, and loops that want an optimizer ----------------------------------------------------
+
+    @property
+    def torch_optimizer(self) -> TorchOptimizer:
+        """The method as torch's schedulers see it; the rate that they set is that of the next step."""
+        if "_torch_optimizer" not in vars(self):
+            from keyhole.methods.torch_optimizer import TorchOptimizer  # here: rows are read without torch
+
+            self._torch_optimizer = TorchOptimizer(self)
+        return self._torch_optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group: the trained parameters, and their rate."""
+        return self.torch_optimizer.param_groups
+
     # -- for the model that it is attached to (model/attached.py) -----------------------------------------------------
 
     @property
@@ -296,6 +313,9 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
     def exact(*args: Any, **options: Any) -> Any:
         from keyhole.ops.autocast import without_autocast  # here: rows are read without torch
 
+        shell = vars(args[0]).get("_torch_optimizer") if args else None
+        if shell is not None:
+            shell.sync()
         with without_autocast():
             return step(*args, **options)
 
