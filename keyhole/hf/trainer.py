@@ -40,7 +40,7 @@ from keyhole.model.model import Model
 from keyhole.plan.dtype import NAMES
 
 OWN = ("method", "settings", "placement", "gpu_memory", "dtype", "wire", "weight_decay_on", "max_length")
-NOT_INPUTS = ("num_items_in_batch",)
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # say of packed samples what position_ids say
 
 
 class KeyholeMixin:
@@ -114,7 +114,8 @@ class KeyholeMixin:
 
     def _batch(self, inputs: Any) -> dict[str, torch.Tensor]:
         """What the model is given; keyhole refuses what it does not know."""
-        return {name: x.cpu() for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in NOT_INPUTS}
+        said = PACKED if "position_ids" in inputs else ()
+        return {name: x.cpu() for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in said}
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
         """The step has clipped; this is the norm before."""

@@ -43,3 +43,4 @@ class TorchOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["lr"] = self.method.lr
         self.seen = self.method.lr
+        self._opt_called = True  # which schedulers ask for, before they step
