@@ -4,9 +4,9 @@
     python benchmarks/plan_check.py --quick       # tiny shapes on a CPU: shows that it runs, its ratios mean little
 
 Each case loads random weights of the true shape, as `keyhole.load` places them, and takes a few steps. Printed: GPU
-peak (what the allocator reserved), host peak (resident set of the process), and seconds per step, each planned, measured,
-and their ratio; at the end the share of cases within 10 % (memory) and 15 % (time), and of all pairs of cases that
-differ by more than 2 % in measured time, the share whose order was planned right. Rates are measured first, at
+peak (what the allocator reserved), host peak (resident set of the process), and seconds per step, each planned,
+measured, and their ratio; at the end the share of cases within 10 % (memory) and 15 % (time), and of all pairs of cases
+that differ by more than 2 % in measured time, the share whose order was planned right. Rates are measured first, at
 this place and time (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is a step.
 """
 
@@ -85,7 +85,7 @@ def run(case: Case, device: torch.device, rates: Any, quick: bool) -> dict[str, 
     row = METHODS[case.method]
     own = row.settings(**case.options)
     batch_size, length = (1, 16) if quick else case.tokens
-    work = Workload(case.method, batch_size * length, row.passes(own), own, False, length)
+    work = Workload(case.method, batch_size * length, row.passes(own), own, length=length)
     dtype = torch.float32 if quick else torch.bfloat16
     where = {"placement": case.placement, "gpu_memory": None if quick else case.gpu_memory, "wire": case.wire}
     measure.clear_device(device)

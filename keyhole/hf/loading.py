@@ -82,7 +82,7 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
     row = asked.row
     tokens = args.per_device_train_batch_size * asked.max_length
     passes = args.gradient_accumulation_steps * row.passes(own)
-    work = Workload(asked.method, tokens, passes, own, bool(args.max_grad_norm), asked.max_length)
+    work = Workload(asked.method, tokens, passes, own, bool(args.max_grad_norm), length=asked.max_length)
     where = {"placement": asked.placement, "gpu_memory": asked.gpu_memory, "device": "cpu" if args.use_cpu else None}
     how = {"dtype": asked.dtype or "auto", "wire": asked.wire, "seed": args.seed}
     if isinstance(source, PretrainedConfig):

@@ -4,7 +4,7 @@
     device_memory   c = a + b on 64 Mi numbers
     link            page-locked copies of 64 MiB (machine/probe.py)
     host_memory     a copy of 256 MiB by all threads
-    adam            the CPU's own kernel (ops/adam/host.py) on 8 Mi parameters
+    adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
     launch          400 additions of one number, as fast as the host can ask for them
 
 Each is the best of a few rounds. The result is kept in $XDG_CACHE_HOME/keyhole/rates.json (~/.cache by default), by
@@ -172,8 +172,8 @@ def _host_memory() -> float:
 
 
 def _adam() -> float:
-    w, m, v, g = (torch.zeros(8 * MIB) for _ in range(4))
-    grad = g.to(torch.bfloat16)
+    w, m, v = (torch.zeros(32 * MIB) for _ in range(3))
+    grad = torch.zeros(32 * MIB, dtype=torch.bfloat16)
     seconds = _best_s(lambda: host_adamw_(w, m, v, grad, grad, step=1, lr=1e-5), torch.device("cpu"), rounds=3)
     return w.numel() / seconds
 

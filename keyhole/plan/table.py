@@ -70,7 +70,7 @@ class Question:
     def workload(self, row: Traits) -> Workload:
         own = self.settings.get(row.name) or row.settings()
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
-        return Workload(row.name, tokens, passes, own, self.clips and not self._has_no_norm(row), self.length)
+        return Workload(row.name, tokens, passes, own, self.clips and not self._has_no_norm(row), length=self.length)
 
     def _has_no_norm(self, row: Traits) -> bool:
         return row.sweep == "forward"

@@ -255,7 +255,7 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     own = getattr(config, row.section)
     tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
     passes = config.gradient_accumulation_steps * row.passes(own)
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, _length(data))
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, length=_length(data))
 
 
 def _length(data: Data) -> int:

@@ -65,7 +65,7 @@ def test_the_bytes_are_those_of_the_engine(name: str) -> None:
     asked = question(llama_7b(), gpu_gib=4, batch=1, length=512, methods=(name,))
     found = plan_row(asked, METHODS[name], "auto")
     row = METHODS[name]
-    work = Workload(name, 512, row.passes(row.settings()), row.settings(), False, 512)
+    work = Workload(name, 512, row.passes(row.settings()), row.settings(), length=512)
     costs = placement.Costs(work, placement.Room(Wire(BF16), 32 * 2**20, budget), row)
     layout, streamed = placement.fit(llama_7b(), costs, budget)
     assert found is not None and found.gpu_bytes == costs.of(layout, streamed).total <= budget

@@ -46,7 +46,7 @@ ZO = Traits(
     ),  # MeZO's grids; a zeroth-order step is noisier than a gradient, so its rate is 20 to 100 times lower
     sweep="forward",
     device_bytes="keyhole.methods.zo.memory:device_bytes",
-    step_work="keyhole.methods.zo.memory:step_work",
+    step_work="keyhole.methods.zo.work:step_work",
     steps=20.0,  # MeZO trains 20,000 steps where fine-tuning takes 600 to 1,000
     wires=("fp32", "bf16", "fp16", "fp8"),
     underflow_safe=True,
