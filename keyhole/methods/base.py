@@ -78,6 +78,7 @@ class Workload:
     settings: Any = None
     clips: bool = False  # max_grad_norm is set
     length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
+    experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
 
 
 @dataclass(frozen=True)

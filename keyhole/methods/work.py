@@ -1,6 +1,6 @@
 """What one step asks of a machine: FLOPs, bytes and launches, as functions of shapes. Seconds: plan/seconds.py.
 
-For N parameters that meet every token, M tokens per pass, b bytes per element:
+For N parameters that a token meets (of experts, those it is routed to), M tokens per pass, b bytes per element:
 
     products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs each block again
                  where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half
@@ -19,6 +19,7 @@ The numbers per method are in memory.py of its folder, beside its bytes; this fi
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
@@ -69,17 +70,27 @@ def _widths(layout: Layout) -> tuple[int, int]:
     return hidden, max((max(shape) for shape in matrices), default=hidden)
 
 
-def met_numel(layout: Layout) -> int:
-    """Parameters that every token meets: the blocks' and the head's. (Of a mixture of experts all count as met: an
-    upper bound.)"""
-    return sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
+def met_numel(layout: Layout, experts: float = 1.0) -> float:
+    """Parameters that a token meets: the blocks' and the head's, of stacks of experts [E, rows, columns] its share."""
+    stacks = sum(t.shape.numel() for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 3)
+    met = sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
+    return met - (1 - experts) * stacks
+
+
+def experts_share(config: Any) -> float:
+    """Experts per token over experts, by a model's config; 1 where it has none."""
+    text = config.get_text_config()
+    at_once = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None)
+    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    total = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    return min(1.0, at_once / total) if isinstance(at_once, int) and total else 1.0
 
 
 def forward_flops(layout: Layout, work: Workload) -> float:
     """Of one pass over M tokens."""
     hidden, _ = _widths(layout)
     attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * hidden
-    return 2.0 * met_numel(layout) * work.tokens + attention
+    return 2.0 * met_numel(layout, work.experts) * work.tokens + attention
 
 
 def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:

@@ -9,7 +9,7 @@ Each candidate is planned like any row (plan/table.py), and those that fit are o
 and within each kind by seconds per step. A number is lowered as little as it takes: halved until it fits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
         for settings, changed in own:
             yield 0, settings + shown, changed, traits, at, wire
         for settings, changed in (("", question), *own):
-            smaller = _halved(changed, lambda q, at=at: _fits(q, traits, at, wire))
+            smaller = _halved(changed, traits, at, wire)
             if smaller is not None:
                 text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation}"
                 yield 0, f"{text} {settings}".rstrip() + shown, smaller, traits, at, wire
@@ -103,11 +103,11 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
                 yield 2, f"method={other.name}{shown}", question, other, at, None
 
 
-def _halved(question: Question, fits: Callable[[Question], bool]) -> Question | None:
+def _halved(question: Question, traits: Traits, placement: str, wire: str | None) -> Question | None:
     """The same step in smaller micro-batches: the largest ones that fit."""
     while question.batch > 1:
         question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
-        if fits(question):
+        if _fits(question, traits, placement, wire):
             return question
     return None
 

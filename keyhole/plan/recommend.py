@@ -43,7 +43,8 @@ def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
     others = [other for other in rows if other.fits and other.full and other.method != row.method]
     next_best = min(others, key=lambda other: other.hours, default=None)
     against = "" if next_best is None else f", {next_best.method} ({next_best.placement}) {next_best.hours:.2g} h"
+    count = f"{fitting} rows that fit" if fitting != 1 else "the one row that fits"
     return (
-        f"of {fitting} rows that fit it learns what {question.steps:,} steps of AdamW learn in the least time: "
+        f"of {count} it learns what {question.steps:,} steps of AdamW learn in the least time: "
         f"{row.hours:.2g} h{against}; bound by {row.bound_by}"
     )

@@ -27,6 +27,7 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
 from keyhole.methods.base import Room, Traits, Workload
+from keyhole.methods.work import experts_share
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import Layout, find_layout
 from keyhole.model.weights.format import CODECS, PLAIN, Wire
@@ -70,10 +71,9 @@ class Question:
     def workload(self, row: Traits) -> Workload:
         own = self.settings.get(row.name) or row.settings()
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
-        return Workload(row.name, tokens, passes, own, self.clips and not self._has_no_norm(row), length=self.length)
-
-    def _has_no_norm(self, row: Traits) -> bool:
-        return row.sweep == "forward"
+        clips = self.clips and row.sweep != "forward"  # a forward sweep has no norm to clip by
+        share = experts_share(self.module.config)
+        return Workload(row.name, tokens, passes, own, clips, length=self.length, experts=share)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, Bytes, about
 from keyhole.methods import METHODS
+from keyhole.methods.base import Room
+from keyhole.methods.work import experts_share
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
@@ -189,9 +191,8 @@ def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> s
     micro = max(1, placed.work.passes // row.passes(placed.work.settings or row.settings()))
     tokens = max(1, round(statistics.fmean(entry["tokens"] for entry in entries) / micro))
     work = replace(placed.work, method=method, tokens=min(tokens, placed.work.tokens))
+    work = replace(work, experts=experts_share(model.config))
     formats: Wire = model.formats
-    from keyhole.methods.base import Room
-
     room = Room(formats, placed.workspace_bytes, placed.limit_bytes)
     streamed = model.engine.streamed
     asked = row.planned_work(model.layout, streamed, work, room, rates)

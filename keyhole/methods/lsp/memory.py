@@ -28,6 +28,7 @@ all but a few ms, and the step is the device's own 0.35 s.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -68,14 +69,19 @@ class Numbers:
     groups: dict[int, Hashable]
     projector_bytes: int = 0
 
-    def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
-        """Bytes of moments and of buffers on the device."""
+    @cached_property
+    def largest_group(self) -> int:
+        """Numbers of the units that are gathered together, the most."""
         sizes: dict[Hashable, int] = {}
         for unit, numel in self.of.items():
             sizes[self.groups[unit]] = sizes.get(self.groups[unit], 0) + numel
+        return max(sizes.values(), default=0)
+
+    def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
+        """Bytes of moments and of buffers on the device."""
         away = [numel for unit, numel in self.of.items() if unit not in on_device]
         moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device)
-        gathered = 4 * max(sizes.values(), default=0) * (2 if away else 1)
+        gathered = 4 * self.largest_group * (2 if away else 1)
         return moments, gathered + 4 * SLOTS * max(away, default=0) + self.projector_bytes
 
 
