@@ -23,14 +23,30 @@ from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.model.backward.memory import slot_count
+from keyhole.methods.memory import reverse_bytes
+from keyhole.model.backward.kept_blocks import SHARE as KEPT
+from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
+from keyhole.model.backward.recorded import MOST_BYTES, SMALL_FLOP
+from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
 
 FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
 COMPILED = 0.25
-FORWARD_KERNELS, REVERSE_KERNELS = 55, 150  # per block and pass
 COMPILED_KERNELS = 0.3
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What the host does per block and pass, in launches of a bare kernel (machine/rates.py): Python of the model, of
+    autograd and of the sweep included. Fitted to SmolLM2-135M in short batches on an H200 (LOG.md, "Short batches"): 30
+    blocks took 268 ms of the host's time in `lomo` as they are, 37 ms recorded as graphs, 93 ms in plain SGD."""
+
+    forward: int
+    reverse: int
+
+
+SWEPT, RECORDED, PLAIN = Launches(150, 980), Launches(20, 140), Launches(150, 300)
 
 
 @dataclass(frozen=True)
@@ -107,13 +123,36 @@ def _is_compiled(work: Workload) -> bool:
 
 def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
     """Forward passes in lockstep: every streamed unit comes up once, whatever the number of passes."""
+    recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
         up=home_bytes(layout, streamed, room),
-        kernels=work.passes * layout.block_count * FORWARD_KERNELS * kernels,
+        kernels=work.passes * layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward,
     )
+
+
+def _block_numel(layout: Layout) -> int:
+    return sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
+
+
+def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
+    """Whether blocks are small enough to be recorded as graphs (model/backward/recorded.py)."""
+    block, on_host = _block_numel(layout), getattr(work.settings, "activations", None) == "host"
+    small = room.formats.dtype.itemsize * block <= MOST_BYTES and 2 * block * work.tokens <= SMALL_FLOP
+    return rates.gpu_bytes is not None and small and not on_host and not _is_compiled(work)
+
+
+def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
+    """Of the blocks whose activations are all kept, so that they do not run again (model/backward/kept_blocks.py)."""
+    how = getattr(work.settings, "activations", "block")
+    if how != "auto" or streamed or room.limit_bytes is None:
+        return float(how == "none")
+    hidden, wide = _widths(layout)
+    of_block = room.formats.dtype.itemsize * work.tokens * (HIDDEN * hidden + WIDE * wide)
+    left = room.limit_bytes - reverse_bytes(layout, streamed, work, room).total
+    return min(1.0, max(0, int(KEPT * left / of_block)) / max(1, layout.block_count))
 
 
 def reverse_work(
@@ -124,12 +163,14 @@ def reverse_work(
     rates: Rates,
     weight_products: float = 1.0,
     reverses: int = 1,
+    plain: bool = False,
 ) -> StepWork:
     """A forward and a reverse (or two), block by block, with one product per matrix for its gradient. weight_products:
-    so much of it is made. What the slots still hold at the turn does not come up again. What the update itself touches,
-    and what goes home, is the method's."""
+    so much of it is made; plain: by torch's autograd over the whole model. What the slots still hold at the turn does
+    not come up again. What the update itself touches, and what goes home, is the method's."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
-    again = 0.0 if getattr(work.settings, "activations", "block") == "none" else 1.0
+    again = 1.0 - _kept_share(layout, streamed, work, room)
+    launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = home_bytes(layout, streamed, room)
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
@@ -143,7 +184,7 @@ def reverse_work(
         down=float(kept),
         kernels=work.passes
         * layout.block_count
-        * (FORWARD_KERNELS + reverses * (again * FORWARD_KERNELS + REVERSE_KERNELS))
+        * (launches.forward + reverses * (again * launches.forward + launches.reverse))
         * kernels,
         host_bytes=kept,
     )

@@ -99,7 +99,9 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     b = room.formats.dtype.itemsize
     own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
-    found = reverse_work(layout, set(), work, room, rates, weight_products=0.0 if work.method == LORA.name else 1.0)
+    found = reverse_work(
+        layout, set(), work, room, rates, weight_products=0.0 if work.method == LORA.name else 1.0, plain=True
+    )
     if getattr(own, "activations", "none") == "none":  # nothing runs twice
         once = forward_flops(layout, work), activation_bytes(layout, work, room)
         again = 0.0 if hasattr(own, "activations") else 1.0
