@@ -40,11 +40,13 @@ def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
     fitting = sum(other.fits for other in rows)
     if not row.full:
         return f"nothing that trains all parameters fits; {row.method} trains adapters beside them"
-    others = [other for other in rows if other.fits and other.full and other.method != row.method]
-    next_best = min(others, key=lambda other: other.hours, default=None)
-    against = "" if next_best is None else f", {next_best.method} ({next_best.placement}) {next_best.hours:.2g} h"
+    fastest = min((other for other in rows if other.fits and other.full), key=lambda other: other.hours)
     count = f"{fitting} rows that fit" if fitting != 1 else "the one row that fits"
-    return (
-        f"of {count} it learns what {question.steps:,} steps of AdamW learn in the least time: "
-        f"{row.hours:.2g} h{against}; bound by {row.bound_by}"
-    )
+    learns = f"learns what {question.steps:,} steps of AdamW learn in {row.hours:.2g} h"
+    if fastest is row:
+        others = [other for other in rows if other.fits and other.full and other.method != row.method]
+        next_best = min(others, key=lambda other: other.hours, default=None)
+        against = "" if next_best is None else f" (next {next_best.method}, {next_best.hours:.2g} h)"
+        return f"of {count} the fastest: {learns}{against}; bound by {row.bound_by}"
+    near = f"{fastest.method} {fastest.placement}, {fastest.hours:.2g} h, {about(fastest.gpu_bytes)}"
+    return f"{learns}, within {NEAR - 1:.0%} of the fastest of {count} ({near}), with less GPU memory; bound by {row.bound_by}"
