@@ -20,15 +20,6 @@ from hypothesis import settings
 settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
 settings.load_profile("keyhole")
 
-
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is kept between runs of a user (the rates of the machine) is neither read nor written by tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -82,6 +73,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"{a} + {a * a} = ", "completion": f"{a + a * a}"} for a in range(1, 25)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What runs keep for the next one goes to a directory of the session, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEYHOLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

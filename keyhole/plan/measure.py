@@ -7,13 +7,12 @@
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
     launch          400 additions of one number, as fast as the host can ask for them
 
-Each is the best of a few rounds. The result is kept in $XDG_CACHE_HOME/keyhole/rates.json (~/.cache by default), by
-GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
+Each is the best of a few rounds. The result is kept in rates/rates.json of the user's cache
+(disk/user_cache.py), by GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
 cannot be written is no reason to stop. `known` never measures: it is for a run that is about to start.
 """
 
 import json
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +23,7 @@ import torch
 
 from keyhole.disk.files import make_directories, replacing
 from keyhole.disk.read_json import read_json
+from keyhole.disk.user_cache import cache_directory
 from keyhole.errors import UserError
 from keyhole.machine.host import cpu_count, host_memory
 from keyhole.machine.probe import _cpu_name, link_speed
@@ -36,10 +36,10 @@ ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
 LIMIT_BYTES = 2**20
 
 
-def cache_file() -> Path:
-    """Where measurements are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "keyhole" / "rates.json"
+def cache_file() -> Path | None:
+    """Where measurements are kept; None where the user has no place for them."""
+    directory = cache_directory("rates")
+    return None if directory is None else directory / "rates.json"
 
 
 def key_of(device: torch.device) -> str:
@@ -70,14 +70,17 @@ def rates_of(device: torch.device, again: bool = False, say: Callable[[str], Non
 
 
 def _read() -> dict[str, Any]:
+    path = cache_file()
     try:
-        return read_json(cache_file(), "rates", LIMIT_BYTES)
+        return {} if path is None else read_json(path, "rates", LIMIT_BYTES)
     except UserError:
         return {}
 
 
 def _keep(key: str, found: Rates, say: Callable[[str], None]) -> None:
     path = cache_file()
+    if path is None:
+        return
     try:
         make_directories(path.parent)
         with replacing(path) as file:

@@ -84,6 +84,7 @@ def _chart(rows: Sequence[Row], colours: dict[str, int], question: Question, cho
     if axes.x0 <= math.log(budget) <= axes.x1:
         at = f"{axes.x(budget):.1f}"
         parts.append(f'<line class="budget" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
+        parts.append(f'<text class="tick" x="{at}" y="{TOP - 5}" text-anchor="middle">room: {budget:.3g} GiB</text>')
     ends: list[tuple[float, str]] = []
     for name, colour in colours.items():
         own = sorted((row for row in drawn if row.method == name), key=lambda row: _memory(row, question))

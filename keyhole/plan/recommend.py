@@ -49,4 +49,5 @@ def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
         against = "" if next_best is None else f" (next {next_best.method}, {next_best.hours:.2g} h)"
         return f"of {count} the fastest: {learns}{against}; bound by {row.bound_by}"
     near = f"{fastest.method} {fastest.placement}, {fastest.hours:.2g} h, {about(fastest.gpu_bytes)}"
-    return f"{learns}, within {NEAR - 1:.0%} of the fastest of {count} ({near}), with less GPU memory; bound by {row.bound_by}"
+    nearly = f"within {NEAR - 1:.0%} of the fastest of {count} ({near})"
+    return f"{learns}, {nearly}, with less GPU memory; bound by {row.bound_by}"

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import method_state, read_state
-from keyhole.data import Data
+from keyhole.checkpoint.files import method_state
+from keyhole.checkpoint.state import read_state
+from keyhole.data.run import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
@@ -116,12 +117,14 @@ class Run:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
         self.method.lr = rate
         self.method.follow(lambda warmup_ratio: replace(self.schedule, warmup_ratio=warmup_ratio).factor(step - 1))
+        rate = self.method.rate  # of this step: 0 while one is searched
         loss = self.method.step(batches)
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
         record.update = None if self.journal.writer is None else self.method.journal_update()
         self.recorder.add(record)
+        self.display.lines(self.method.news())
 
     def show(self, entry: dict[str, float]) -> None:
         """To the reports; of the first steps, tokens and seconds are kept for the check."""

@@ -170,7 +170,7 @@ def test_rates_survive_a_round_trip_and_refuse_nonsense() -> None:
 
 def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second time is read; a damaged file is measured again; `known` never measures."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path))
     calls = []
     monkeypatch.setattr(measure, "measure", lambda device: calls.append(device) or PROFILES["laptop"])
     cpu = torch.device("cpu")
@@ -178,7 +178,7 @@ def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pyt
     assert measure.rates_of(cpu) == measure.rates_of(cpu) == measure.known(cpu) and len(calls) == 1
     measure.cache_file().write_text("{torn")
     assert measure.rates_of(cpu) and len(calls) == 2
-    assert [path.name for path in (tmp_path / "keyhole").iterdir()] == ["rates.json"]
+    assert [path.name for path in (tmp_path / "rates").iterdir()] == ["rates.json"]
 
 
 def test_the_page_is_complete_and_asks_for_nothing() -> None:

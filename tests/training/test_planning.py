@@ -57,7 +57,7 @@ def test_planned_and_measured_pace_stand_side_by_side(
     tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a few steps, where the rates of the machine are known."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "cache"))
     cpu = torch.device("cpu")
     measure._keep(measure.key_of(cpu), PROFILES["laptop"], print)
     text = {
