@@ -7,8 +7,8 @@
     adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
     launch          400 additions of one number, as fast as the host can ask for them
 
-Each is the best of a few rounds. The result is kept in rates/rates.json of the user's cache
-(disk/user_cache.py), by GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
+Each is the best of a few rounds. The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
+GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
 cannot be written is no reason to stop. `known` never measures: it is for a run that is about to start.
 """
 
