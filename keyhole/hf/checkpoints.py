@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from keyhole.checkpoint.files import TENSORS, About, Damaged, method_state, split_state, verify, write_state
+from keyhole.checkpoint.files import TENSORS, About, method_state, split_state, write_state
+from keyhole.checkpoint.state import Damaged, verify
 from keyhole.disk.tensors import write_tensors
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions

@@ -80,7 +80,7 @@ def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tm
     """The same run by the command's own loop, on the batches of its loader: equal losses, to the bit."""
     from keyhole.config.data import data_settings
     from keyhole.config.loader import parse_config
-    from keyhole.data import load_data
+    from keyhole.data.run import load_data
     from keyhole.training.metrics import read_metrics
     from keyhole.training.start import train
 
