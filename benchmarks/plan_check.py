@@ -21,7 +21,7 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.gradient.worker import _leave_out_svd, random_batch
+from keyhole.bench.gradient.worker import _leave_out_svd
 from keyhole.bench.shapes import llama_config, opt_config
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
@@ -93,7 +93,7 @@ def run(case: Case, device: torch.device, rates: Any, quick: bool) -> dict[str, 
     model = keyhole.load(config_of(case, quick), init="random", dtype=dtype, device=device, workload=work, **where)
     measure.clean_up(device)
     method = row.load()(model, 1e-6, **vars(own))
-    batch = random_batch(batch_size, length, model.config.vocab_size)
+    batch = measure.random_batch(batch_size, length, model.config.vocab_size)
     warm_up = 8 if row.sweep == "forward" and model.engine.streamed else 3
     found = measure.time_steps(lambda: method.step(batch), model.engine, warm_up, 4)
     memory, host = measure.device_memory(device), measure.host_memory()

@@ -34,7 +34,7 @@ from keyhole.model.weights.format import CODECS, PLAIN, Wire
 from keyhole.plan.placement import Costs, fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
-PROCESS_BYTES = {True: int(1.4 * GIB), False: int(0.6 * GIB)}  # with CUDA, without
+PROCESS_BYTES = {True: int(1.4 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
 PLACEMENTS = ("resident", "auto", "stream")
 
 
