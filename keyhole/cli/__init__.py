@@ -22,7 +22,7 @@ from typing import Any
 import typer
 
 import keyhole
-from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, replay, train
+from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, replay, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
@@ -39,6 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=train.TrainCommand)(train.train)
+app.command(cls=arguments.SettingsCommand)(plan.plan)
 app.command(cls=arguments.SettingsCommand)(data.data)
 app.command(cls=eval_.EvalCommand)(eval_.eval)
 app.command(cls=arguments.SettingsCommand)(chat.chat)

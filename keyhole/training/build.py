@@ -223,7 +223,8 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
     searches = config.learning_rate == AUTO_RATE
     passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches)
+    length = max(1, longest_row(data.train.dataset))
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches, length)
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:
