@@ -7,7 +7,8 @@ tape.py               what the forward leaves behind so that blocks can be diffe
 activation_store.py   block inputs in host memory meanwhile
 recompute.py          the second run of a block, whose linear layers offer their gradients factor by factor
 kept_blocks.py        blocks that keep all their activations, as many as fit
-recorded.py           small blocks as CUDA graphs; unit_gradients.py: where their gradients are meanwhile
+recorded.py           small blocks as CUDA graphs; recorded_visits.py: which of them
+unit_gradients.py     where their gradients are meanwhile
 compiled.py, compiled_linear.py    the same for blocks that run through torch.compile
 memory.py             the bytes of all this
 """

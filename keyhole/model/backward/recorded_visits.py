@@ -1,0 +1,141 @@
+"""Which visits of blocks are recorded (recorded.py), and their reverse, in the place of Visit.reverse.
+
+A visit is recorded if it is a function of its inputs and weights (no mapping, no random numbers), if its block is small
+and used once per pass (a second visit would write its output over that of the first), and if the first reverse of the
+block, which always goes the ordinary way, gave gradients to no other parameters than its own. And the sink must be one
+whose `linear` can be recorded (sink.py: Recordable). Any other sink that takes gradients as tensors has UnitGradients
+in front of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.model.backward.recorded import SMALL_FLOP, RecordedBlocks
+from keyhole.model.backward.sink import Recordable, Sink
+from keyhole.model.backward.tape import Visit, pass_on
+from keyhole.model.backward.unit_gradients import UnitGradients
+from keyhole.model.batch import DeviceBatch
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Unit
+
+RunAgain = Callable[[int, Callable[[], Any]], Any]
+"""(block, call): runs a block again, its linear layers offering their gradients."""
+
+
+class RecordedVisits:
+    """Runs and reverses visits, recorded where that is possible."""
+
+    def __init__(
+        self, model: Model, blocks: list[nn.Module], units_of: dict[int, list[Unit]], recorded: RecordedBlocks
+    ) -> None:
+        self.blocks = recorded
+        self.gathered = UnitGradients(model.layout, model.dtype, self.blocks)
+        self.units_of = units_of
+        self.numel_of = {block: sum(unit.numel for unit in units) for block, units in units_of.items()}
+        self.own = [[p for p in block.parameters() if p.requires_grad] for block in blocks]
+        self.reached: dict[int, set[int]] = {}  # by block: parameters with a gradient in its first reverse
+        self.offers: dict[Any, list[FlatTensor]] = {}  # of a reverse that may be recorded, by what it depends on
+        self.visited: set[tuple[int, int]] = set()  # passes and blocks of this forward
+        self.repeats = False  # a block is used twice in a pass
+        self._reaching: set[int] | None = None  # of `reached`, while it is being filled
+        self._offering: list[FlatTensor] | None = None  # of `offers`, likewise
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def are_small(self, batches: list[DeviceBatch]) -> bool:
+        """Whether every block is, in every pass."""
+        largest = max(self.numel_of.values(), default=0)
+        return all(2 * largest * one.inputs["input_ids"].numel() <= SMALL_FLOP for one in batches)
+
+    def _is_small(self, block: int, values: list[Any]) -> bool:
+        hidden = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+        return hidden is not None and 2 * self.numel_of[block] * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
+
+    def first_run(self, visit: Visit, values: list[Any]) -> Any:
+        """The forward of a block, and what it wrote into mappings."""
+        here = (visit.index, visit.block)
+        self.repeats = self.repeats or here in self.visited
+        self.visited.add(here)
+        if self.repeats or not visit.is_plain or not self._is_small(visit.block, values):
+            return visit._run(values)
+        return self.blocks.forward(visit.index, visit.block, values, _addresses(visit), visit.run), []
+
+    # -- reverse ---------------------------------------------------------------------------------------------------
+
+    def front_of(self, sink: Sink) -> Sink:
+        """What takes the gradients of a reverse for the sink."""
+        return sink if sink.by_factors or self.repeats else self.gathered.in_front_of(sink)
+
+    def takes(self, visit: Visit, sink: Sink) -> bool:
+        """Whether `reverse` is to be called for this visit."""
+        if self.repeats or visit.has_graph or not visit.is_plain or not isinstance(sink, Recordable):
+            return False
+        if visit.block not in self.reached:
+            self._reaching = self.reached[visit.block] = set()
+            return False
+        self._reaching = None
+        inside = self.reached[visit.block] <= {id(param) for param in self.own[visit.block]}
+        return inside and self._is_small(visit.block, visit.values)
+
+    def reverse(
+        self,
+        visit: Visit,
+        sink: Any,
+        run_again: RunAgain,
+        stored: dict[int, torch.Tensor],
+        complete: Callable[[nn.Parameter], None],
+    ) -> None:
+        """Differentiates the visit. stored: by id, the weights of the block's parameters; complete: is called when
+        something was added to param.grad."""
+        block, units = visit.block, self.units_of[visit.block]
+        state = sink.state(units)
+        depends_on, mark = None if state is None else (_addresses(visit), state), sink.mark()
+
+        def run(values: list[Any], grads: list[Any]) -> tuple[list[Any], list[Any]]:
+            sink.rewind(mark)  # recording runs it twice
+            self._offering = self.offers[block, depends_on] = []
+            try:
+                return visit.gradients(values, grads, self.own[block], lambda call: run_again(block, call))
+            finally:
+                self._offering = None
+
+        grads, memory = visit.take_output_grads(), sink.memory(units)
+        found, replayed = self.blocks.reverse(visit.index, block, visit.values, grads, depends_on, run, memory)
+        if replayed:
+            sink.replayed([(tensor, stored[id(tensor.param)]) for tensor in self.offers[block, depends_on]])
+        for param, grad in zip(self.own[block], found[1], strict=True):
+            if grad is not None:
+                param.grad = grad if param.grad is None else param.grad + grad
+                complete(param)
+        for origin, grad in zip(visit.origins.values(), found[0], strict=True):
+            if grad is not None:
+                below = isinstance(origin, tuple) and origin[0].block == block - 1  # it is used before the next one
+                pass_on(origin, grad if below or not self.blocks.is_static(grad) else grad.clone())
+
+    def note_gradient(self, param: nn.Parameter) -> None:
+        """Autograd has given the parameter a gradient, in the ordinary way."""
+        if self._reaching is not None:
+            self._reaching.add(id(param))
+
+    def note_offer(self, tensor: FlatTensor) -> None:
+        """The sink has accepted a product."""
+        if self._offering is not None:
+            self._offering.append(tensor)
+
+    def block_done(self) -> None:
+        """All visits of a block were reversed."""
+        self._reaching = None
+
+    def leave(self) -> None:
+        """The step is over, also after a failure."""
+        self._reaching = self._offering = None
+        self.visited.clear()
+        self.gathered.leave()
+
+
+def _addresses(visit: Visit) -> tuple[int, ...]:
+    """Where the weights of its block are."""
+    return tuple(param.data_ptr() for param in visit.module.parameters())
