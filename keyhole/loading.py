@@ -40,6 +40,7 @@ from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.plan.dtype import choose_dtype
 from keyhole.plan.placement import Placement, place
+from keyhole.ranks import Ranks
 
 ALIGN_BYTES = 256
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
@@ -62,6 +63,7 @@ def load(
     adapter: bool = True,
     head: str | None = None,
     num_labels: int | None = None,
+    ranks: Ranks | None = None,
     **engine_options: Any,
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
@@ -74,6 +76,7 @@ def load(
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
     adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
+    ranks: the processes that train this model together (keyhole/ranks); None: this one alone.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
     _check_source(model)
@@ -105,7 +108,7 @@ def load(
         source = None if directory is None else str(model)
         tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
         about = {"tokenizer": tokenizer, "source": source, "placed": placed}
-        loaded = Model(module, layout, engine, formats, **about, graphs=graphs, changes=changes)
+        loaded = Model(module, layout, engine, formats, **about, graphs=graphs, changes=changes, ranks=ranks)
         std = getattr(config, "initializer_range", None) or 0.02
         if init == "random":
             _pin(loaded, touch=True)

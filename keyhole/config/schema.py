@@ -159,6 +159,8 @@ class RunConfig:
     """Write checkpoints while training goes on; false = wait for each."""
     journal_sync: Count = 1
     """zo: flush the journal of steps to the disk every so many steps (a killed process loses none either way)."""
+    rank_timeout: Annotated[float, Limit(1, 86400)] = 60.0
+    """torchrun: seconds without a sign of life after which a rank counts as dead, and the run ends."""
     report_to: Literal["tensorboard"] | None = None
     """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
 

@@ -51,6 +51,7 @@ from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.autocast import without_autocast
 from keyhole.ops.loss import RunningNLL
+from keyhole.ranks import Ranks
 
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
@@ -72,11 +73,13 @@ class Model:
         placed: Placed | None = None,
         graphs: bool = True,
         changes: Changes | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.module, self.layout, self.engine = module, layout, engine
         self.formats, self.dtype = formats, formats.dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
+        self.ranks = ranks or Ranks()
         self.pinned = False
         self.graphs: BlockGraphs | None = None
         self.classifies = is_classifier(module.config)
@@ -128,6 +131,13 @@ class Model:
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
+
+    def share_to_device(self, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], int]:
+        """Of the micro-batches of a step, those of this rank; and what the loss of the step is a mean of, over all
+        ranks. A rank may have none."""
+        own = self.ranks.share(as_list(batch))
+        sent = self.to_device(own) if own else []
+        return sent, self.ranks.total(sum(one.loss_count for one in sent))
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError where samples that share a row of so many tokens would see each other. Asks the model once."""

@@ -10,13 +10,12 @@ are the same, bit for bit, as N steps, a stop, and M more. How a run gets here i
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import method_state, read_state
 from keyhole.data import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
@@ -24,10 +23,11 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.model.weights.read import fill_from
 from keyhole.training import rundir
 from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
+from keyhole.training.crew import Command, Crew
 from keyhole.training.display import Display
+from keyhole.training.follow import one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
 from keyhole.training.reports import Reports
@@ -35,7 +35,7 @@ from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
-from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
+from keyhole.training.validation import EVAL, TEST, Judge, evaluate_all, shown, shown_loss
 
 
 @dataclass(kw_only=True)
@@ -66,6 +66,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
+        self.crew = Crew(self.model.ranks, self.interrupts)
         self.saver.selection = self.selection.state_dict
         self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
@@ -79,11 +80,16 @@ class Run:
             self.recorder.restart_clock()
             self.selection.start_clock()
             with self.interrupts:
-                return self.loop()
+                code = self.loop()
+            self.crew.call(Command.END, code)
+            return code
         except NonFinite as error:
+            ranks = self.model.ranks.not_finite()
+            if ranks:
+                error = NonFinite(f"{error}\n  found: on rank {', '.join(map(str, ranks))}")
             broken = first_bad_tensor(self.model.named_tensors())
             if broken is None:
-                raise
+                raise error from error.__cause__
             raise NonFinite(f"{error}\n  found: {broken} holds NaN or infinity, before this step") from error
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -109,12 +115,11 @@ class Run:
     def step(self, step: int) -> None:
         """One update, queued; its record is read when it is done."""
         loader, rate = self.data.train, self.schedule.rate(step - 1)
+        self.crew.call(Command.STEP)
         batches = next(loader)
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
-        self.method.lr = rate
-        self.method.follow(lambda warmup_ratio: replace(self.schedule, warmup_ratio=warmup_ratio).factor(step - 1))
-        loss = self.method.step(batches)
+        loss = one_update(self.method, self.schedule, step, batches)
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
@@ -163,11 +168,10 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Loss on the held-out data, and the tasks' metrics on dev. A signal ends it, and the resumed run evaluates."""
-        found = evaluate(self.model, self.data.eval, self.is_asked)
-        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked)
-        self.gave_up = metrics is None
-        if found is not None and metrics is not None:
-            found |= metrics
+        self.crew.call(Command.EVALUATE)
+        found = evaluate_all(self.model, self.data.eval, self.judge, self.is_asked)
+        self.gave_up = found is None
+        if found is not None:
             self.last_eval = found
             self.selection.note(step, found)
             self.reports.send({"step": step, **found})
@@ -185,6 +189,7 @@ class Run:
         if not self.judge.test or step in tested:
             return
         self.method.flush()
+        self.crew.call(Command.TEST)
         found = self.judge.test_metrics(self.model, self.is_asked)
         self.gave_up = found is None
         if found is not None:
@@ -250,14 +255,8 @@ class Run:
         """Gives the model the weights that were published, if they are to be tested and are not those of this step."""
         if best in (None, step) or not self.judge.test or best in self.reports.metrics.tested:
             return
-        path = self.directory.root / f"checkpoint-{best}"
-        self.method.flush()
-        self.model.engine.wait_for_homes()
-        if not METHODS[self.method.name].keeps_base:
-            fill_from(self.model, path, self.model.dtype)
-            self.model.engine.invalidate()
-        if self.model.addon is not None:
-            self.method.load_state_dict(method_state(path, read_state(path)))
+        self.crew.call(Command.GO_BACK, best)
+        take_weights(self.model, self.method, self.directory.root / f"checkpoint-{best}")
 
     def _chosen(self, best: int | None) -> str:
         if best is None:

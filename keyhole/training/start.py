@@ -9,7 +9,7 @@ below: each part gets the few values that it needs.
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
+from keyhole.ranks import Ranks
 from keyhole.training import rundir, start_block, tracker
 from keyhole.training.display import Display, open_missing_streams
+from keyhole.training.follow import Follower
 from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.lock import Lock, locked
 from keyhole.training.loop import Run
@@ -64,6 +66,7 @@ class Parts:
     display: Callable[[int, int], Display] = Display
     model_hash: Callable[[str], str | None] = field(default_factory=lambda: model_hash)
     allow_code_execution: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = False, parts: Parts | None = None) -> int:
@@ -75,6 +78,11 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     """
     open_missing_streams()
     config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
+    parts = parts or Parts()
+    check_ranks(config, parts.ranks)
+    if not parts.ranks.is_leader:  # it does what the leader says, and touches no file
+        directory = rundir.RunDir(Path(config.output_dir))
+        return 0 if dry_run else build_run(find_job(config, directory, resume, parts), Lock(directory.lock)).go()
     tracker.require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
     with locked(directory.lock) as lock:
@@ -82,7 +90,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             lock.take()
             rundir.restore(directory)
             rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
-        job = find_job(config, directory, resume, parts or Parts())
+        job = find_job(config, directory, resume, replace(parts, ranks=Ranks()) if dry_run else parts)
         if dry_run:
             lines = [*dry_lines(config, job.origin.choice, job.data), job.data.report, job.lines(), job.notes]
             lines.append(["dry run: nothing was written"])
@@ -113,12 +121,14 @@ class Job:
 
 def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None, parts: Parts) -> Job:
     """Checks what to go on from, and the data. Writes nothing: whoever made a mistake hears of it in seconds."""
-    origin = find_origin(resume, directory.place(), METHODS[config.method].journaled)
+    ranks, row = parts.ranks, METHODS[config.method]
+    origin = ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
     if origin.tail and origin.choice.path is None:
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config)
     began = origin.loader.get("date") if origin.state is not None else None
     data = parts.load_data(data_settings(config, began))
+    same_everywhere(ranks, config, data)
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check()
     chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
@@ -139,19 +149,49 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
     return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
 
 
-def build_run(job: Job, lock: Lock) -> Run:
+def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
+    """Refuses what several ranks cannot do."""
+    count, row = config.gradient_accumulation_steps, METHODS[config.method]
+    if not ranks.several:
+        return
+    if row.ranks is None:
+        able = ", ".join(name for name, each in METHODS.items() if each.ranks is not None)
+        raise UserError(
+            f"method={config.method} trains in one process: start it without torchrun; on several ranks: {able}"
+        )
+    if count % ranks.size:
+        raise UserError(
+            f"gradient_accumulation_steps={count}: it counts the micro-batches of a step over all ranks, and must be a "
+            f"multiple of their number, {ranks.size}; set it to {-(-count // ranks.size) * ranks.size} (lower "
+            "batch_size to keep the rows of a step), or start another number of processes"
+        )
+
+
+def same_everywhere(ranks: Ranks, config: TrainConfig, data: Data) -> None:
+    """Refuses ranks that would train on something else than the leader."""
+    if not ranks.several:
+        return
+    ranks.set_limit(config.rank_timeout)
+    everyone = ranks.objects((to_yaml(replace(config, data_cache=None)), data.train.fingerprint))
+    for rank, (its_config, its_data) in enumerate(everyone):
+        what = "the config" if its_config != everyone[0][0] else "train_data" if its_data != everyone[0][1] else None
+        if what is not None:
+            raise UserError(f"rank {rank}: {what} differs from that of rank 0; the files must be the same everywhere")
+
+
+def build_run(job: Job, lock: Lock) -> Run | Follower:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
     torch.manual_seed(job.config.seed)
     with ExitStack() as opened:  # what is closed again when something below fails
-        model = load_model(job.config, job.origin.choice, job.data, job.parts.load)
+        model = load_model(job.config, job.origin.choice, job.data, job.parts.load, job.parts.ranks)
         opened.callback(model.close)
         run = _build(job, lock, model, opened)
         opened.pop_all()
     return run
 
 
-def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
-    config, origin, data = job.config, job.origin, job.data
+def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follower:
+    config, origin, data, ranks = job.config, job.origin, job.data, job.parts.ranks
     if config.packing:
         model.check_packing(config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
@@ -160,13 +200,19 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     if data.chat_template is not None:
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
+    ranks_lines = ranks.describe(model.device)
+    if not ranks.is_leader:
+        if origin.tail:
+            apply_records(method, origin.tail, job.display.line)
+        shared = {"data": data, "schedule": job.schedule, "first": origin.step, "judge": job.judge}
+        return Follower(root=job.directory.root, model=model, method=method, **shared)
     base = job.parts.model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
     saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
-    groups += [job.lines(), saver.describe(), job.notes]
+    groups += [ranks_lines, job.lines(), saver.describe(), job.notes]
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
@@ -201,11 +247,19 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     )
 
 
-def load_model(config: TrainConfig, choice: select.Choice, data: Data, load: Callable[..., Model] = load) -> Model:
+def load_model(
+    config: TrainConfig,
+    choice: select.Choice,
+    data: Data,
+    load: Callable[..., Model] = load,
+    ranks: Ranks | None = None,
+) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of a run before this one
-    where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    where: dict[str, Any] = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    if ranks is not None and ranks.several:
+        where |= {"device": ranks.device(config.device), "ranks": ranks}
     source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     how |= _head(config, data)

@@ -30,7 +30,7 @@ from keyhole.methods.base import Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.update import Pending, Update
-from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
@@ -91,7 +91,7 @@ class ZO(Method):
     @torch.no_grad()
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
-        batches = self.model.to_device(batch)
+        batches, loss_count = self.model.share_to_device(batch)
         self.model.apply_deferred(before_step_of=self)
         self.update.begin()
         with self.model.sweep("train"):
@@ -99,7 +99,7 @@ class ZO(Method):
             serve, passes = self._server(len(batches)), batches * (2 * self.directions)
             rows, at_once = self._rows(batches), self.block_at_once
             hidden = self.model.lockstep(passes, serve, rows, steady=True, block_at_once=at_once)
-            losses_q2 = self._losses(hidden, batches)
+            losses_q2 = self._losses(hidden, batches, len(as_list(batch)), loss_count)
             self.update.apply_to_rest()
         self._defer(losses_q2)
         if not self.deferred_update:
@@ -161,8 +161,10 @@ class ZO(Method):
 
         return rows
 
-    def _losses(self, hidden: list[torch.Tensor], batches: list[DeviceBatch]) -> torch.Tensor:
-        """[q, 2] mean losses of the passes."""
+    def _losses(
+        self, hidden: list[torch.Tensor], batches: list[DeviceBatch], all_micro: int, loss_count: int
+    ) -> torch.Tensor:
+        """[q, 2] mean losses of the passes, over the micro-batches of all ranks, added up in their order."""
         micro, head = len(batches), self.model.head
         if self.model.classifies:
             nll = [head.nll(x, batches[p % micro].target_N) for p, x in enumerate(hidden)]
@@ -170,8 +172,9 @@ class ZO(Method):
         else:
             nll = self._visit_head(hidden, batches)
         parts = [loss_sum(nll_N, batches[p % micro].candidates) for p, nll_N in enumerate(nll)]
-        sums = torch.stack(parts).view(self.directions, 2, micro)
-        return sums.sum(dim=2) / max(1, sum(b.loss_count for b in batches))
+        sums = torch.stack(parts) if parts else self.plus.new_zeros(0, dtype=torch.float32)
+        sums = self.model.ranks.side_by_side(sums.view(self.directions, 2, micro), all_micro)
+        return sums.sum(dim=2) / max(1, loss_count)
 
     def _visit_head(self, hidden: list[torch.Tensor], batches: list[DeviceBatch]) -> list[torch.Tensor]:
         """The nll of every trained token, per pass: the head's chunks are visited once, all passes use each."""

@@ -50,6 +50,7 @@ ZO = Traits(
     underflow_safe=True,
     journaled=True,
     announces="pages",
+    ranks="replicas",
     may_change=("clip", "deferred_update", "write_back_every"),
     passes=lambda own: 2 * own.directions,
     whole_blocks=lambda own: own.compile,

@@ -1,0 +1,173 @@
+"""The ranks of a run over torch.distributed.
+
+Two groups: gloo carries small numbers and objects between the hosts; NCCL carries tensors between GPUs, where every
+rank has a GPU of its own (two ranks on one GPU use gloo, by way of host memory). Nothing is reduced on the way: sums
+are made by every rank itself, in the order of ranks.
+
+Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Who is dead is
+found by other means: a closed connection (failures.py), or no sign of life for limit_s (alive.py).
+
+Bytes per rank: gather of n bytes sends and receives (N - 1) n. Time: two to three trips over the network.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from keyhole.errors import UserError
+from keyhole.ranks.alive import Alive
+from keyhole.ranks.failures import Failures, RankFailed
+from keyhole.ranks.single import Ranks
+
+T = TypeVar("T")
+DAY = timedelta(days=1)
+START = timedelta(minutes=10)
+
+
+class Group(Ranks):
+    """This process among the others; `connect` makes a connection to their store."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, local_size: int, connect: Callable[[], Any]) -> None:
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.store = connect()
+        self.failures = Failures(self.store, rank)
+        self.store.set_timeout(START)
+        dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size, timeout=DAY)
+        self.nccl: Any = None
+        self.alive: Alive | None = None
+        self.columns: list[torch.Tensor] = []  # what was gathered last, to name the rank of a number that is not finite
+        everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(local_rank, local_size)))
+        self.failures.learn([(host, pid) for host, pid, _ in everyone])
+        own_gpus = all(gpu is not None for _, _, gpu in everyone)
+        if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == size and dist.is_nccl_available():
+            torch.cuda.set_device(local_rank)
+            self.nccl = dist.new_group(backend="nccl", timeout=DAY)
+        watched = range(1, size) if rank == 0 else [0]
+        self.alive = Alive(connect, self.failures, watched, self.limit_s, always=self.nccl is not None)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context for a collective: a connection that closes meanwhile is another rank's end."""
+        if self.alive is not None:
+            self.alive.waiting_since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failures.found(self.limit_s) from error
+        finally:
+            if self.alive is not None:
+                self.alive.waiting_since = None
+
+    def set_limit(self, limit_s: float) -> None:
+        """Seconds without a sign of life after which a rank counts as dead."""
+        self.limit_s = self.alive.limit_s = limit_s
+
+    # -- what ranks ask of each other ------------------------------------------------------------------------------
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        over_host = self.nccl is None or x.device.type == "cpu"
+        sent = (x.cpu() if over_host else x).contiguous()
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        with self._together():
+            dist.all_gather(found, sent, group=None if over_host else self.nccl)
+        return torch.stack(found).to(x.device)
+
+    def side_by_side(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        widths = [(r + 1) * total // self.size - r * total // self.size for r in range(self.size)]
+        padded = x.new_zeros((*x.shape[:-1], max(widths)))
+        padded[..., : x.shape[-1]] = x
+        rows = self.gather(padded)
+        self.columns = [*self.columns[-1:], rows]
+        return torch.cat([row[..., :width] for row, width in zip(rows, widths, strict=True)], dim=-1)
+
+    def not_finite(self) -> list[int]:
+        """Of the last two steps."""
+        for rows in self.columns:
+            bad = [rank for rank, row in enumerate(rows) if not bool(row.isfinite().all())]
+            if bad:
+                return bad
+        return []
+
+    def total(self, count: int) -> int:
+        return int(self.gather(torch.tensor([count])).sum())
+
+    def objects(self, x: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        with self._together():
+            dist.all_gather_object(found, x)
+        return found
+
+    def from_leader(self, make: Callable[[], T]) -> T:
+        sent = [make() if self.is_leader else None]
+        with self._together():
+            dist.broadcast_object_list(sent, src=0)
+        return sent[0]
+
+    def barrier(self) -> None:
+        self.total(0)
+
+    def device(self, asked: str | None) -> str | None:
+        """`cuda`, or nothing, means the GPU with this rank's number on its machine; a number means that very GPU."""
+        if asked not in (None, "cuda") or not torch.cuda.is_available():
+            return asked
+        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
+
+    def describe(self, device: torch.device) -> list[str]:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        all_of = self.objects((socket.gethostname(), str(device), name))
+        hosts = list(dict.fromkeys(host for host, _, _ in all_of))
+        carried = "NCCL between GPUs, gloo between hosts" if self.nccl is not None else "gloo"
+        shown = [f"{rank}: {device} ({name}) on {host}" for rank, (host, device, name) in enumerate(all_of)]
+        return [
+            f"ranks: {self.size} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}; {carried}; a rank without a "
+            f"sign of life for {self.limit_s:g} s ends the run",
+            *(f"  rank {line}" for line in shown),
+        ]
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What this process ends with when `error` has ended its work here: the leader says it, the others are quiet,
+        unless the leader does not hear them."""
+        if isinstance(error, RankFailed):
+            self._leave()
+            return error if self.is_leader or error.code == 1 and "rank 0" in str(error) else SystemExit(error.code)
+        self.failures.publish(error)
+        self._leave()
+        if self.is_leader:
+            return error
+        first = self.failures.read()  # another rank was first: this error is a consequence
+        if first is not None:
+            return SystemExit(first.code)
+        if self.failures.wait_until_heard(self.limit_s):
+            return SystemExit(2 if isinstance(error, UserError) else 1)
+        return error
+
+    def _leave(self) -> None:
+        """Closes the connections, which wakes those who wait for this rank."""
+        self.alive.waiting_since = None
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+    def close(self) -> None:
+        """The end of a run that went well: connections are closed when nobody needs them any more."""
+        self.alive.close()
+        if dist.is_initialized():
+            with suppress(Exception):
+                self.store.set(f"done/{self.rank}", "1")
+                self.store.wait([f"done/{rank}" for rank in range(self.size)], timedelta(seconds=self.limit_s))
+            self._leave()
+
+
+def gpu_of(local_rank: int, local_size: int) -> int | None:
+    """The number of the GPU that is this rank's alone; None where there is none."""
+    if not torch.cuda.is_available() or torch.cuda.device_count() < local_size:
+        return None
+    return local_rank

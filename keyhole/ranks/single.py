@@ -1,0 +1,78 @@
+"""What a rank can ask of the others, and the answers where there are none.
+
+    share(items)        this rank's part of a list, in order: items[r n / N : (r + 1) n / N]
+    gather(x)           the tensors of all ranks, [N, ...], in the order of ranks
+    total(count)        the sum of an integer over all ranks, on the host
+    objects(x)          any (picklable) object of every rank
+    from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it
+    barrier()           returns when every rank is here
+
+Every call but `share` must be made by all ranks in the same order. This class is one process by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One process by itself."""
+
+    rank, size = 0, 1
+    local_rank, local_size = 0, 1
+    limit_s = 60.0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank prints, logs and saves."""
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        return self.size > 1
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This rank's consecutive part of the items; empty where there are fewer items than ranks."""
+        begin, end = (r * len(items) // self.size for r in (self.rank, self.rank + 1))
+        return list(items[begin:end])
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, *shape of x], on the device of x."""
+        return x[None]
+
+    def side_by_side(self, x: torch.Tensor, total: int) -> torch.Tensor:
+        """[..., k] of every rank as [..., total], where k is the length of its share of `total` items."""
+        return x
+
+    def not_finite(self) -> list[int]:
+        """The ranks that brought numbers which are not finite, as far as that is worth saying."""
+        return []
+
+    def total(self, count: int) -> int:
+        return count
+
+    def objects(self, x: T) -> list[T]:
+        return [x]
+
+    def from_leader(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def barrier(self) -> None:
+        pass
+
+    def device(self, asked: str | None) -> str | None:
+        """The device of this rank, where the config asks for `asked`."""
+        return asked
+
+    def describe(self, device: Any) -> list[str]:
+        """Lines of the start block; called by all ranks."""
+        return []
+
+    def close(self) -> None:
+        pass
