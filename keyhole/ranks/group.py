@@ -39,9 +39,10 @@ class Group(Ranks):
         self.store = connect()
         self.failures = Failures(self.store, rank)
         self.store.set_timeout(START)
-        dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size, timeout=DAY)
         self.nccl: Any = None
-        self.alive: Alive | None = None
+        self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
+        with self._together():
+            dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size, timeout=DAY)
         self.columns: list[torch.Tensor] = []  # what was gathered last, to name the rank of a number that is not finite
         everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(local_rank, local_size)))
         self.failures.learn([(host, pid) for host, pid, _ in everyone])
@@ -49,25 +50,23 @@ class Group(Ranks):
         if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == size and dist.is_nccl_available():
             torch.cuda.set_device(local_rank)
             self.nccl = dist.new_group(backend="nccl", timeout=DAY)
-        watched = range(1, size) if rank == 0 else [0]
-        self.alive = Alive(connect, self.failures, watched, self.limit_s, always=self.nccl is not None)
+            self.alive.always = True
 
     @contextmanager
     def _together(self) -> Iterator[None]:
         """A context for a collective: a connection that closes meanwhile is another rank's end."""
-        if self.alive is not None:
-            self.alive.waiting_since = time.monotonic()
+        self.alive.waiting_since = time.monotonic()
         try:
             yield
         except RuntimeError as error:
             raise self.failures.found(self.limit_s) from error
         finally:
-            if self.alive is not None:
-                self.alive.waiting_since = None
+            self.alive.waiting_since = None
 
     def set_limit(self, limit_s: float) -> None:
         """Seconds without a sign of life after which a rank counts as dead."""
-        self.limit_s = self.alive.limit_s = limit_s
+        self.limit_s = limit_s
+        self.alive.set_limit(limit_s)
 
     # -- what ranks ask of each other ------------------------------------------------------------------------------
 
