@@ -21,7 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import VECTOR, Scalar, check_scalars, check_tensors, float32
+from keyhole.ops.arguments import (
+    VECTOR,
+    Count,
+    Number,
+    Scalar,
+    check_scalars,
+    check_tensors,
+    float32,
+    is_on_device,
+    number,
+)
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits, vector_bits
@@ -36,7 +46,7 @@ _INTERPRETED, _FLOAT32_MAX = tl.constexpr(INTERPRETED), tl.constexpr(FLOAT32_MAX
 class Rule:
     """The settings of one update, and where it adds up what it saw."""
 
-    lr: float
+    lr: Number
     weight_decay: float
     clip_value: float | None
     scale: Scalar
@@ -73,7 +83,8 @@ def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor |
     """Chunk by chunk."""
     if rule.sum_squares is not None or rule.bad is not None:
         sum_squares_reference_(grad, rule, how.offset)
-    which, stochastic = {"seed": how.seed, "step": how.step, "device": w.device}, how.is_stochastic(w.dtype)
+    which, stochastic = {"seed": how.seed, "step": int(how.step), "device": w.device}, how.is_stochastic(w.dtype)
+    lr = float(rule.lr)
     for part in chunks(how.offset, w.numel()):
         g, old, c_old = scaled_reference(grad[part], rule.scale), w[part], None if c is None else c[part]
         finite = torch.isfinite(g)
@@ -81,7 +92,7 @@ def sgd_update_reference_(w: torch.Tensor, grad: torch.Tensor, c: torch.Tensor |
             g = g.clamp(-rule.clip_value, rule.clip_value)
         if rule.weight_decay:
             g = g.add(old.to(torch.float32), alpha=rule.weight_decay)
-        x = (old if c is None else c_old).to(torch.float32).add(g, alpha=-rule.lr)
+        x = (old if c is None else c_old).to(torch.float32).add(g, alpha=-lr)
         bits = chunk_bits_reference(how.offset + part.start, g.numel(), **which) if stochastic else None
         store_weight_reference_(old, c_old, x, finite, bits, how)
 
@@ -125,9 +136,13 @@ def _vector(pointers, bounds, bits, rates, V: tl.constexpr, STOCHASTIC: tl.const
 @jit(do_not_specialize=["tile_0", "lead", "n", "step", "k0", "k1", "lr", "wd", "clip"])
 def _sgd_kernel(
     w_ptr, c_ptr, grad_ptr, scale_ptr, partial_ptr, bad_ptr, changed_ptr,
-    tile_0, lead, n, step, k0, k1, lr, wd, clip, STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr,
+    tile_0, lead, n, step, k0, k1, lr, wd, clip,
+    STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """One program: 8192 elements of the index space. What is None is left out; without w_ptr, all but the sums."""
+    """One program: 8192 elements of the index space. What is None is left out; without w_ptr, all but the sums.
+    ON_DEVICE: lr and step are pointers."""
+    if ON_DEVICE:
+        lr, step = tl.load(lr), tl.load(step)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     grad_ptr += start
     if w_ptr is not None:
@@ -157,6 +172,7 @@ def _launch(w: torch.Tensor | None, grad: torch.Tensor, c: torch.Tensor | None, 
     tensors = (w, c, grad, rule.scale, partial, rule.bad, how.changed)
     rates = (rule.lr, rule.weight_decay or None, rule.clip_value)
     options = {"MULTIPLE": VECTOR if aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    options["ON_DEVICE"] = is_on_device(rule.lr, how.step)
     stochastic = w is not None and how.is_stochastic(w.dtype)
     with on_device(grad):
         _sgd_kernel[(programs,)](*tensors, *place, *key(how.seed, how.step), *rates, STOCHASTIC=stochastic, **options)
@@ -168,7 +184,7 @@ def sgd_update_(
     w: torch.Tensor,
     grad: torch.Tensor,
     *,
-    lr: float,
+    lr: Number,
     weight_decay: float = 0.0,
     scale: Scalar = None,
     clip_value: float | None = None,
@@ -176,7 +192,7 @@ def sgd_update_(
     compensation: torch.Tensor | None = None,
     offset: int = 0,
     seed: int = 0,
-    step: int = 0,
+    step: Count = 0,
     sum_squares: Scalar = None,
     bad: Scalar = None,
     changed: Scalar = None,
@@ -187,13 +203,14 @@ def sgd_update_(
     device, None for 1. compensation: with rounding "kahan", like w. offset: global index of the first element.
     On the device, added to what is there: sum_squares (float32) of grad * scale, changed (int64) stored values.
     bad (int32): set to 1 if an element of grad * scale is inf or nan; its weight is left alone.
+    lr and step: values, or both numbers on the device.
     """
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w, grad)
     check_scalars(w.device, torch.float32, scale, sum_squares)
     check_scalars(w.device, torch.int32, bad)
     clip = None if clip_value is None else float32(clip_value)
-    rule = Rule(float32(lr), float32(weight_decay), clip, scale, sum_squares, bad)
+    rule = Rule(number(lr), float32(weight_decay), clip, scale, sum_squares, bad)
     run = _launch if use_kernel(w.device) and w.numel() else sgd_update_reference_
     run(w.view(-1), grad.view(-1), None if compensation is None else compensation.view(-1), rule, how)
 

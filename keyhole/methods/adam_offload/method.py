@@ -57,7 +57,7 @@ class AdamOffload(Method):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     name = "adam-offload"
-    accumulates, surveys = False, 0  # as a sink
+    accumulates, by_factors, surveys, update_key = False, False, 0, None  # as a sink
 
     def __init__(
         self,
@@ -150,6 +150,9 @@ class AdamOffload(Method):
         unit = self.state.trained[tensor.start].unit
         self.exchange.put(unit.index, tensor.start - unit.start, grad)
         self.current.starts[unit.index].append(tensor.start)
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        """Nothing is recorded."""
 
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are on their way; its update is submitted, now or at the end."""

@@ -34,6 +34,7 @@ class APOLLOMini(LOMO):
     """LOMO whose steps have Adam's length, matrix by matrix. Its rate is Adam's, not SGD's."""
 
     name = "apollo-mini"
+    waits = True  # its moments must not see a step that is not to be
 
     def __init__(
         self,

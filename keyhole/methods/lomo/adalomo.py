@@ -21,6 +21,7 @@ from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lomo.table import TableUpdate, merge_chunks
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor
+from keyhole.ops.adalomo.matrix import moment_decay
 
 
 class AdaLOMO(LOMO):
@@ -60,6 +61,10 @@ class AdaLOMO(LOMO):
     def _first_row(self, chunk: FlatTensor) -> int:
         return (chunk.start - self.tensors[id(chunk.param)].start) // chunk.shape[1]
 
+    @property
+    def _beta(self) -> float:
+        return moment_decay(self.step_count)
+
     def _moments_of(self, tensor: FlatTensor, device: torch.device) -> dict[str, torch.Tensor]:
         if tensor.name not in self.moments:
             self.moments[tensor.name] = ops.adalomo_state(tensor.shape, device)
@@ -81,8 +86,11 @@ class AdaLOMO(LOMO):
             ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are bounded
             self._bound_elements(grad)
             how["sum_squares"] = None
-        state = self._moments_of(tensor, w.device)
-        ops.adalomo_update_(w, grad, state, lr=lr, t=self.step_count, weight_decay=weight_decay, scale=scale, **how)
+        state, beta = self._moments_of(tensor, w.device), None
+        if self.update_key is not None:
+            lr, beta, how["step"] = self.numbers.lr, self.numbers.beta, self.numbers.step
+        when = {"lr": lr, "beta": beta, "t": self.step_count}
+        ops.adalomo_update_(w, grad, state, weight_decay=weight_decay, scale=scale, **when, **how)
 
     def _bound_elements(self, grad: torch.Tensor) -> None:
         """Clamps a gradient in place to clip_value, rounded to its dtype."""

@@ -59,6 +59,8 @@ class LOMOLoRA(LOMO):
         groups = parameter_groups(list(self.adapters.values()), self.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=adapter_lr)
 
+    waits = True  # torch's optimizer of the adapters must not see a step that is not to be
+
     # -- beside LOMO's reverses ------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -28,8 +28,10 @@ from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
+from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
+from keyhole.model.backward.sink import Sink
 from keyhole.model.backward.tape import ACTIVATIONS
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
@@ -45,6 +47,7 @@ class LOMO(UpdateSink, Method):
     """
 
     name = "lomo"
+    waits = False  # for the loss before anything moves, on a GPU too
 
     def __init__(
         self,
@@ -90,6 +93,10 @@ class LOMO(UpdateSink, Method):
         self.compensation: dict[str, torch.Tensor] = {}  # Kahan's
         self.table_squares: dict[int, torch.Tensor] = {}
         self.received: set[str] = set()  # names of tensors that have had a gradient in the last update
+        recorded = self.reverse.recorded is not None and not self.waits
+        self.numbers = StepNumbers(device) if recorded else None
+        self.static_scale = torch.ones((), device=device)  # recorded launches read it there
+        self.broken: Flags | None = None  # `bad` after the last step, on its way
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -100,8 +107,14 @@ class LOMO(UpdateSink, Method):
         reverses = 2 if self._norm_first else 1
         with self.dropout.step(), self.reverse.sweep(reverses, self.surveys):
             loss = self.reverse.forward(batches, self.dropout.turn)
-            if self._may_update(loss):
-                self._update(lambda sink, last: self.reverse.reverse(sink, loss_scale=self._factor, last=last))
+
+            def reverse(sink: Sink, last: bool) -> None:
+                self.reverse.reverse(sink, loss_scale=self._factor, last=last)
+
+            if self.numbers is not None:
+                self._update_unread(loss, reverse)
+            elif self._may_update(loss):
+                self._update(reverse)
         return loss
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -128,6 +141,52 @@ class LOMO(UpdateSink, Method):
             counter.zero_()
         self.norm = None
         return bool(torch.isfinite(loss))
+
+    def _update_unread(self, loss: torch.Tensor, reverse: Any) -> None:
+        """The same, and the host waits for nothing that is still to be computed. Where the loss or the norm is not
+        finite, the device multiplies gradients by nan, and then no weight moves; the host hears of it when all is
+        queued, and takes the step back."""
+        if self.broken is not None and self.broken.arrived:
+            self.raise_if_broken()
+        for counter in (self.sum_squares, self.changed):
+            counter.zero_()
+        self.norm, fine = None, torch.isfinite(loss)
+        self.scale = self.static_scale
+        self.scale.copy_(torch.where(fine, 1 / self._factor, torch.nan))
+        if self._norm_first:
+            reverse(NormSink(self), False)
+            self.norm = self.sum_squares.sqrt()
+            fine = fine & torch.isfinite(self.norm)
+            limit = torch.inf if self.max_grad_norm is None else self.max_grad_norm
+            clip = (limit / (self.norm + 1e-6)).clamp(max=1.0) / self._factor
+            self.scale.copy_(torch.where(fine, clip, torch.nan))
+        found = Flags(fine)
+        self.step_count += 1
+        self.numbers.set(self.lr, self.step_count, self._beta)
+        self.received.clear()
+        self.table_squares.clear()
+        try:
+            reverse(self, True)
+        except BaseException:  # out of memory, an interrupt: what has been updated stays so
+            if self.received:
+                self.bad.fill_(1)
+            raise
+        if self.norm is None and self.measures_norm:
+            self.norm = self.sum_squares.sqrt()
+        self.bad.mul_(fine)
+        self.broken = Flags(self.bad)
+        (applied,) = found.read()
+        if self.loss_scale is not None:
+            self.loss_scale.update(applied)
+        if not applied:
+            self.step_count -= 1
+        elif self.step_count == 1:
+            self._refuse_hidden_gradients()
+
+    @property
+    def _beta(self) -> float:
+        """Of moments, in this step."""
+        return 0.0
 
     def _update(self, reverse: Any) -> None:
         self.scale = None if self.loss_scale is None else torch.full_like(self.sum_squares, 1 / self._factor)
@@ -195,7 +254,7 @@ class LOMO(UpdateSink, Method):
     def metrics(self) -> dict[str, torch.Tensor]:
         """Of the last step, unread. grad_norm: of the whole gradient, unclipped; changed: share of the weights."""
         found = {} if self.norm is None else {"grad_norm": self.norm}
-        if self._adds_directly(self.buffer):
+        if self.numbers is None and self._adds_directly(self.buffer):
             return found
         return found | {"changed": self.changed / sum(t.shape.numel() for t in self.trained)}
 

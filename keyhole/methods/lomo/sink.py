@@ -9,11 +9,13 @@ Of two reverses (exact clipping, float16) the first has a sink that only adds up
 """
 
 import re
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 from keyhole import ops
+from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -23,7 +25,7 @@ class UpdateSink:
     """The sink of the second reverse, or the only one: every gradient updates its tensor. Its settings are the
     method's."""
 
-    accumulates = False
+    accumulates = by_factors = False
     model: Model
     lr: float
     weight_decay: WeightDecay
@@ -43,11 +45,21 @@ class UpdateSink:
     compensation: dict[str, torch.Tensor]  # Kahan's
     table_squares: dict[int, torch.Tensor]  # id(param) -> sum of squares of its gradient, of tables in several chunks
     received: set[str]  # names of tensors that have had a gradient in this step
+    numbers: StepNumbers | None  # where updates may be recorded
 
     @property
     def surveys(self) -> int:
         """The norm of a table's gradient is that of all its chunks."""
         return 0 if self.clip_group_norm is None else 1
+
+    @property
+    def update_key(self) -> Hashable | None:
+        """All that the launches of `_rule` depend on: settings that never change, and whether the norm is measured."""
+        fixed = not self.groups and self.clip_group_norm is None and self.rounding != "kahan"
+        return ("update", self._adds_to_norm) if self.numbers is not None and fixed else None
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        self.received |= {tensor.name for tensor in tensors}
 
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
         """Adds a chunk's squares to those of its table."""
@@ -79,15 +91,11 @@ class UpdateSink:
     def _rule(
         self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
     ) -> None:
-        ops.sgd_update_(
-            w,
-            grad,
-            lr=lr,
-            weight_decay=weight_decay,
-            scale=scale,
-            clip_value=self.clip_value,
-            **self._rounding_of(tensor, w),
-        )
+        how = self._rounding_of(tensor, w)
+        if self.update_key is not None:
+            lr, how["step"] = self.numbers.lr, self.numbers.step
+        clip = {"scale": scale, "clip_value": self.clip_value}
+        ops.sgd_update_(w, grad, lr=lr, weight_decay=weight_decay, **clip, **how)
 
     def _rounding_of(self, tensor: FlatTensor, w: torch.Tensor) -> dict[str, Any]:
         """Rounding of one update, and where it counts: arguments of an op."""
@@ -140,10 +148,14 @@ class UpdateSink:
 class NormSink:
     """The sink of the first of two reverses: adds up squares and changes nothing."""
 
-    accumulates, surveys = False, 0
+    accumulates, by_factors, surveys = False, False, 0
 
     def __init__(self, method: UpdateSink) -> None:
         self.method = method
+        self.update_key = None if method.update_key is None else "norm"
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        """Nothing is noted."""
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         grad_OI = self.method.buffer[: w_OI.numel()].view(w_OI.shape)

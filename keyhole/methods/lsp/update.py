@@ -61,6 +61,7 @@ class SubspaceUpdates:
     """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the
     CPU."""
 
+    by_factors, update_key = True, None
     accumulates, surveys = True, 0  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
 
     def __init__(

@@ -29,14 +29,16 @@ from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
 from keyhole.model.backward.recompute import Recompute
-from keyhole.model.backward.sink import Sink, chunk
-from keyhole.model.backward.tape import Tape
+from keyhole.model.backward.recorded import SMALL_FLOP, RecordedBlocks
+from keyhole.model.backward.sink import Recordable, Sink, chunk
+from keyhole.model.backward.tape import Tape, Visit, pass_on
+from keyhole.model.backward.unit_gradients import MOST_BYTES, UnitGradients, block_bytes
 from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
-from keyhole.model.structure.layout import Unit
+from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
@@ -66,6 +68,15 @@ class Reverse:
         self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
+        small = 0 < block_bytes(model.layout, model.dtype.itemsize) <= MOST_BYTES
+        records = runs_again and activations == "block" and model.graphs is not None and small
+        self.recorded = RecordedBlocks(model.device, len(self.blocks)) if records else None
+        self.gathered = UnitGradients(model.layout, model.dtype, self.recorded) if records else None
+        self._own = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
+        self._reached: dict[int, set[int] | None] = {}  # by block: parameters with a gradient in its first reverse
+        self._offers: dict[Any, list[FlatTensor]] = {}  # of a reverse that may be recorded, by what it depends on
+        self._reaching: set[int] | None = None  # the set above that is being filled
+        self._offering: list[FlatTensor] | None = None  # the list above, likewise
         self._sink: Sink | None = None
         self._final = False  # what autograd has added up when it is done with this visit is the complete gradient
         self._visited_once = False  # the block at work: a product that it offers is the complete gradient
@@ -100,7 +111,8 @@ class Reverse:
     def forward(self, batches: list[DeviceBatch], turn: Turn = lambda index: nullcontext()) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, unread. turn: makes a context for each turn of
         the pass of a micro-batch."""
-        model, self.tape = self.model, Tape(self.activations, self.store, self.compiled)
+        first_run = None if self.recorded is None else self._first_run
+        model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run)
         self.spine = model.acquire_weights(self.layout.spine)
         block_at_once = self.compiled is not None  # compiled code cannot stop inside a block
         held: list[Unit] = []
@@ -133,7 +145,8 @@ class Reverse:
 
     def reverse(self, sink: Sink, *, loss_scale: float = 1.0, last: bool = True) -> None:
         """Hands every gradient of loss_scale * loss to the sink, once. last: the forward may be forgotten."""
-        self._sink, self.last = sink, last
+        gathers = self.gathered is not None and not sink.by_factors
+        self._sink, self.last = self.gathered.in_front_of(sink) if gathers else sink, last
         self.tape.restart()
         self.vocabulary.restart(loss_scale)
         grads = self.vocabulary.reverse_head(self._turns(self.layout.head_units))
@@ -177,14 +190,74 @@ class Reverse:
             self._visited_once = sum(v.block == block for stop in stops for v in stop.values()) == 1
             for visit in visits:
                 self._final = to_come[block] == 0 and visit is visits[-1]
+                if self._may_record(visit):
+                    self._reverse_plain(visit)
+                    continue
                 offering = nullcontext() if self.compiled is None else self.compiled.offering()
                 with offers_go_to(self._offer_at), offering:
                     visit.reverse(lambda call, b=block: self._run_again(b, call), self.last)
+            self._reaching = None
             self._release_block(block, done=to_come[block] == 0)
             if self.last:
                 stops.pop()
         self._final = self._visited_once = False
         assert not engine.held, "a block was not released"
+
+    # -- blocks that may be recorded -------------------------------------------------------------------------------
+
+    def _first_run(self, visit: Visit, values: list[Any]) -> Any:
+        """The forward of a block, recorded where that is possible."""
+        if not visit.is_plain or not self._is_small(visit.block, values):
+            return visit._run(values)
+        where = tuple(param.data_ptr() for param in visit.module.parameters())
+        return self.recorded.forward(visit.index, visit.block, values, where, visit.run), []
+
+    def _is_small(self, block: int, values: list[Any]) -> bool:
+        hidden = next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+        numel = sum(unit.numel for unit in self.units_of[block])
+        return hidden is not None and 2 * numel * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
+
+    def _may_record(self, visit: Visit) -> bool:
+        """Whether a visit is plain, and the first reverse of its block gave gradients to parameters of its own only."""
+        if self.recorded is None or not visit.is_plain or not isinstance(self._sink, Recordable):
+            return False
+        reached = self._reached.get(visit.block)
+        if reached is None:
+            self._reaching = self._reached[visit.block] = set()
+            return False
+        self._reaching = None
+        return reached <= {id(param) for param in self._own[visit.block]} and self._is_small(visit.block, visit.values)
+
+    def _reverse_plain(self, visit: Visit) -> None:
+        """Visit.reverse for what may be recorded."""
+        block, units = visit.block, self.units_of[visit.block]
+        where = tuple(param.data_ptr() for param in visit.module.parameters())
+        state = self._sink.state(units)
+        depends_on, mark = None if state is None else (where, state), self._sink.mark()
+
+        def run(values: list[Any], grads: list[Any]) -> tuple[list[Any], list[Any]]:
+            self._sink.rewind(mark)  # recording runs it twice
+            offers = self._offers[block, depends_on] = []
+            self._offering = offers
+            try:
+                return visit.gradients(values, grads, self._own[block], lambda call: self._run_again(block, call))
+            finally:
+                self._offering = None
+
+        found, replayed = self.recorded.reverse(
+            visit.index, block, visit.values, visit.take_output_grads(), depends_on, run, self._sink.memory(units)
+        )
+        if replayed:
+            offers = self._offers[block, depends_on]
+            self._sink.replayed([(tensor, self._stored[id(tensor.param)]) for tensor in offers])
+        for param, grad in zip(self._own[block], found[1], strict=True):
+            if grad is not None:
+                param.grad = grad if param.grad is None else param.grad + grad
+                self._accumulated(param)
+        for origin, grad in zip(visit.origins.values(), found[0], strict=True):
+            if grad is not None:
+                below = isinstance(origin, tuple) and origin[0].block == block - 1
+                pass_on(origin, grad if below or not self.recorded.is_static(grad) else grad.clone())
 
     def _acquire_block(self, block: int) -> None:
         """Brings the block's units in and points its parameters to them."""
@@ -202,7 +275,10 @@ class Reverse:
     def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
         w_OI = self._stored.get(id(weight))
         offered = w_OI is not None and ((self._visited_once and used_once) or self._sink.accumulates)
-        return offered and self._sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
+        accepted = offered and self._sink.linear(self._tensor[id(weight)], w_OI, dy_MO, x_MI)
+        if accepted and self._offering is not None:
+            self._offering.append(self._tensor[id(weight)])
+        return accepted
 
     def _offer_at(self, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> None:
         """The same for a compiled block, which knows its weights by their addresses."""
@@ -218,6 +294,8 @@ class Reverse:
     @torch.no_grad()
     def _accumulated(self, param: nn.Parameter) -> None:
         """Autograd has added to param.grad (or nothing, where an offer was accepted). If it is complete, it goes."""
+        if self._reaching is not None:
+            self._reaching.add(id(param))
         if self._final and id(param) in self._stored and param.grad is not None:
             grad, param.grad = param.grad, None
             self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)

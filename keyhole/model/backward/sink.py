@@ -5,8 +5,9 @@ tensor of its own: `name[first:last]`, with the element index at which it starts
 table before it can use the first chunk has its gradients shown before, `surveys` times: they are made anew each time.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -23,6 +24,17 @@ class Sink(Protocol):
     surveys: int
     """How many times the chunks of a table are shown (`survey`) before they are handed over (`gradient`)."""
 
+    by_factors: bool
+    """True: products of linear layers are wanted as (dy, x), never as a tensor."""
+
+    update_key: Hashable | None
+    """What the launches of `gradient` depend on beside addresses, if they are our own kernels at fixed addresses with
+    all that changes from step to step on the device; then they may be recorded (unit_gradients.py). None: they may
+    not."""
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        """A recording has done what `gradient` does with these tensors on the device."""
+
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
         """Shows the gradient of a chunk, for the turn-th time, counted from 0. w must not be changed."""
 
@@ -34,6 +46,27 @@ class Sink(Protocol):
 
     def finished(self, unit: Unit) -> bool:
         """All gradients of the unit were handed over. True: its weights have changed, and must go home."""
+
+
+@runtime_checkable
+class Recordable(Protocol):
+    """A sink whose `linear` does no more than write to memory of its own, at fixed addresses: it may be recorded with
+    the reverse of a block (recorded.py). units: those of the block."""
+
+    def state(self, units: list[Unit]) -> Hashable | None:
+        """What the next offers will launch depends on it. None: they must not be recorded now."""
+
+    def memory(self, units: list[Unit]) -> list[torch.Tensor]:
+        """What offers write to."""
+
+    def mark(self) -> object:
+        """What the host knows of the offers so far."""
+
+    def rewind(self, mark: object) -> None:
+        """Forgets what the host knows of offers since then: they will be made again."""
+
+    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
+        """A recording has done on the device what `linear` does with these tensors and their weights."""
 
 
 def chunk(unit: Unit) -> FlatTensor:

@@ -52,9 +52,9 @@ class _Mapping:
 class Visit:
     """One pass through one block."""
 
-    def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable) -> None:
-        self.block, self.module, self.forward = block, module, forward
-        self.store, self.compiled = tape.store, tape.compiled
+    def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable, index: int) -> None:
+        self.block, self.module, self.forward, self.index = block, module, forward, index
+        self.store, self.compiled, self.first_run = tape.store, tape.compiled, tape.first_run
         self.has_graph = tape.activations == "none" or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
@@ -80,12 +80,21 @@ class Visit:
             output, written = self._leave(self._with_graph(values))
         else:
             with torch.no_grad():
-                output = self._run(values)
+                output = self._run(values) if self.first_run is None else self.first_run(self, values)
             self.values = [self.store.put(v.detach()) if i in self.origins else v for i, v in enumerate(values)]
             output, written = self._leave(output)
         for mapping, new in zip(shared, written, strict=True):
             mapping.update(new)
         return output
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the block is a function of its inputs and weights: no mapping, no random numbers."""
+        return not self.mapping_types and self.random is None
+
+    def run(self, values: list[Any]) -> Any:
+        """The output of a plain visit."""
+        return self._run(values)[0]
 
     def _run(self, values: list[Any]) -> tuple[Any, list[dict[Any, Any]]]:
         """The block's output, and what it wrote into the mappings that it was given; it gets copies of them."""
@@ -134,7 +143,8 @@ class Visit:
         before = self.output_grads[output]
         self.output_grads[output] = grad if before is None else before + grad
 
-    def _take_output_grads(self) -> list[torch.Tensor | None]:
+    def take_output_grads(self) -> list[torch.Tensor | None]:
+        """The gradients of the outputs, once."""
         for i, ref in enumerate(self.outputs):
             leaf = ref()
             if leaf is not None and leaf.grad is not None:
@@ -153,6 +163,21 @@ class Visit:
             if isinstance(value, HostActivation):
                 self.store.prefetch(value)
 
+    def gradients(
+        self, values: list[Any], grads: list[Any], parameters: list[nn.Parameter], run_again: Callable[[Callable], Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Of a plain visit: gradients of its inputs, in the order of `origins`, and of parameters (None: none), from
+        those of its outputs. `reverse` does the same by way of .grad."""
+        inputs = {i: values[i].detach().requires_grad_() for i in self.origins}
+        again = run_again(lambda: self._call([inputs.get(i, v) for i, v in enumerate(values)]))
+        outputs = [v for v in tree_flatten(again)[0] if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        pairs = [(y, g) for y, g in zip(outputs, grads, strict=True) if y.requires_grad and g is not None]
+        if not pairs:
+            return [None] * len(inputs), [None] * len(parameters)
+        wanted = [*inputs.values(), *parameters]
+        found = torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        return list(found[: len(inputs)]), list(found[len(inputs) :])
+
     def reverse(self, run_again: Callable[[Callable[[], Any]], Any], last: bool) -> None:
         """Differentiates the block, whose parameters are bound. run_again(call) runs the forward once more
         (recompute.py). last: this visit will not be reversed again."""
@@ -166,7 +191,7 @@ class Visit:
         if self.saved is not None:
             self.saved.last = last
         edges = outputs if self.has_graph else [y if y.requires_grad else None for y in outputs]
-        grads = self._take_output_grads()
+        grads = self.take_output_grads()
         pairs = [(y, g) for y, g in zip(edges, grads, strict=True) if y is not None and g is not None]
         self.arrived: dict[int, torch.Tensor] = {}
         if pairs:
@@ -204,8 +229,15 @@ def pass_on(origin: Origin, grad: torch.Tensor) -> None:
 class Tape:
     """The visits of all passes of one forward, in their order. A stop is a block with the visits of every pass."""
 
-    def __init__(self, activations: str, store: ActivationStore, compiled: Compiled | None = None) -> None:
+    def __init__(
+        self,
+        activations: str,
+        store: ActivationStore,
+        compiled: Compiled | None = None,
+        first_run: Callable[[Visit, list[Any]], Any] | None = None,
+    ) -> None:
         self.activations, self.store, self.compiled = activations, store, compiled
+        self.first_run = first_run  # instead of Visit._run
         self.stops: list[dict[int, Visit]] = []
 
     @contextmanager
@@ -225,7 +257,8 @@ class Tape:
 
     def _recorded(self, i: int, block: nn.Module, forward: Callable, current_pass: Callable[[], int]) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            visit, index = Visit(self, i, block, forward), current_pass()
+            index = current_pass()
+            visit = Visit(self, i, block, forward, index)
             stop = self.stops[-1] if self.stops else {}
             if not stop or index in stop or next(iter(stop.values())).block != i:
                 self.stops.append(stop := {})

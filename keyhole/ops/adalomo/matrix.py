@@ -28,7 +28,7 @@ import torch
 
 from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
 from keyhole.ops.adalomo.vector import vector_reference_, vector_triton_
-from keyhole.ops.arguments import VECTOR, Scalar, check_scalars, float32
+from keyhole.ops.arguments import VECTOR, Count, Number, Scalar, check_scalars, is_on_device, number
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.noise.index import NUM_WARPS, WIDTH, key, lanes, program_span, span, unsigned
 from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
@@ -90,9 +90,12 @@ def _statistics_kernel(
 @jit(do_not_specialize=["beta", "eps1"])
 def _moment_kernel(
     state_ptr, partial_ptr, total_ptr,
-    n, parts, group_stride, part_stride, length, beta, eps1, SPAN: tl.constexpr,
+    n, parts, group_stride, part_stride, length, beta, eps1, SPAN: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """state[group, i] = beta state + (1 - beta) (sum of its parts / length + eps1), unless the gradient is bad."""
+    """state[group, i] = beta state + (1 - beta) (sum of its parts / length + eps1), unless the gradient is bad.
+    ON_DEVICE: beta is a pointer."""
+    if ON_DEVICE:
+        beta = tl.load(beta)
     group, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * SPAN + tl.arange(0, SPAN)
     mask = i < n
     total = tl.zeros([SPAN], tl.float32)
@@ -128,9 +131,12 @@ def _update_rms_kernel(
 def _update_kernel(
     w_ptr, c_ptr, grad_ptr, scale_ptr, row_ptr, mean_ptr, col_ptr, total_ptr, u_ptr, bad_ptr, changed_ptr,
     R, C, tile_0, lead, n, step, k0, k1, lr, wd, eps2, clip_threshold,
-    STACKED: tl.constexpr, STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr,
+    STACKED: tl.constexpr, STOCHASTIC: tl.constexpr, MULTIPLE: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Pass 3, one program per tile of the index space: 8192 elements in a row, so that 8 share a Philox call."""
+    """Pass 3, one program per tile of the index space: 8192 elements in a row, so that 8 share a Philox call.
+    ON_DEVICE: lr and step are pointers."""
+    if ON_DEVICE:
+        lr, step = tl.load(lr), tl.load(step)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     first = tl.maximum(start, 0)
     row_0, column_0 = (first // C).to(tl.int32), (first % C + start - first).to(tl.int32)  # of lane 0, if it exists
@@ -175,7 +181,13 @@ def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule
     tile, moment = {"ROWS": ROWS, "COLUMNS": COLUMNS, **options}, {"SPAN": SPAN, **options}
     programs, place = span(how.offset, n, TILE)
     aligned = how.offset % VECTOR == 0 and C % VECTOR == 0
-    flags = {"STACKED": E > 1, "STOCHASTIC": how.is_stochastic(w.dtype), "MULTIPLE": VECTOR if aligned else 1}
+    moment["ON_DEVICE"] = there = is_on_device(rule.lr, rule.beta, how.step)
+    flags = {
+        "ON_DEVICE": there,
+        "STACKED": E > 1,
+        "STOCHASTIC": how.is_stochastic(w.dtype),
+        "MULTIPLE": VECTOR if aligned else 1,
+    }
     rates = (rule.lr, rule.weight_decay, rule.eps2, rule.clip_threshold)
     with on_device(w):
         _statistics_kernel[(tiles,)](w, grad, rule.scale, row_sums, col_sums, totals, E, R, C, **tile)
@@ -191,13 +203,19 @@ def matrix_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule
         rule.sum_squares.add_(total_2[0])
 
 
+def moment_decay(t: int, decay_rate: float = -0.8) -> float:
+    """beta of step t."""
+    return 1 - t**decay_rate
+
+
 def adalomo_update_(
     w: torch.Tensor,
     grad: torch.Tensor,
     state: State,
     *,
-    lr: float,
+    lr: Number,
     t: int,
+    beta: Number | None = None,
     weight_decay: float = 0.0,
     decay_rate: float = -0.8,
     eps1: float = 1e-30,
@@ -208,13 +226,14 @@ def adalomo_update_(
     compensation: torch.Tensor | None = None,
     offset: int = 0,
     seed: int = 0,
-    step: int = 0,
+    step: Count = 0,
     sum_squares: Scalar = None,
     bad: Scalar = None,
     changed: Scalar = None,
 ) -> None:
     """One AdaLOMO step of w, in place; state (adalomo_state) is updated too. t = 1 at the first step.
 
+    lr, beta and step: values, or all of them numbers on the device; beta None: that of t.
     The other arguments are those of sgd_update_. If grad * scale has an inf or a nan, bad is set to 1 and weights,
     compensation and state stay as they are; sum_squares is then inf or nan.
     """
@@ -226,7 +245,8 @@ def adalomo_update_(
     check_scalars(w.device, torch.int32, bad)
     if w.numel() == 0:
         return
-    rates = (lr, weight_decay, 1 - t**decay_rate, eps1, eps2, clip_threshold)
-    rule = Rule(*map(float32, rates), scale, sum_squares, bad)
+    beta = moment_decay(t, decay_rate) if beta is None else beta
+    rates = (lr, weight_decay, beta, eps1, eps2, clip_threshold)
+    rule = Rule(*map(number, rates), scale, sum_squares, bad)
     reference, triton = (matrix_reference_, matrix_triton_) if w.dim() > 1 else (vector_reference_, vector_triton_)
     (triton if use_kernel(w.device) else reference)(w, grad, state, rule, how)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import Scalar
+from keyhole.ops.arguments import Number, Scalar
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.rounding.bits import bits_reference
 from keyhole.ops.rounding.round import FLOAT32_MAX
@@ -26,9 +26,9 @@ State = dict[str, torch.Tensor]
 class Rule:
     """The settings of one update, and where it adds up what it saw."""
 
-    lr: float
+    lr: Number
     weight_decay: float
-    beta: float
+    beta: Number
     eps1: float
     eps2: float
     clip_threshold: float
@@ -41,9 +41,9 @@ def step_reference_(w: torch.Tensor, u: torch.Tensor, total: torch.Tensor, rule:
     """The formulas above, in order. total: the sum of squares of the gradient."""
     c, w_fp32, fine = how.compensation, w.to(torch.float32), total <= FLOAT32_MAX
     u = u / (u.square().mean().sqrt() / rule.clip_threshold).clamp(min=1.0)
-    a, wd = rule.lr * w_fp32.square().mean().sqrt().clamp(min=rule.eps2), rule.weight_decay
+    a, wd = float(rule.lr) * w_fp32.square().mean().sqrt().clamp(min=rule.eps2), rule.weight_decay
     x = w_fp32 * (1 - a * wd) - a * u if c is None else (c - a * u) - (a * wd) * w_fp32
-    bits = bits_reference(w, how.offset, how.seed, how.step) if how.is_stochastic(w.dtype) else None
+    bits = bits_reference(w, how.offset, how.seed, int(how.step)) if how.is_stochastic(w.dtype) else None
     store_weight_reference_(w, c, x, fine, bits, how)
     if rule.sum_squares is not None:
         rule.sum_squares.add_(total)
@@ -51,8 +51,9 @@ def step_reference_(w: torch.Tensor, u: torch.Tensor, total: torch.Tensor, rule:
         rule.bad.bitwise_or_(~fine)
 
 
-def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: float, total: torch.Tensor) -> torch.Tensor:
+def moment_reference_(old: torch.Tensor, mean: torch.Tensor, beta: Number, total: torch.Tensor) -> torch.Tensor:
     """beta old + (1 - beta) mean, in place, unless the gradient is bad."""
+    beta = float(beta)
     return old.copy_(torch.where(total <= FLOAT32_MAX, old * beta + mean * (1 - beta), old))
 
 

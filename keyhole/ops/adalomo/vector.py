@@ -10,6 +10,7 @@ order; kernel and reference differ by rounding only.
 import torch
 
 from keyhole.ops.adalomo.step import Rule, State, if_finite, moment_reference_, moved, step_reference_, step_size
+from keyhole.ops.arguments import is_on_device
 from keyhole.ops.backend import jit, on_device, tl
 from keyhole.ops.noise.index import NUM_WARPS, key, unsigned
 from keyhole.ops.rounding.bits import bits_at
@@ -38,9 +39,12 @@ def _moment(v, g, beta, eps1):
 def _vector_kernel(
     w_ptr, c_ptr, grad_ptr, v_ptr, scale_ptr, sum_ptr, bad_ptr, changed_ptr,
     offset, n, step, k0, k1, lr, beta, wd, eps1, eps2, clip_threshold,
-    STOCHASTIC: tl.constexpr, SPAN: tl.constexpr,
+    STOCHASTIC: tl.constexpr, SPAN: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """The whole vector, one program, three rounds over it: sums of g^2 and w^2, sum of u^2, moment and update."""
+    """The whole vector, one program, three rounds over it: sums of g^2 and w^2, sum of u^2, moment and update.
+    ON_DEVICE: lr, beta and step are pointers."""
+    if ON_DEVICE:
+        lr, beta, step = tl.load(lr), tl.load(beta), tl.load(step)
     key = unsigned(step, k0, k1)
     scale, lane = scale_or_one(scale_ptr), tl.arange(0, SPAN)
     g_squares, w_squares, u_squares = lane * 0.0, lane * 0.0, lane * 0.0
@@ -87,5 +91,6 @@ def vector_triton_(w: torch.Tensor, grad: torch.Tensor, state: State, rule: Rule
     tensors = (w, how.compensation, grad, state["v"], rule.scale, rule.sum_squares, rule.bad, how.changed)
     rates = (rule.lr, rule.beta, rule.weight_decay, rule.eps1, rule.eps2, rule.clip_threshold)
     flags = {"STOCHASTIC": how.is_stochastic(w.dtype), "SPAN": SPAN, "num_warps": NUM_WARPS, "enable_fp_fusion": False}
+    flags["ON_DEVICE"] = is_on_device(rule.lr, rule.beta, how.step)
     with on_device(w):
         _vector_kernel[(1,)](*tensors, how.offset, w.numel(), *key(how.seed, how.step), *rates, **flags)

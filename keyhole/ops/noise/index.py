@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import torch
 
+from keyhole.ops.arguments import Count
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.noise.philox import MASK_32, philox, philox_reference
 
@@ -33,12 +34,12 @@ _WIDTH, _ROWS = tl.constexpr(WIDTH), tl.constexpr(ROWS)
 
 
 def check_index(
-    offset: int, n: int, seed: int, steps: tuple[int, ...], directions: int = 0, distribution: str = "gaussian"
+    offset: int, n: int, seed: int, steps: tuple[Count, ...], directions: int = 0, distribution: str = "gaussian"
 ) -> None:
     """The bounds above; a caller that breaks them has a bug. Without noise there are no directions."""
     assert 0 <= offset and offset + n <= MAX_INDEX, (offset, n)
     assert 0 <= seed < 1 << 64, seed
-    assert all(0 <= step < 1 << 32 for step in steps), steps
+    assert all(isinstance(step, torch.Tensor) or 0 <= step < 1 << 32 for step in steps), steps
     assert 0 <= directions <= MAX_DIRECTIONS, directions
     assert distribution in DISTRIBUTIONS, distribution
 
@@ -63,9 +64,9 @@ def int32(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def key(seed: int, step: int) -> tuple[int, int, int]:
-    """(step, k0, k1) as int32."""
-    return int32(step), int32(seed & MASK_32), int32(seed >> 32)
+def key(seed: int, step: Count) -> tuple[Count, int, int]:
+    """(step, k0, k1) as int32; a step on the device as it is."""
+    return step if isinstance(step, torch.Tensor) else int32(step), int32(seed & MASK_32), int32(seed >> 32)
 
 
 def words_reference(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import Scalar, check_scalars, check_tensors
+from keyhole.ops.arguments import Count, Scalar, check_scalars, check_tensors
 from keyhole.ops.backend import jit, tl
 from keyhole.ops.noise.index import check_index
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, round_stochastic, stochastic_round_reference
@@ -32,7 +32,7 @@ class Store:
     compensation: torch.Tensor | None = None  # c, with kahan only
     offset: int = 0  # global index of the tensor's first element; with seed and step, it says which random bits
     seed: int = 0
-    step: int = 0
+    step: Count = 0
     changed: Scalar = None  # int64: the number of changed stored values is added to it
 
     def check(self, w: torch.Tensor, *others: torch.Tensor) -> None:

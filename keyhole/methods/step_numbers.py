@@ -1,0 +1,46 @@
+"""Numbers that change from step to step, on the device, where recorded launches (model/backward/recorded.py) read them.
+
+Also what the device knows of a step before the host does, and how the host learns of it without waiting for the whole
+step: a few flags cross on the stream of the kernels, and are read when they have arrived.
+"""
+
+from typing import Any
+
+import torch
+
+
+class StepNumbers:
+    """The rate, the step (for random bits) and a decay of moments."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.lr, self.beta = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.step = torch.zeros((), dtype=torch.int32, device=device)
+
+    def set(self, lr: float, step: int, beta: float = 0.0) -> None:
+        """For the launches that follow."""
+        self.lr.fill_(lr)
+        self.beta.fill_(beta)
+        self.step.fill_(step if step < 2**31 else step - 2**32)
+
+
+class Flags:
+    """Some flags on their way from the device."""
+
+    def __init__(self, *flags: torch.Tensor) -> None:
+        together = torch.stack([flag.to(torch.int32) for flag in flags])
+        self.event: Any = None
+        if together.is_cuda:
+            together = torch.empty(len(flags), dtype=torch.int32, pin_memory=True).copy_(together, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        self.flags = together
+
+    def read(self) -> list[bool]:
+        """Waits for the kernels that came before them, and for nothing else."""
+        if self.event is not None:
+            self.event.synchronize()
+        return [bool(flag) for flag in self.flags]
+
+    @property
+    def arrived(self) -> bool:
+        return self.event is None or self.event.query()

@@ -1,0 +1,290 @@
+"""One launch per block instead of hundreds: CUDA graphs of a block's forward, and of its second run with its reverse.
+
+A block's forward is some forty kernels, its reverse three times as many. With a small model or short sequences they are
+shorter than their launches by Python and autograd, and the host is the bound. So a block that is small enough is
+recorded once per shape of its inputs, and replayed from then on:
+
+    forward    static inputs -> static output, which is the next block's static input
+    reverse    static inputs, gradient of the output -> gradient of the input; gradients of matrices in the buffer of
+               unit_gradients.py; gradients of other parameters
+
+Both only read weights and write to memory of their own, so a recording can be tried beside the ordinary way: the first
+replay has to give the same bits, or that block is computed in the ordinary way from then on. Graphs change no number.
+Updates are not part of it: what a sink does with gradients (rates, steps) changes from step to step.
+
+What is recorded depends on addresses: weights, static inputs, the buffer. A resident block always has its own, a
+streamed one those of its slot. Of inputs, hidden states come from the block before, where they lie already; others
+(masks, rotary tables) are copied to a static place once per pass, not once per block. Gradients go from block to block
+through two places by turns.
+
+Not recorded: a block in training mode (its random numbers), one with inputs or outputs other than tensors and plain
+values, one whose gradients reach parameters outside of it, and what cannot be captured (reads by the host).
+
+Bytes per pass: the inputs of all blocks (they are kept between forward and reverse in any case) for the longest shape,
+twice a gradient of one of them, and in the graphs' pool one block's activations.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import NoneType
+from typing import Any
+
+import torch
+
+Values = list[Any]
+SMALL_FLOP = 4e11  # of one block in one pass: above, launches take less time than what they launch
+MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
+MOST_PARAMETERS = 2**20  # whose gradients a recording keeps; those of linear layers go to the buffer
+SIGHTS = 2  # a recording is made when its turn comes for this time: before, libraries choose kernels and workspaces
+PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
+
+
+class _Recording:
+    """A graph, and what it writes."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.result: Any = None
+
+
+class _Copied:
+    """A static place for an input, and what was last copied there."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.place = value.detach().clone()
+        self.source: Any = lambda: None
+        self.version: int | None = None
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        version = None if value.is_inference() else value._version
+        if self.source() is not value or version is None or version != self.version:
+            self.place.copy_(value)
+            self.source, self.version = weakref.ref(value), version
+        return self.place
+
+
+class RecordedBlocks:
+    """Records and replays what is done with blocks."""
+
+    def __init__(self, device: torch.device, block_count: int) -> None:
+        self.device, self.block_count = device, block_count
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self.recordings: dict[Hashable, _Recording | None] = {}  # None: the ordinary way
+        self.seen: Counter[Hashable] = Counter()
+        self.copied: dict[Hashable, _Copied] = {}
+        self.places: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]: where results go
+        self.static: set[int] = set()  # addresses of results
+
+    # -- what is recorded ------------------------------------------------------------------------------------------
+
+    def forward(
+        self, turn: Hashable, block: int, values: Values, depends_on: Hashable, run: Callable[[Values], Any]
+    ) -> Any:
+        """run(values), or what is the same. What is returned stays as it is until the next forward of the same turn.
+        depends_on: addresses of weights, and whatever else a recording depends on."""
+        kind = ("forward", turn, block, _signature(values), depends_on)
+        if not self._is_due(kind):
+            return run(values)
+        key = (kind, self._sources(values))
+        if key not in self.recordings:
+            expected = run(values)
+            if _signature(expected) is None:
+                self.recordings[key] = None
+                return expected
+            places = self._places(("output", turn), block, self.block_count, _tensors(expected))
+            static = self._copied(turn, values)
+            found = self._capture(lambda: _into(places, run(static)))
+            return self._checked(key, found, expected)
+        self._copied(turn, values)
+        return self._replay(key, lambda: run(values))
+
+    def reverse(
+        self,
+        turn: Hashable,
+        block: int,
+        values: Values,
+        grads: Values,
+        depends_on: Hashable,
+        run: Callable[[Values, Values], tuple[Values, Values]],
+        memory: list[torch.Tensor],
+    ) -> tuple[tuple[Values, Values], bool]:
+        """run(values, grads), or what is the same, and whether run was not called. run returns the gradients of inputs
+        and of parameters, and writes to `memory`."""
+        kind = ("reverse", turn, block, _signature([*values, *grads]), depends_on)
+        if not self._is_due(kind):
+            return run(values, grads), False
+        of_grads = ("gradient", turn)
+        key = (kind, self._sources(values), self._sources(grads))
+        if key not in self.recordings:
+            before = [flat.clone() for flat in memory]
+            expected = run(values, grads)
+            after = [flat.clone() for flat in memory]
+            found = None
+            if sum(g.numel() for g in _tensors(expected[1])) <= MOST_PARAMETERS:
+                for flat, old in zip(memory, before, strict=True):
+                    flat.copy_(old)
+                places = self._places(("input gradient", turn), block % 2, 2, _tensors(expected[0]))
+                static = self._copied(turn, values), self._copied(of_grads, grads)
+
+                def captured() -> tuple[Values, Values]:
+                    of_inputs, of_parameters = run(*static)
+                    return _into(places, of_inputs), of_parameters
+
+                found = self._capture(captured)
+            result = self._checked(key, found, expected)
+            if self.recordings[key] is not None and not all(map(torch.equal, memory, after)):
+                self.recordings[key] = None
+            for flat, new in zip(memory, after, strict=True):
+                flat.copy_(new)
+            return result, False
+        self._copied(turn, values)
+        self._copied(of_grads, grads)
+        replayed = self.recordings[key] is not None
+        return self._replay(key, lambda: run(values, grads)), replayed
+
+    def update(self, depends_on: Hashable, run: Callable[[], None]) -> bool:
+        """run(), or what is the same; returns whether run was not called. There is nothing to compare with, as run
+        changes what it reads: it must launch our own kernels only, at addresses that are part of depends_on."""
+        key = ("update", depends_on)
+        if not self._is_due(key):
+            run()
+            return False
+        if key not in self.recordings:
+            self.recordings[key] = self._capture(run)
+        if self.recordings[key] is None:
+            run()
+            return False
+        self._replay(key, run)
+        return True
+
+    # -- recording -------------------------------------------------------------------------------------------------
+
+    def _is_due(self, kind: Hashable) -> bool:
+        if None in kind:
+            return False
+        self.seen[kind] += 1
+        return self.seen[kind] >= SIGHTS and len(self.recordings) < MAX_GRAPHS
+
+    def _capture(self, run: Callable[[], Any]) -> _Recording | None:
+        """None: it cannot be recorded."""
+        one = _Recording()
+        torch.cuda.synchronize(self.device)
+        try:
+            with torch.cuda.stream(self.stream), _no_collection():
+                one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    one.result = run()
+                finally:
+                    one.graph.capture_end()
+        except RuntimeError:
+            one = None
+        torch.cuda.synchronize(self.device)
+        return one
+
+    def _checked(self, key: Hashable, found: _Recording | None, expected: Any) -> Any:
+        """Keeps a recording that gives the expected bits, and returns its result."""
+        self.recordings[key] = None
+        if found is None or _signature(found.result) != _signature(expected):
+            return expected
+        found.graph.replay()
+        if not all(torch.equal(x, y) for x, y in zip(_tensors(found.result), _tensors(expected), strict=True)):
+            return expected
+        self.recordings[key] = found
+        return found.result
+
+    def _replay(self, key: Hashable, ordinary: Callable[[], Any]) -> Any:
+        one = self.recordings[key]
+        if one is None:
+            return ordinary()
+        one.graph.replay()
+        return one.result
+
+    # -- static memory ---------------------------------------------------------------------------------------------
+
+    def is_static(self, tensor: torch.Tensor) -> bool:
+        """Whether the next replay may write there."""
+        return tensor.data_ptr() in self.static
+
+    def _sources(self, values: Values) -> tuple[int, ...]:
+        """Per tensor the address, if a recording has written it there; else 0: it will be copied."""
+        return tuple(t.data_ptr() if self.is_static(t) else 0 for t in _tensors(values))
+
+    def _copied(self, turn: Hashable, values: Values) -> Values:
+        """The values with their tensors in static memory."""
+        found = list(values)
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor) and not self.is_static(value):
+                key = (turn, i, value.shape, value.stride(), value.dtype)
+                if key not in self.copied:
+                    self.copied[key] = _Copied(value)
+                found[i] = self.copied[key].take(value)
+        return found
+
+    def _places(self, what: Hashable, row: int, rows: int, like: Values) -> list[torch.Tensor]:
+        """Static memory for the tensors of a result. If it has to grow, all recordings are dropped, since they know the
+        old addresses."""
+        found = []
+        for i, tensor in enumerate(like):
+            key, numel = (what, i, tensor.dtype), -(-tensor.numel() // 64) * 64
+            if key not in self.places or self.places[key].shape[1] < numel:
+                if key in self.places:
+                    self.forget()
+                self.places[key] = torch.empty(rows, numel, dtype=tensor.dtype, device=self.device)
+            found.append(self.places[key][row, : tensor.numel()].view(tensor.shape))
+        self.static |= {place.data_ptr() for place in found}
+        return found
+
+    def forget(self) -> None:
+        """Drops all recordings, and the memory that they write to."""
+        torch.cuda.synchronize(self.device)
+        for kept in (self.recordings, self.copied, self.places, self.static):
+            kept.clear()
+
+
+def _signature(value: Any) -> tuple | None:
+    """Equal for values that one recording can serve: all but the contents of their tensors. None: no recording can,
+    since there is something in it that might change unseen."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return kind, value.shape, value.stride(), value.dtype, value.device
+    if kind in PLAIN:
+        return kind, value
+    if kind not in (tuple, list):
+        return None
+    parts = [_signature(part) for part in value]
+    return None if None in parts else (kind, *parts)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """All tensors in a value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for part in value for t in _tensors(part)] if isinstance(value, tuple | list) else []
+
+
+def _into(places: list[torch.Tensor], value: Any) -> Any:
+    """The same value with its tensors copied to these places."""
+    left = iter(places)
+
+    def place(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return next(left).copy_(part)
+        return type(part)(place(one) for one in part) if isinstance(part, tuple | list) else part
+
+    return place(value)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector: it might free a graph of a model that is gone, and that would invalidate the
+    recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,125 @@
+"""The gradients of one block side by side in one buffer, between the reverse sweep and a sink.
+
+A sink is offered the gradient of each linear layer by its factors (recompute.py) and usually makes the product in a
+buffer that the next layer uses again. What is recorded as a CUDA graph (recorded.py) must write to memory that stays
+where it is, and must not change weights. So for small blocks this stands between the two:
+
+    linear      product <- dy^T x, in the block's buffer; of further micro-batches added to it, as autograd would
+    finished    the sink gets each of these gradients, complete, in the order in which they came
+
+A sink whose updates are launches at fixed addresses, with its numbers (rate, step) on the device, can have them
+recorded as well: one launch for all matrices of a unit.
+
+Bytes: one block's gradients, MOST_BYTES at most. The numbers are those of the sink alone.
+"""
+
+from collections.abc import Hashable
+
+import torch
+
+from keyhole.model.backward.recorded import RecordedBlocks
+from keyhole.model.backward.sink import Sink
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+
+MOST_BYTES = 64 * 2**20  # of the gradients of a block
+
+
+def block_bytes(layout: Layout, itemsize: int) -> int:
+    """Bytes of the gradients of the largest block; 0: there is none."""
+    sizes: dict[int, int] = {}
+    for unit in layout.of_kind("block"):
+        sizes[unit.block] = sizes.get(unit.block, 0) + unit.numel * itemsize
+    return max(sizes.values(), default=0)
+
+
+class UnitGradients:
+    """A sink in front of another one. The buffer holds one block: finish it before the next."""
+
+    accumulates = True
+
+    def __init__(self, layout: Layout, dtype: torch.dtype, recorded: RecordedBlocks) -> None:
+        self.recorded = recorded
+        self.buffer = torch.empty(
+            block_bytes(layout, dtype.itemsize) // dtype.itemsize, dtype=dtype, device=recorded.device
+        )
+        begins: dict[int, int] = {}
+        for unit in reversed(layout.of_kind("block")):
+            begins[unit.block] = unit.start
+        self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
+        self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # of the block at work, with their weights
+        self.sink: Sink
+
+    @property
+    def surveys(self) -> int:
+        return self.sink.surveys
+
+    def in_front_of(self, sink: Sink) -> "UnitGradients":
+        """Hands over to this sink from now on."""
+        self.sink = sink
+        self.received.clear()
+        return self
+
+    def view(self, tensor: FlatTensor) -> torch.Tensor:
+        """The tensor's place in the buffer."""
+        begin = self.begin_of[tensor.start]
+        return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
+
+    # -- what recordings need to know (sink.py: Recordable) --------------------------------------------------------
+
+    def state(self, units: list[Unit]) -> Hashable:
+        """What the next products do: write, or add."""
+        return tuple(self.received)
+
+    def memory(self, units: list[Unit]) -> list[torch.Tensor]:
+        return [self.buffer]
+
+    def mark(self) -> dict[str, tuple[FlatTensor, torch.Tensor]]:
+        return dict(self.received)
+
+    def rewind(self, mark: dict[str, tuple[FlatTensor, torch.Tensor]]) -> None:
+        self.received = dict(mark)
+
+    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
+        for tensor, w in offers:
+            self.received[tensor.name] = (tensor, w)
+
+    # -- as a sink -------------------------------------------------------------------------------------------------
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        """The product, to its place."""
+        if tensor.start not in self.begin_of:
+            return False
+        if tensor.name in self.received:
+            self.view(tensor).add_(torch.mm(dy_MO.t(), x_MI))
+        else:
+            torch.mm(dy_MO.t(), x_MI, out=self.view(tensor))
+            self.received[tensor.name] = (tensor, w_OI)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        """What is no product of a linear layer goes on at once, together with what is."""
+        if self.received.pop(tensor.name, None) is not None:
+            grad = grad + self.view(tensor)
+        self.sink.gradient(tensor, w, grad)
+
+    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
+        self.sink.survey(tensor, w, grad, turn)
+
+    def finished(self, unit: Unit) -> bool:
+        """Hands over what has come for the unit."""
+        inside = [one for one in self.received.values() if unit.start <= one[0].start < unit.stop]
+        for tensor, _ in inside:
+            del self.received[tensor.name]
+
+        def hand_over() -> None:
+            for tensor, w in inside:
+                self.sink.gradient(tensor, w, self.view(tensor))
+
+        how = self.sink.update_key
+        if inside and how is not None:
+            where = tuple((tensor.start, w.data_ptr()) for tensor, w in inside)
+            if self.recorded.update((unit.index, where, how), hand_over):
+                self.sink.updated([tensor for tensor, _ in inside])
+        else:
+            hand_over()
+        return self.sink.finished(unit)

@@ -1,0 +1,77 @@
+"""Recorded blocks: the same bits as blocks that are launched kernel by kernel, for every method that has a reverse."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from tests.model.decoders import batch, config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "lomo": lambda model: keyhole.LOMO(model, 1e-2),
+    "lomo clipped": lambda model: keyhole.LOMO(model, 1e-2, max_grad_norm=0.5, weight_decay=0.1),
+    "lomo each element": lambda model: keyhole.LOMO(model, 1e-2, clip_value=1e-3),
+    "adalomo": lambda model: keyhole.AdaLOMO(model, 1e-3),
+    "adam-offload": lambda model: keyhole.AdamOffload(model, 1e-3),
+    "adam-offload clipped": lambda model: keyhole.AdamOffload(model, 1e-3, max_grad_norm=0.5),
+    "lsp": lambda model: keyhole.LSP(model, 1e-3, d=8, r=2, check_freq=5),
+    "lsp clipped": lambda model: keyhole.LSP(model, 1e-3, d=8, r=2, learn=False, max_grad_norm=0.5),
+    "lomo-lora": lambda model: keyhole.LOMOLoRA(model, 1e-2, r=2),
+}
+
+
+def trained(name: str, graphs: bool, micro_batches: int, **how: Any) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses and weights after steps on batches of two lengths with a rate that changes, and the method."""
+    model = keyhole.load(config("llama"), init="random", device="cuda", graphs=graphs, seed=3, **how)
+    method, losses = METHODS[name](model), []
+    for step in range(8):
+        method.lr = 1e-3 * (8 - step) / 8
+        batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
+        losses.append(float(method.step(batches)))
+    method.flush()
+    return losses, [model.home(tensor).float().cpu() for tensor in model.layout.tensors], method
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", METHODS)
+def test_recorded_blocks_give_the_same_bits(name: str, dtype: str, micro_batches: int) -> None:
+    """Losses and weights with recordings equal those without, and recordings were used."""
+    plain = trained(name, False, micro_batches, dtype=dtype)
+    recorded = trained(name, True, micro_batches, dtype=dtype)
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
+    assert plain[2].reverse.recorded is None
+    kinds = [key[0][0] for key, one in recorded[2].reverse.recorded.recordings.items() if one is not None]
+    assert "forward" in kinds and "reverse" in kinds
+
+
+@pytest.mark.parametrize("name", ["lomo", "adalomo", "lsp", "adam-offload"])
+def test_recorded_blocks_of_a_streamed_model(name: str) -> None:
+    """Slots are addresses too: streamed and recorded equals resident and not recorded."""
+    streamed = trained(name, True, 1, dtype="bfloat16", placement="stream")
+    assert streamed[:2] == trained(name, False, 1, dtype="bfloat16")[:2] or all(
+        map(torch.equal, streamed[1], trained(name, False, 1, dtype="bfloat16")[1])
+    )
+
+
+def test_a_loss_that_is_not_finite_moves_nothing_and_counts_for_nothing() -> None:
+    """Where the host does not wait for the loss, the device leaves weights alone, and the step is taken back."""
+    model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32", seed=3)
+    method = keyhole.LOMO(model, 1e-3, weight_decay=0.1)
+    for step in range(4):
+        method.step(batch(rows=2, length=6, seed=step))
+    norm = next(t for t in model.layout.tensors if t.name.endswith("norm.weight") and t.block is None)
+    before = [model.home(tensor).clone() for tensor in model.layout.tensors]
+    model.home(norm).fill_(torch.inf)
+    assert not torch.isfinite(method.step(batch(rows=2, length=6, seed=9)))
+    assert method.step_count == 4
+    for tensor, old in zip(model.layout.tensors, before, strict=True):
+        assert tensor is norm or torch.equal(model.home(tensor), old)
+    model.home(norm).copy_(before[model.layout.tensors.index(norm)])
+    assert torch.isfinite(method.step(batch(rows=2, length=6, seed=9)))
+    method.flush()
