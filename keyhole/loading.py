@@ -24,6 +24,7 @@ from torch import nn
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
+from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.methods.baselines.saved_adapter import SavedAdapter
 from keyhole.model.model import Model
@@ -101,10 +102,13 @@ def load(
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons.insert(0, str(choice))
         _limit_memory(changes, placed.budget_bytes, device)
-        homes = _reserve(layout, placed, formats, device)
+        ranks = ranks or Ranks()
+        ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
+        shared = _shared(layout, placed, workload, ranks)
+        homes = _reserve(layout, placed, formats, device, shared, ranks)
         _move_buffers(module, device)
         engine_options.setdefault("slot_count", placed.slot_count)
-        engine = Engine(homes, placed.streamed, device, **engine_options)
+        engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
         source = None if directory is None else str(model)
         tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
         about = {"tokenizer": tokenizer, "source": source, "placed": placed}
@@ -122,6 +126,7 @@ def load(
                 names = ", ".join(tensor.name for tensor in fresh)
                 placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
             _pin(loaded, touch=False)
+        ranks.barrier()  # shared homes are filled
         loaded.binding.bind_homes()
         if adapter and directory is not None and (directory / "adapter").is_dir():
             saved = SavedAdapter(loaded, directory / "adapter")
@@ -191,13 +196,33 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:
-    """One home per unit: streamed units side by side in host memory, the others side by side on the device."""
+def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
+    """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
+    weights. (Table, head and spine change every step, and are a small part.)"""
+    row = METHODS.get(work.method)
+    if ranks.local_size == 1 or row is None or row.ranks != "replicas":
+        return frozenset()
+    found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
+    if found:
+        placed.reasons.append(
+            f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
+        )
+    return found
+
+
+def _reserve(
+    layout: Layout, placed: Placement, formats: Wire, device: torch.device, shared: frozenset[int], ranks: Ranks
+) -> list[torch.Tensor]:
+    """One home per unit: streamed units side by side in host memory, those that ranks share in memory of their own, the
+    others side by side on the device."""
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
-    for on_host in (True, False):
-        units = [u for u in layout.units if (u.index in placed.streamed) == on_host]
+    for pages in (shared, placed.streamed - shared, {u.index for u in layout.units} - placed.streamed):
+        units = [u for u in layout.units if u.index in pages]
         sizes = [-(-formats.home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
-        flat = arena.host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if pages and pages <= placed.streamed:
+            flat = arena.shared_memory(sum(sizes), ranks) if pages is shared else arena.host_memory(sum(sizes))
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
             home = piece[: formats.home_bytes(unit)].view(formats.home_dtype(unit))
             homes[unit.index] = home
@@ -223,9 +248,9 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _pin(model: Model, touch: bool) -> None:
-    """Page-locks the streamed homes, which are one piece of memory."""
+    """Page-locks the streamed homes."""
     if model.engine.streamed and model.device.type == "cuda":
-        flat = arena.storage_of(model.engine.homes[min(model.engine.streamed)])
-        if touch:  # by all cores; pinning would touch page after page on one
-            flat.fill_(0)
-        model.pinned = arena.pin(flat, model.device)
+        for flat in model.host_memory():
+            if touch and not model.engine.shared:  # by all cores; pinning would touch page after page on one
+                flat.fill_(0)
+            model.pinned = arena.pin(flat, model.device)

@@ -93,7 +93,8 @@ class Model:
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
         self._put_back.atexit = False  # the end of the process puts back everything
-        self.homes = Homes(layout, engine.homes, formats, self.device)
+        foreign = frozenset(page for page in engine.shared if not self.writes(page))
+        self.homes = Homes(layout, engine.homes, formats, self.device, foreign)
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
         self._keeps_packed_apart = False  # known only once the model was asked
@@ -110,6 +111,26 @@ class Model:
         dtype = str(self.dtype).removeprefix("torch.")
         source = "" if self.source is None else f", from {self.source!r}"
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
+
+    def writes(self, page: int) -> bool:
+        """Whether this rank changes the home of a unit; of one that several ranks share, one does."""
+        return page not in self.engine.shared or page % self.ranks.local_size == self.ranks.local_rank
+
+    @contextmanager
+    def rewriting_shared(self) -> Iterator[None]:
+        """A context in which homes that ranks share are changed, each by its writer: nobody uploads them meanwhile.
+        Entered by all ranks."""
+        if not self.engine.shared:
+            yield
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.engine.invalidate()
+        self.ranks.barrier()
+        yield
+        self.engine.wait_for_homes()
+        self.ranks.barrier()
+        self.engine.invalidate()
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
@@ -347,8 +368,15 @@ class Model:
         if self.engine.gate is not None:
             self.engine.gate.close()
         if self.pinned:
-            arena.unpin(arena.storage_of(self.engine.homes[min(self.engine.streamed)]))
+            for flat in self.host_memory():
+                arena.unpin(flat)
             self.pinned = False
+
+    def host_memory(self) -> list[torch.Tensor]:
+        """The pieces of host memory that streamed homes lie in: one, or two where ranks share some of them."""
+        shared = self.engine.shared
+        firsts = [min(pages) for pages in (self.engine.streamed - shared, shared) if pages]
+        return [arena.storage_of(self.engine.homes[page]) for page in firsts]
 
     def describe(self) -> list[str]:
         """What the plan decided and why, one line per decision."""

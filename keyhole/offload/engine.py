@@ -44,6 +44,7 @@ class Engine:
     homes: one flat tensor per page. A page that is not in `streamed` has its home on `device` and never moves.
     overlap=False waits after every transfer; reuse_slots=False allocates a buffer per visit: both only for ablations.
     chaos: a random generator that delays streams and poisons freed slots, for tests of the ordering.
+    shared: pages whose homes other processes upload too. Whoever commits one has made sure that none does meanwhile.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Engine:
         overlap: bool = True,
         reuse_slots: bool = True,
         chaos: random.Random | None = None,
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         self.homes, self.streamed, self.device = homes, streamed, device
-        self.overlap, self.reuse_slots, self.chaos = overlap, reuse_slots, chaos
+        self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
         self.cuda = device.type == "cuda"
         self.slot_bytes = max((page_bytes(homes[page]) for page in streamed), default=0)
         self.slot_count = slot_count if streamed else 0

@@ -34,8 +34,11 @@ START = timedelta(minutes=10)
 class Group(Ranks):
     """This process among the others; `connect` makes a connection to their store."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, local_size: int, connect: Callable[[], Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, local_rank: int, local_size: int, machine: str, connect: Callable[[], Any]
+    ) -> None:
         self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.machine = machine
         self.store = connect()
         self.failures = Failures(self.store, rank)
         self.store.set_timeout(START)

@@ -1,7 +1,7 @@
 """Joins the other ranks, where torchrun has started several: who this process is, from the variables it sets.
 
     RANK, WORLD_SIZE                 of all processes
-    LOCAL_RANK, LOCAL_WORLD_SIZE     of those on this machine
+    LOCAL_RANK, LOCAL_WORLD_SIZE     of those on this machine, whose number is GROUP_RANK
     MASTER_ADDR, MASTER_PORT         where the store is: torchrun's own, or that of rank 0 (started by other means)
 
 With WORLD_SIZE 1, or without these variables, nothing is joined, and torch.distributed is not imported.
@@ -9,6 +9,7 @@ With WORLD_SIZE 1, or without these variables, nothing is joined, and torch.dist
 
 import logging
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ def _join() -> Any:
         return dist.PrefixStore(f"keyhole/{attempt}", store)
 
     local = _number("LOCAL_RANK", 0), _number("LOCAL_WORLD_SIZE", 1)
-    return Group(rank, count, *local, connect)
+    return Group(rank, count, *local, os.environ.get("GROUP_RANK", socket.gethostname()), connect)
 
 
 def _number(name: str, default: int | None = None) -> int:

@@ -25,7 +25,7 @@ class Ranks:
     """One process by itself."""
 
     rank, size = 0, 1
-    local_rank, local_size = 0, 1
+    local_rank, local_size, machine = 0, 1, "0"
     limit_s = 60.0
 
     @property

@@ -23,13 +23,14 @@ UNNAMED = 1
 
 class Command(IntEnum):
     """END: argument is the exit code. STEP: the next one. EVALUATE, TEST. GO_BACK: argument is the step whose weights
-    are loaded."""
+    are loaded. FLUSH: deferred updates are applied."""
 
     END = 0
     STEP = 1
     EVALUATE = 2
     TEST = 3
     GO_BACK = 4
+    FLUSH = 5
 
 
 class Crew:

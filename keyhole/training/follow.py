@@ -55,6 +55,8 @@ class Follower:
                 elif command is Command.TEST:
                     self.method.flush()
                     self.judge.test_metrics(self.model, self.is_asked)
+                elif command is Command.FLUSH:
+                    self.method.flush()
                 elif command is Command.GO_BACK:
                     take_weights(self.model, self.method, self.root / f"checkpoint-{argument}")
 
@@ -74,7 +76,8 @@ def take_weights(model: Model, method: Method, path: Path) -> None:
     method.flush()
     model.engine.wait_for_homes()
     if not METHODS[method.name].keeps_base:
-        fill_from(model, path, model.dtype)
+        with model.rewriting_shared():
+            fill_from(model, path, model.dtype)
         model.engine.invalidate()
     if model.addon is not None:
         method.load_state_dict(method_state(path, read_state(path)))

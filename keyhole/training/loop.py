@@ -87,7 +87,7 @@ class Run:
             ranks = self.model.ranks.not_finite()
             if ranks:
                 error = NonFinite(f"{error}\n  found: on rank {', '.join(map(str, ranks))}")
-            broken = first_bad_tensor(self.model.named_tensors())
+            broken = None if self.model.engine.shared else first_bad_tensor(self.model.named_tensors())
             if broken is None:
                 raise error from error.__cause__
             raise NonFinite(f"{error}\n  found: {broken} holds NaN or infinity, before this step") from error
@@ -144,7 +144,7 @@ class Run:
         if waits:
             self.recorder.drain()
         if waits or (saves and self.saver.background is None):
-            self.method.flush()
+            self.flush()
         if checks:
             self.check()
         if evaluates:
@@ -155,6 +155,12 @@ class Run:
             self.display.lines(self.saver.try_save(step, self.data.train.state_dict()))
         if waits:
             self.recorder.restart_clock()
+
+    def flush(self) -> None:
+        """Applies what is deferred; all ranks do it together where they share homes."""
+        if self.model.engine.shared:
+            self.crew.call(Command.FLUSH)
+        self.method.flush()
 
     def check(self) -> None:
         """Once: whether every trained tensor has changed, and whether memory is what was planned."""
@@ -188,7 +194,7 @@ class Run:
         tested = self.reports.metrics.tested
         if not self.judge.test or step in tested:
             return
-        self.method.flush()
+        self.flush()
         self.crew.call(Command.TEST)
         found = self.judge.test_metrics(self.model, self.is_asked)
         self.gave_up = found is None
@@ -208,6 +214,7 @@ class Run:
             self.recorder.restart_clock()
         elif self.saver.best_step != step:
             self.recorder.drain()
+            self.flush()
             self.display.lines(self.saver.save_best(step, self.data.train.state_dict()))
             self.recorder.restart_clock()
 
@@ -224,6 +231,7 @@ class Run:
     def leave(self, step: int) -> int:
         """After a signal: the step is done, the checkpoint is written, the run can go on later."""
         self.recorder.drain()
+        self.flush()
         self.display.lines(self.saver.wait(step))
         path = self.saver.save_once(step, self.data.train.state_dict())
         message = f"stopped by {self.interrupts.requested} after step {step}"
@@ -233,6 +241,7 @@ class Run:
     def finish(self, step: int) -> int:
         """The last checkpoint, and its model, or that of the best step, at the top of the output directory."""
         self.recorder.drain()
+        self.flush()
         if step < self.total:
             self.display.line(f"the run ends after step {step}: {self.ends}")
         self.display.lines(self.saver.wait(step))

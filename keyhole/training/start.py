@@ -208,7 +208,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         return Follower(root=job.directory.root, model=model, method=method, **shared)
     base = job.parts.model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
-    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
+    behind = config.background_save and not model.engine.shared  # homes that ranks share stand still for a save
+    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]

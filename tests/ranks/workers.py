@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import keyhole
+from keyhole.methods.zo import update
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from tests.model.decoders import TWELVE, batch, config
@@ -43,3 +44,48 @@ def write_zo_results(directory: Path) -> int:
     with joined() as ranks:
         torch.save(zo_results(ranks), directory / f"{ranks.rank}.pt")
     return 0
+
+
+def shared_results(directory: Path) -> int:
+    """Five steps of a streamed model whose blocks two ranks share: losses, weights, `changed`; and the memory of the
+    shared mapping, as the kernel divides it among those who map it."""
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        torch.save(run_shared(ranks), directory / f"{ranks.rank}.pt")
+    return 0
+
+
+def run_shared(ranks: Ranks) -> dict[str, Any]:
+    work = keyhole.Workload("zo", tokens=64)
+    how = {"init": "random", "device": "cpu", "dtype": "bfloat16", "placement": "stream", "workload": work}
+    model = keyhole.load(config("llama", intermediate_size=256), seed=3, ranks=ranks, **how)
+    method = keyhole.ZO(model, 1e-2, distribution="rademacher")
+    update.SHARED_EVERY = 2
+    losses, changed = [], []
+    for step in range(5):
+        losses.append(method.step(micro_batches(step)))
+        changed.append(method.changed.clone())
+        if step == 3:
+            method.flush()
+            changed.append(method.changed.clone())
+    method.flush()
+    found = {"losses": torch.stack(losses), "changed": torch.stack([*changed, method.changed])}
+    found |= {name: tensor.clone() for name, tensor in model.named_tensors()}
+    homes = model.engine.homes
+    blocks = [u.index for u in model.layout.of_kind("block")]
+    found["shared"], found["block_bytes"] = sorted(model.engine.shared), sum(homes[i].nbytes for i in blocks)
+    found["pss_bytes"] = mapped_bytes("memfd:keyhole")
+    ranks.barrier()
+    model.close()
+    return found
+
+
+def mapped_bytes(name: str) -> int:
+    """Of this process's mappings with this name: its share of the memory behind them."""
+    total, ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            ours = name in line
+        elif ours and line.startswith("Pss:"):
+            total += 1024 * int(line.split()[1])
+    return total

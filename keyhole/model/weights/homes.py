@@ -22,9 +22,17 @@ def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
 
 class Homes:
     """The homes of all units, seen as parameters. Packed ones are unpacked to the dtype of compute; `device` packs
-    them."""
+    them. foreign: pages that another process fills."""
 
-    def __init__(self, layout: Layout, flats: list[torch.Tensor], formats: Wire, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        flats: list[torch.Tensor],
+        formats: Wire,
+        device: torch.device,
+        foreign: frozenset[int] = frozenset(),
+    ) -> None:
+        self.foreign = foreign
         self.layout, self.flats, self.formats, self.device = layout, flats, formats, device
         self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
 
@@ -34,6 +42,9 @@ class Homes:
 
     def is_packed(self, tensor: FlatTensor) -> bool:
         return self.flats[self.unit_of(tensor).index].dtype == PACKED
+
+    def is_foreign(self, tensor: FlatTensor) -> bool:
+        return bool(self.foreign) and self.unit_of(tensor).index in self.foreign
 
     def read(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
@@ -48,6 +59,9 @@ class Homes:
 
     def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
         """Calls `write` with memory for the parameter, which it fills."""
+        if self.is_foreign(tensor):
+            write(torch.empty(tensor.shape, dtype=self.formats.dtype))  # a generator draws on
+            return
         if not self.is_packed(tensor):
             write(self.read(tensor))
             return
