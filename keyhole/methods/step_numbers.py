@@ -13,12 +13,13 @@ class StepNumbers:
     """The rate, the step (for random bits) and a decay of moments."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lr, self.beta = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.lr, self.minus_lr, self.beta = (torch.zeros((), device=device) for _ in range(3))
         self.step = torch.zeros((), dtype=torch.int32, device=device)
 
     def set(self, lr: float, step: int, beta: float = 0.0) -> None:
         """For the launches that follow."""
         self.lr.fill_(lr)
+        self.minus_lr.fill_(-lr)
         self.beta.fill_(beta)
         self.step.fill_(step if step < 2**31 else step - 2**32)
 

@@ -98,7 +98,7 @@ class LSP(Method):
         adam = {"beta1": beta1, "beta2": beta2, "eps": eps}
         on_device = place_moments(model, self.units, optimizer_on, max_grad_norm is not None)
         update_rule = UpdateRule(adam, decay, max_grad_norm, rounding, seed)
-        self.updates = SubspaceUpdates(model, self.units, on_device, update_rule, threads)
+        self.updates = SubspaceUpdates(model, self.units, on_device, update_rule, threads, self.reverse.recorded)
         self.step_count, self.check, self.learn_s = 0, None, 0.0  # check: of this step, and its seconds
         model.attach(self)  # applies what another method has deferred, before arrivals are this one's
         arrival = weakly(self.updates.arrived) if self.updates.owes else None

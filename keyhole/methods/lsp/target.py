@@ -1,9 +1,9 @@
 """What LSP trains: a matrix through its two projectors, or a tensor as it is.
 
     matrix    S = P^T G Q = sum over products of (dY P)^T (X Q)        [d_P, d_Q], added up in float32
-              W <- round(keep W + alpha scale P delta Q^T)
+              W <- round(keep W + lr scale P delta Q^T)                    keep = 1 - lr weight_decay
     plain     G itself: vectors, embeddings, head, stacks of experts, and matrices no side of which is larger than d
-              w <- round(keep w + alpha delta)
+              w <- round(keep w + lr delta)
 
 So dY and X are compressed before they meet, and a matrix's gradient never exists. (A product that does not come through
 a linear layer, such as GPT-2's, arrives as a complete gradient and is compressed then.)
@@ -26,6 +26,7 @@ import torch
 from keyhole import ops
 from keyhole.methods.lsp.fit import compressed
 from keyhole.model.structure.layout import FlatTensor
+from keyhole.ops.arguments import Number
 from keyhole.ops.lsp.projector import Projector, identity_projector, random_projector
 
 SEEDS = 1 << 20  # projectors a target may have in its life
@@ -48,6 +49,12 @@ class Target:
     @property
     def name(self) -> str:
         return self.tensor.name
+
+    @property
+    def identity(self) -> tuple[float, ...]:
+        """Another one when projectors change."""
+        places = () if self.p is None else (self.p.values_Rr.data_ptr(), self.q.values_Rr.data_ptr())
+        return self.generation, self.scale, *places
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,13 +81,16 @@ class Target:
         grad = grad if self.p is None else compressed(grad.contiguous(), self.p, self.q)
         s.copy_(grad) if first else s.add_(grad)
 
-    def apply(self, w: torch.Tensor, delta: torch.Tensor, alpha: float, keep: float, how: dict) -> None:
-        """The weight moves by alpha delta, seen through the projectors. how: rounding, seed, step."""
+    def apply(
+        self, w: torch.Tensor, delta: torch.Tensor, rates: tuple[Number, Number], decay: float, how: dict
+    ) -> None:
+        """The weight moves by lr delta, seen through the projectors. rates: lr and -lr; how: rounding, seed, step."""
         how = how | {"offset": self.tensor.start}
         if self.p is not None:
-            ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, alpha * self.scale, keep=keep, **how)
+            rates = {"factor": self.scale, "weight_decay": decay, "lr": rates[0]}
+            ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, **rates, **how)
         else:  # w - lr (g + wd w), the signs turned round
-            ops.sgd_update_(w, delta.view(w.shape), lr=-alpha, weight_decay=(keep - 1) / alpha if alpha else 0, **how)
+            ops.sgd_update_(w, delta.view(w.shape), lr=rates[1], weight_decay=-decay, **how)
 
     def take(self, p: Projector, q: Projector) -> None:
         """Uses other projectors from now on."""

@@ -18,9 +18,10 @@ A gradient that is not finite: its unit stays as it is (step.py: what becomes of
 all decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -32,10 +33,13 @@ from keyhole.methods.lsp.schedule import UpdateOrder
 from keyhole.methods.lsp.step import LSPStep, UncheckedSteps
 from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.timing import Timing
+from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
+from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.homes import view
+from keyhole.ops.arguments import Number
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,18 @@ class SubspaceUpdates:
     accumulates, surveys = True, 0  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
 
     def __init__(
-        self, model: Model, units: Targets, on_device: set[int], rule: UpdateRule, threads: int | None = None
+        self,
+        model: Model,
+        units: Targets,
+        on_device: set[int],
+        rule: UpdateRule,
+        threads: int | None = None,
+        recorded: RecordedBlocks | None = None,
     ) -> None:
-        self.model, self.rule = model, rule
+        self.model, self.rule, self.recorded = model, rule, recorded
+        self.numbers = None if recorded is None else StepNumbers(model.device)
+        self.results: dict[Hashable, Any] = {}  # of what is recorded
+        self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, where recordings read them
         self.targets = {target.tensor.start: target for members in units.values() for target in members}
         self.lengths, self.timing = assign_places(units), Timing(model.device.type == "cuda")
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
@@ -111,6 +124,8 @@ class SubspaceUpdates:
         """A reverse follows."""
         self.timing.turn()
         self.current = LSPStep(number, lr)
+        if self.numbers is not None:
+            self.numbers.set(lr, number)
         if self.host is not None:
             self.current.host_norms = self.host.down.numbers(len(self.model.layout.units) + 1)
 
@@ -126,6 +141,42 @@ class SubspaceUpdates:
         target = self.targets.get(tensor.start)
         if target is not None:
             target.add_gradient(*self._sum_of(target, w), grad)
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        """Updates are recorded here, not by the reverse."""
+
+    # -- what recordings need to know (model/backward/sink.py: Recordable) -----------------------------------------
+
+    def state(self, units: list[Unit]) -> Hashable | None:
+        """Buffers that go to the host come by turns: then nothing is recorded."""
+        pages = [unit.index for unit in units if unit.index in self.lengths]
+        if any(self.place_of(page) is self.host for page in pages):
+            return None
+        targets = [t for unit in units for t in unit.tensors if t.start in self.targets]
+        numbers = tuple(self.targets[tensor.start].identity for tensor in targets)
+        received = tuple(tuple(self.current.received[page]) for page in pages)
+        return numbers, received, tuple(self.buffer(page).data_ptr() for page in pages)
+
+    def memory(self, units: list[Unit]) -> list[torch.Tensor]:
+        return [self.buffer(unit.index) for unit in units if unit.index in self.lengths]
+
+    def mark(self) -> Any:
+        return {page: dict(received) for page, received in self.current.received.items()}, dict(self.current.weights)
+
+    def rewind(self, mark: Any) -> None:
+        received, weights = mark
+        self.current.received.clear()
+        self.current.received |= {page: dict(targets) for page, targets in received.items()}
+        self.current.weights = dict(weights)
+
+    def replayed(self, offers: list[tuple[FlatTensor, torch.Tensor]]) -> None:
+        for tensor, w in offers:
+            target = self.targets.get(tensor.start)
+            if target is not None:
+                self.current.received[target.unit][target.name] = target
+                self.current.weights[target.name] = w
+
+    # --------------------------------------------------------------------------------------------------------------
 
     def buffer(self, unit: int) -> torch.Tensor:
         """Where the unit's gradient is added up."""
@@ -148,22 +199,44 @@ class SubspaceUpdates:
         if not targets:
             return False
         weights, grad = [step.weights.pop(target.name) for target in targets], self.buffer(page)
-        norms = torch._foreach_norm([view_in(grad, target) for target in targets])
+        update, on_host = OwedUpdate(targets, step), self.place_of(page) is self.host
+        moves = not on_host and not self.clips
+
+        def measure() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+            norms = torch._foreach_norm([view_in(grad, target) for target in targets])
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            skip = (~torch.isfinite(norm)).float()
+            if moves:
+                self.device.deltas_(page, targets, grad, None, skip)
+                self._apply(update, grad, weights)
+            return norms, norm, skip
+
+        norms, norm, skip = measure() if on_host else self._maybe_recorded(page, update, [grad, *weights], measure)
         step.target_norms |= zip((target.tensor.start for target in targets), norms, strict=True)
-        norm = torch.linalg.vector_norm(torch.stack(norms))
         step.norms.append(norm)
-        update = OwedUpdate(targets, step)
-        if self.place_of(page) is self.host:
+        if on_host:
             self._send_gradient(page, update, grad, norm)
         elif self.clips:
             self.owed[page] = update
         else:
-            step.skips.append(skip := (~torch.isfinite(norm)).float())
-            self.device.deltas_(page, targets, grad, None, skip)
-            self._apply(update, grad, weights)
+            step.skips.append(skip)
             self.gradients.done(page)
-            return True
-        return False
+        return moves
+
+    def _maybe_recorded(
+        self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], Any], kind: str = "finished"
+    ) -> Any:
+        """run(), recorded where that is possible; `at`: memory that it reads and writes."""
+        if self.recorded is None:
+            return run()
+        targets = tuple((target.name, target.identity) for target in update.targets)
+        key = (kind, page, targets, tuple(tensor.data_ptr() for tensor in at))
+
+        def keep_result() -> None:
+            self.results[key] = run()
+
+        self.recorded.update(key, keep_result)
+        return self.results[key]
 
     def _send_gradient(self, page: int, update: OwedUpdate, grad: torch.Tensor, norm: torch.Tensor) -> None:
         """The gradient goes to the host; what has come back from there meanwhile is applied."""
@@ -196,8 +269,9 @@ class SubspaceUpdates:
             return
         if self.norm is None:
             return
-        step.clip = (self.rule.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
-        step.skip = (~torch.isfinite(self.norm)).float()
+        step.clip, step.skip = self.decided
+        step.clip.copy_((self.rule.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0))
+        step.skip.copy_((~torch.isfinite(self.norm)).float())
         if self.host is not None:
             self.host.down.send(self.norm, step.host_norms[-1])
             for page, update in self.owed.items():
@@ -218,13 +292,16 @@ class SubspaceUpdates:
         if update is None:
             return False
         unit, on_device = self.model.layout.units[page], self.place_of(page) is self.device
-        with torch.no_grad():
+        delta = self.device.waiting[page] if on_device else self.host.deltas(page)
+        weights = [view(w, target.tensor, unit.start) for target in update.targets]
+
+        def move() -> None:
             if on_device:
-                delta = self.device.waiting[page]
                 self.device.deltas_(page, update.targets, delta, update.step.clip, update.step.skip)
-            else:
-                delta = self.host.deltas(page)
-            self._apply(update, delta, [view(w, target.tensor, unit.start) for target in update.targets])
+            self._apply(update, delta, weights)
+
+        with torch.no_grad():
+            self._maybe_recorded(page, update, [delta, *weights], move, "arrived") if on_device else move()
         if not on_device:
             self.host.used(page)
             self.model.engine.bytes_up += 4 * self.lengths[page]
@@ -239,9 +316,12 @@ class SubspaceUpdates:
 
     def _apply(self, update: OwedUpdate, deltas: torch.Tensor, weights: list[torch.Tensor]) -> None:
         lr, how = update.step.lr, {"rounding": self.rule.rounding, "seed": self.rule.seed, "step": update.step.number}
+        rates: tuple[Number, Number] = (lr, -lr)
+        if self.numbers is not None and update.step is self.current:
+            rates, how["step"] = (self.numbers.lr, self.numbers.minus_lr), self.numbers.step
         for target, w in zip(update.targets, weights, strict=True):
-            keep = 1.0 - lr * self.rule.weight_decay.of(target.tensor.param)
-            target.apply(w, view_in(deltas, target), lr, keep, how)
+            decay = self.rule.weight_decay.of(target.tensor.param)
+            target.apply(w, view_in(deltas, target), rates, decay, how)
 
     def apply_owed(self, wanted: Callable[[Unit], bool]) -> None:
         """Applies what units that are `wanted` are owed."""

@@ -77,6 +77,7 @@ class RecordedBlocks:
         self.copied: dict[Hashable, _Copied] = {}
         self.places: dict[Hashable, torch.Tensor] = {}  # [rows, most elements]: where results go
         self.static: set[int] = set()  # addresses of results
+        self.why = ""  # the last time that something could not be recorded
 
     # -- what is recorded ------------------------------------------------------------------------------------------
 
@@ -179,8 +180,8 @@ class RecordedBlocks:
                     one.result = run()
                 finally:
                     one.graph.capture_end()
-        except RuntimeError:
-            one = None
+        except RuntimeError as error:
+            one, self.why = None, str(error).partition("\n")[0]
         torch.cuda.synchronize(self.device)
         return one
 
@@ -191,6 +192,7 @@ class RecordedBlocks:
             return expected
         found.graph.replay()
         if not all(torch.equal(x, y) for x, y in zip(_tensors(found.result), _tensors(expected), strict=True)):
+            self.why = "a recording gave other bits"
             return expected
         self.recordings[key] = found
         return found.result

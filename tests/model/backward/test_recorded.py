@@ -47,16 +47,16 @@ def test_recorded_blocks_give_the_same_bits(name: str, dtype: str, micro_batches
     assert all(map(torch.equal, recorded[1], plain[1]))
     assert plain[2].reverse.recorded is None
     kinds = [key[0][0] for key, one in recorded[2].reverse.recorded.recordings.items() if one is not None]
-    assert "forward" in kinds and "reverse" in kinds
+    assert "forward" in kinds and "reverse" in kinds, recorded[2].reverse.recorded.why
 
 
 @pytest.mark.parametrize("name", ["lomo", "adalomo", "lsp", "adam-offload"])
 def test_recorded_blocks_of_a_streamed_model(name: str) -> None:
     """Slots are addresses too: streamed and recorded equals resident and not recorded."""
     streamed = trained(name, True, 1, dtype="bfloat16", placement="stream")
-    assert streamed[:2] == trained(name, False, 1, dtype="bfloat16")[:2] or all(
-        map(torch.equal, streamed[1], trained(name, False, 1, dtype="bfloat16")[1])
-    )
+    resident = trained(name, False, 1, dtype="bfloat16")
+    assert streamed[0] == resident[0]
+    assert all(map(torch.equal, streamed[1], resident[1]))
 
 
 def test_a_loss_that_is_not_finite_moves_nothing_and_counts_for_nothing() -> None:
