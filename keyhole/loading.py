@@ -27,6 +27,7 @@ from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.methods.baselines.saved_adapter import SavedAdapter
+from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
 from keyhole.model.structure.layout import Layout, Unit
@@ -39,6 +40,7 @@ from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.offload.shards import ShardedEngine, part_numel
 from keyhole.plan.dtype import choose_dtype
 from keyhole.plan.placement import Placement, place
 from keyhole.ranks import Ranks
@@ -105,10 +107,15 @@ def load(
         ranks = ranks or Ranks()
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)
-        homes = _reserve(layout, placed, formats, device, shared, ranks)
+        sharded = _sharded(layout, placed, workload, ranks)
+        homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
         _move_buffers(module, device)
-        engine_options.setdefault("slot_count", placed.slot_count)
-        engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
+        engine_options.setdefault("slot_count", placed.slot_count or (backward.slot_count(layout) if sharded else 0))
+        if sharded:
+            numels = {page: layout.units[page].numel for page in sharded}
+            engine = ShardedEngine(homes, numels, placed.streamed, device, ranks, **engine_options)
+        else:
+            engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
         source = None if directory is None else str(model)
         tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
         about = {"tokenizer": tokenizer, "source": source, "placed": placed}
@@ -210,23 +217,47 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     return found
 
 
+def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
+    """Units of which every rank keeps a part: blocks and head. Table and spine are small, and everybody's own."""
+    row = METHODS.get(work.method)
+    if not ranks.several or row is None or row.ranks != "shards":
+        return frozenset()
+    found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
+    placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
+    return found
+
+
 def _reserve(
-    layout: Layout, placed: Placement, formats: Wire, device: torch.device, shared: frozenset[int], ranks: Ranks
+    layout: Layout,
+    placed: Placement,
+    formats: Wire,
+    device: torch.device,
+    shared: frozenset[int],
+    sharded: frozenset[int],
+    ranks: Ranks,
 ) -> list[torch.Tensor]:
     """One home per unit: streamed units side by side in host memory, those that ranks share in memory of their own, the
-    others side by side on the device."""
+    others side by side on the device. Of sharded units: this rank's part."""
+
+    def home_bytes(unit: Unit) -> int:
+        if unit.index not in sharded:
+            return formats.home_bytes(unit)
+        return part_numel(unit.numel, ranks.size) * formats.home_dtype(unit).itemsize
+
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
     for pages in (shared, placed.streamed - shared, {u.index for u in layout.units} - placed.streamed):
         units = [u for u in layout.units if u.index in pages]
-        sizes = [-(-formats.home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
+        sizes = [-(-home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
         if pages and pages <= placed.streamed:
             flat = arena.shared_memory(sum(sizes), ranks) if pages is shared else arena.host_memory(sum(sizes))
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
-            home = piece[: formats.home_bytes(unit)].view(formats.home_dtype(unit))
+            home = piece[: home_bytes(unit)].view(formats.home_dtype(unit))
             homes[unit.index] = home
-            if home.dtype != PACKED:
+            if unit.index in sharded:
+                home.zero_()
+            elif home.dtype != PACKED:
                 _zero_padding(unit, home)
     return homes
 

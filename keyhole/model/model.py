@@ -94,7 +94,9 @@ class Model:
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
         self._put_back.atexit = False  # the end of the process puts back everything
         foreign = frozenset(page for page in engine.shared if not self.writes(page))
-        self.homes = Homes(layout, engine.homes, formats, self.device, foreign)
+        self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
+        self.sharded = bool(engine.parts())
+        self.call_others: Callable[[str], None] = lambda what: None  # of a leader: has other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
         self._keeps_packed_apart = False  # known only once the model was asked
@@ -111,6 +113,12 @@ class Model:
         dtype = str(self.dtype).removeprefix("torch.")
         source = "" if self.source is None else f", from {self.source!r}"
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
+
+    @property
+    def evaluation_ranks(self) -> Ranks:
+        """Who shares the batches of an evaluation: all ranks, or, where every visit of a unit takes all of them, each
+        has all batches."""
+        return Ranks() if self.sharded else self.ranks
 
     def writes(self, page: int) -> bool:
         """Whether this rank changes the home of a unit; of one that several ranks share, one does."""
@@ -347,11 +355,23 @@ class Model:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter at its home, a tied one once, as it is saved."""
+        if self.sharded:
+            raise UserError("this rank has a part of the weights only; own_tensors gives what it has")
         self.apply_deferred()
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
             yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
+
+    def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(name, index of the first element, elements) of what this rank has of sharded tensors, and, on the leader, of
+        all others."""
+        self.engine.wait_for_homes()
+        for tensor in self.layout.tensors:
+            if self.homes.unit_of(tensor).index in self.homes.parts:
+                yield from ((tensor.name, begin, part) for begin, part in self.homes.own_parts(tensor))
+            elif self.ranks.is_leader:
+                yield tensor.name, 0, self.home(tensor)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
@@ -374,9 +394,10 @@ class Model:
 
     def host_memory(self) -> list[torch.Tensor]:
         """The pieces of host memory that streamed homes lie in: one, or two where ranks share some of them."""
-        shared = self.engine.shared
-        firsts = [min(pages) for pages in (self.engine.streamed - shared, shared) if pages]
-        return [arena.storage_of(self.engine.homes[page]) for page in firsts]
+        flats = [*(self.engine.homes[page] for page in sorted(self.engine.streamed))]
+        flats += [flat for _, flat in self.engine.parts().values()]
+        storages = {flat.untyped_storage().data_ptr(): flat for flat in flats if flat.device.type == "cpu"}
+        return [arena.storage_of(flat) for flat in storages.values()]
 
     def describe(self) -> list[str]:
         """What the plan decided and why, one line per decision."""

@@ -7,7 +7,8 @@ are made by every rank itself, in the order of ranks.
 Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Who is dead is
 found by other means: a closed connection (failures.py), or no sign of life for limit_s (alive.py).
 
-Bytes per rank: gather of n bytes sends and receives (N - 1) n. Time: two to three trips over the network.
+Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and sum_of_parts of a whole of n bytes
+(N - 1) / N n each, sum both. Time of a small one: two to three trips over the network.
 """
 
 import os
@@ -74,7 +75,7 @@ class Group(Ranks):
     # -- what ranks ask of each other ------------------------------------------------------------------------------
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        over_host = self.nccl is None or x.device.type == "cpu"
+        over_host = self._over_host(x)
         sent = (x.cpu() if over_host else x).contiguous()
         found = [torch.empty_like(sent) for _ in range(self.size)]
         with self._together():
@@ -88,6 +89,37 @@ class Group(Ranks):
         rows = self.gather(padded)
         self.columns = [*self.columns[-1:], rows]
         return torch.cat([row[..., :width] for row, width in zip(rows, widths, strict=True)], dim=-1)
+
+    def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        over_host = self._over_host(part)
+        target = torch.empty(out.shape, dtype=out.dtype) if over_host and out.device.type != "cpu" else out
+        sent = (part.cpu() if over_host else part).contiguous()
+        with self._together():
+            dist.all_gather(list(target.chunk(self.size)), sent, group=None if over_host else self.nccl)
+        if target is not out:
+            out.copy_(target)
+
+    def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        over_host = self._over_host(x)
+        sent = (x.cpu() if over_host else x).contiguous()
+        found = torch.empty_like(sent)
+        with self._together():
+            dist.all_to_all_single(found, sent, group=None if over_host else self.nccl)
+        total, *others = found.to(x.device).chunk(self.size)
+        total = total.to(torch.float32, copy=True)
+        for other in others:
+            total += other
+        return total
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        padded = x.new_zeros(-(-x.numel() // self.size) * self.size)
+        padded[: x.numel()] = x.reshape(-1)
+        out = torch.empty(padded.shape, device=x.device)
+        self.gather_into(out, self.sum_of_parts(padded))
+        return out[: x.numel()].view(x.shape)
+
+    def _over_host(self, x: torch.Tensor) -> bool:
+        return self.nccl is None or x.device.type == "cpu"
 
     def not_finite(self) -> list[int]:
         """Of the last two steps."""

@@ -5,6 +5,7 @@
     total(count)        the sum of an integer over all ranks, on the host
     objects(x)          any (picklable) object of every rank
     from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it
+    gather_into, sum_of_parts, sum    of large tensors: what sharding needs
     barrier()           returns when every rank is here
 
 Every call but `share` must be made by all ranks in the same order. This class is one process by itself.
@@ -62,6 +63,18 @@ class Ranks:
 
     def from_leader(self, make: Callable[[], T]) -> T:
         return make()
+
+    def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """out [N k] <- the parts [k] of all ranks, side by side."""
+        out.copy_(part)
+
+    def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x [N k] of every rank, this rank's k elements, added up over the ranks in float32, in their order."""
+        return x.float()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks, the same bits on all of them; float32."""
+        return x.float()
 
     def barrier(self) -> None:
         pass

@@ -89,3 +89,38 @@ def mapped_bytes(name: str) -> int:
         elif ours and line.startswith("Pss:"):
             total += 1024 * int(line.split()[1])
     return total
+
+
+LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, how it is loaded, settings
+    "llama resident": ("llama", {}, {}),
+    "llama streamed, clipped": ("llama", {"placement": "stream"}, {"max_grad_norm": 0.5}),
+    "tied, decay": ("qwen2", {"placement": "stream"}, {"weight_decay": 0.1}),
+    "gpt2, learned positions": ("gpt2", {}, {"activations": "host", "clip_value": 1e-3}),
+    "experts, decay": ("mixtral", {}, {"weight_decay": 0.1, "weight_decay_on": "all"}),
+    "bf16 at home, rounded by index": ("llama", {"wire": "bf16", "placement": "stream"}, {}),
+}
+
+
+def lomo_results(ranks: Ranks) -> dict[str, Any]:
+    """Losses, norms and this rank's parts of the weights after three steps of lomo; the last has one micro-batch."""
+    found: dict[str, Any] = {}
+    for case, (family, how, settings) in LOMO_CASES.items():
+        where = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload("lomo")} | how
+        model = keyhole.load(config(family), ranks=ranks, seed=1, **where)
+        method = keyhole.LOMO(model, 0.1, **settings)
+        numbers = []
+        for step in range(3):
+            loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
+            numbers += [loss.double(), method.metrics()["grad_norm"].double(), method.metrics()["changed"].double()]
+        parts = [(name, begin, part.clone()) for name, begin, part in model.own_tensors()]
+        found[case] = {"numbers": torch.stack(numbers), "parts": parts}
+        found[case]["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
+        model.close()
+    return found
+
+
+def write_lomo_results(directory: Path) -> int:
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        torch.save(lomo_results(ranks), directory / f"{ranks.rank}.pt")
+    return 0

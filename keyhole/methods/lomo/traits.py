@@ -81,6 +81,7 @@ LOMO = Traits(
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
     announces="pages",
+    ranks="shards",
     faults=lambda own, run: _faults("lomo", own, run),
     demo=Demo(lr=0.05),
     **_ALIKE,

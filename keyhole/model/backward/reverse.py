@@ -69,7 +69,7 @@ class Reverse:
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
         small = 0 < block_bytes(model.layout, model.dtype.itemsize) <= MOST_BYTES
-        records = runs_again and activations == "block" and model.graphs is not None and small
+        records = runs_again and activations == "block" and model.graphs is not None and small and not model.sharded
         self.recorded = RecordedBlocks(model.device, len(self.blocks)) if records else None
         self.gathered = UnitGradients(model.layout, model.dtype, self.recorded) if records else None
         self._own = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
@@ -108,13 +108,20 @@ class Reverse:
                 self._forget()
                 self.model.binding.bind_homes()
 
-    def forward(self, batches: list[DeviceBatch], turn: Turn = lambda index: nullcontext()) -> torch.Tensor:
+    def forward(
+        self,
+        batches: list[DeviceBatch],
+        turn: Turn = lambda index: nullcontext(),
+        loss_count: int | None = None,
+        weight: float = 1.0,
+    ) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, unread. turn: makes a context for each turn of
-        the pass of a micro-batch."""
+        the pass of a micro-batch. loss_count, weight: see vocabulary.py."""
         first_run = None if self.recorded is None else self._first_run
         model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run)
         self.spine = model.acquire_weights(self.layout.spine)
-        block_at_once = self.compiled is not None  # compiled code cannot stop inside a block
+        # compiled code cannot stop inside a block; ranks must visit the same units, whatever their tokens need
+        block_at_once = self.compiled is not None or model.sharded
         held: list[Unit] = []
 
         def release(next_unit: Unit | None) -> None:
@@ -139,7 +146,7 @@ class Reverse:
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         model.binding.bind(None, None, self.spine)
-        return self.vocabulary.loss(self.hidden, batches, self.spine)
+        return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -341,10 +348,14 @@ class Reverse:
     def _reverse_spine(self) -> None:
         engine, unit = self.model.engine, self.layout.spine
         stored = engine.acquire(unit.index)
+        reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
+        if self.model.sharded:  # by any rank
+            reached = set().union(*self.model.ranks.objects(reached))
         for tensor in unit.tensors:
-            if tensor.param.grad is not None:
+            if tensor.name in reached:
                 grad, tensor.param.grad = tensor.param.grad, None
-                self._sink.gradient(tensor, view(stored, tensor, unit.start), grad)
+                w = view(stored, tensor, unit.start)
+                self._sink.gradient(tensor, w, torch.zeros_like(w) if grad is None else grad)
         if self._sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)
