@@ -23,7 +23,8 @@ UNNAMED = 1
 
 class Command(IntEnum):
     """END: argument is the exit code. STEP: the next one. EVALUATE, TEST. GO_BACK: argument is the step whose weights
-    are loaded. FLUSH: deferred updates are applied."""
+    are loaded. FLUSH: deferred updates are applied. CHECK, WRITE: whether the weights that a rank keeps are finite;
+    these weights into a checkpoint."""
 
     END = 0
     STEP = 1
@@ -31,6 +32,8 @@ class Command(IntEnum):
     TEST = 3
     GO_BACK = 4
     FLUSH = 5
+    CHECK = 6
+    WRITE = 7
 
 
 class Crew:

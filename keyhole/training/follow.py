@@ -17,6 +17,7 @@ from keyhole.methods.base import Method
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
+from keyhole.model.weights.save_parts import bad_tensor, write_parts
 from keyhole.training.crew import Command, Crew
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import Interrupts
@@ -57,6 +58,10 @@ class Follower:
                     self.judge.test_metrics(self.model, self.is_asked)
                 elif command is Command.FLUSH:
                     self.method.flush()
+                elif command is Command.CHECK:
+                    bad_tensor(self.model)
+                elif command is Command.WRITE:
+                    write_parts(self.model, None)
                 elif command is Command.GO_BACK:
                     take_weights(self.model, self.method, self.root / f"checkpoint-{argument}")
 

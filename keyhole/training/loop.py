@@ -67,6 +67,8 @@ class Run:
     def __post_init__(self) -> None:
         self.total = self.schedule.total
         self.crew = Crew(self.model.ranks, self.interrupts)
+        parts = {"check": Command.CHECK, "write": Command.WRITE}
+        self.model.call_others = lambda what: self.crew.call(parts[what])
         self.saver.selection = self.selection.state_dict
         self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
@@ -87,7 +89,8 @@ class Run:
             ranks = self.model.ranks.not_finite()
             if ranks:
                 error = NonFinite(f"{error}\n  found: on rank {', '.join(map(str, ranks))}")
-            broken = None if self.model.engine.shared else first_bad_tensor(self.model.named_tensors())
+            alone = not self.model.engine.shared and not self.model.sharded
+            broken = first_bad_tensor(self.model.named_tensors()) if alone else None
             if broken is None:
                 raise error from error.__cause__
             raise NonFinite(f"{error}\n  found: {broken} holds NaN or infinity, before this step") from error

@@ -39,6 +39,7 @@ from keyhole.model.structure.source import find_directory
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
+from keyhole.model.weights.save_parts import check_names
 from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
@@ -201,6 +202,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     method = make_method(model, config, origin)
     ranks_lines = ranks.describe(model.device)
+    check_names(model)
     if not ranks.is_leader:
         if origin.tail:
             apply_records(method, origin.tail, job.display.line)
@@ -208,7 +210,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         return Follower(root=job.directory.root, model=model, method=method, **shared)
     base = job.parts.model_hash(config.model) if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
-    behind = config.background_save and not model.engine.shared  # homes that ranks share stand still for a save
+    # homes that ranks share, or keep parts of, stand still for a save
+    behind = config.background_save and not model.engine.shared and not model.sharded
     saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)

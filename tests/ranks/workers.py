@@ -115,6 +115,8 @@ def lomo_results(ranks: Ranks) -> dict[str, Any]:
         parts = [(name, begin, part.clone()) for name, begin, part in model.own_tensors()]
         found[case] = {"numbers": torch.stack(numbers), "parts": parts}
         found[case]["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
+        cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
+        found[case]["whole_bytes"] = sum(model.engine.homes[page].nbytes for page in cut)
         model.close()
     return found
 

@@ -57,6 +57,11 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
 
 def write_files(model: Any, path: Path) -> None:
     """The files themselves: weights, config, generation config, tokenizer."""
+    if model.sharded:
+        from keyhole.model.weights.save_parts import write_parts
+
+        write_parts(model, path)
+        return
     names = names_on_disk(model)
     if names is None:
         _write_by_transformers(model, path)
