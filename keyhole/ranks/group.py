@@ -44,6 +44,7 @@ class Group(Ranks):
         self.failures = Failures(self.store, rank)
         self.store.set_timeout(START)
         self.nccl: Any = None
+        self.bytes_received = 0  # of weights and gradients
         self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
         with self._together():
             dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size, timeout=DAY)
@@ -92,6 +93,7 @@ class Group(Ranks):
 
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
         over_host = self._over_host(part)
+        self.bytes_received += part.nbytes * (self.size - 1)
         target = torch.empty(out.shape, dtype=out.dtype) if over_host and out.device.type != "cpu" else out
         sent = (part.cpu() if over_host else part).contiguous()
         with self._together():
@@ -101,6 +103,7 @@ class Group(Ranks):
 
     def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
         over_host = self._over_host(x)
+        self.bytes_received += x.nbytes * (self.size - 1) // self.size
         sent = (x.cpu() if over_host else x).contiguous()
         found = torch.empty_like(sent)
         with self._together():

@@ -36,6 +36,7 @@ SURFACE = {
     },
     "bench lomo": {"--only", "--table", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
     "bench lsp": {"--only", "--table", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
+    "bench scale": {"--model", "--tokens", "--tflops", "--memory", "--pcie", "--nvlink", "--network", "--gpus"},
     "bench snapshots": {
         "--sizes",
         "--out",

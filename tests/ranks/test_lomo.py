@@ -31,6 +31,10 @@ def test_parts_of_two_ranks_are_the_weights_of_one_process(tmp_path: Path) -> No
     alone = lomo_results(Ranks())
     assert launch.end() == [0, 0], launch.printed
     ours = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    found = ours[0]["llama resident"]
+    cut, rest = alone["llama resident"]["whole_bytes"], found["other_bytes"] - alone["llama resident"]["whole_bytes"]
+    told = 3 * (3 * cut + 2 * rest) / 2  # three steps: two gathers and an exchange (bench/scale.py); the rest is summed
+    assert 0.6 * told < found["received_bytes"] < 1.1 * told  # a slot that still holds its unit is not gathered again
     for case in LOMO_CASES:
         expected = {name: part for name, _, part in alone[case]["parts"]}
         found = whole([one for rank in ours for one in rank[case]["parts"]], expected)

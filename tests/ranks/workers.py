@@ -108,7 +108,7 @@ def lomo_results(ranks: Ranks) -> dict[str, Any]:
         where = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload("lomo")} | how
         model = keyhole.load(config(family), ranks=ranks, seed=1, **where)
         method = keyhole.LOMO(model, 0.1, **settings)
-        numbers = []
+        numbers, before = [], getattr(ranks, "bytes_received", 0)
         for step in range(3):
             loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
             numbers += [loss.double(), method.metrics()["grad_norm"].double(), method.metrics()["changed"].double()]
@@ -116,6 +116,8 @@ def lomo_results(ranks: Ranks) -> dict[str, Any]:
         found[case] = {"numbers": torch.stack(numbers), "parts": parts}
         found[case]["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
         cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
+        found[case]["received_bytes"] = getattr(ranks, "bytes_received", 0) - before
+        found[case]["other_bytes"] = sum(t.shape.numel() for t in model.layout.tensors) * 4
         found[case]["whole_bytes"] = sum(model.engine.homes[page].nbytes for page in cut)
         model.close()
     return found
