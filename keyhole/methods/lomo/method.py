@@ -91,7 +91,9 @@ class LOMO(UpdateSink, Method):
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
         self.norm: torch.Tensor | None = None
         matrices = [t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
-        largest = max((t.shape.numel() for t in matrices), default=0) if fused and activations != "none" else 0
+        largest = (
+            max((t.shape.numel() for t in matrices), default=0) if fused and (activations != "none" or compile) else 0
+        )
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.compensation: dict[str, torch.Tensor] = {}  # Kahan's
         self.table_squares: dict[int, torch.Tensor] = {}
@@ -277,6 +279,7 @@ class LOMO(UpdateSink, Method):
             "none": "all kept",
             "block": "block inputs, blocks run twice",
             "host": "block inputs in host memory",
+            "auto": "kept of as many blocks as fit, the others run twice",
         }
         clip = "the global norm, by a second reverse" if self.max_grad_norm is not None else "none"
         clip = f"each element at {self.clip_value:g}" if self.clip_value is not None else clip

@@ -32,7 +32,7 @@ ALLOWED = {
     "others": ("adam", "frozen"),
     "optimizer_on": ("auto", "gpu", "cpu"),
     "rounding": ("stochastic", "nearest"),
-    "activations": ("block", "host"),
+    "activations": ("block", "host", "auto"),
 }
 
 

@@ -68,8 +68,9 @@ class LSPConfig:
     """Added to the root of the second moment before dividing."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
-    activations: Literal["block", "host"] = "block"
-    """What the forward keeps: block inputs on the device, or in host memory; blocks run twice."""
+    activations: Literal["block", "host", "auto"] = "block"
+    """What the forward keeps: block inputs on the device, or in host memory, and blocks run twice; or everything of as
+    many blocks as fit the GPU's memory (auto)."""
     compile: bool = False
     """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 

@@ -4,7 +4,8 @@ What torch.compile gains: model/forward/compile.py. Compiled here is
 
     checkpoint(block.forward)
 
-so the compiled reverse holds the second run too, and leaves out of it what no gradient needs. The block is an argument
+so the compiled reverse holds the second run too, and leaves out of it what no gradient needs. Where all activations are
+kept (activations: none) it is block.forward alone, and what the reverse needs of it is saved. The block is an argument
 and its weights are inputs, so that all blocks of one kind share the code. The graph between forward and reverse holds
 its inputs and parameters. Saved tensors go through `pack` and `unpack`: a parameter is saved as itself, since its
 memory may be elsewhere by then (streamed weights), and an input may wait in host memory (activation_store.py).
@@ -32,15 +33,24 @@ def _offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
 
-class Compiled:
-    """Runs blocks compiled; one for all blocks of a model. offer: the device on which linear layers offer their
-    gradients (compiled_linear.py); None where they do not."""
+def _kept_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return type(block).forward(block, *args, **kwargs)
 
-    def __init__(self, backend: str, changes: Changes) -> None:
+
+def _kept_offering_forward(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return type(block).forward(block, *args, **kwargs)
+
+
+class Compiled:
+    """Runs blocks compiled; one for all blocks of a model. keep: no second run. offer: the device on which linear
+    layers offer their gradients (compiled_linear.py); None where they do not."""
+
+    def __init__(self, backend: str, changes: Changes, keep: bool = False) -> None:
         self.offer: torch.device | None = None
         prepare_compiling(changes)
         changes.set(compiler("torch._functorch", "donated_buffer"), False)  # or no graph could be reversed twice
-        self.run, self.run_offering = (torch.compile(f, backend=backend) for f in (_forward, _offering_forward))
+        chosen = (_kept_forward, _kept_offering_forward) if keep else (_forward, _offering_forward)
+        self.run, self.run_offering = (torch.compile(f, backend=backend) for f in chosen)
 
     def __call__(self, block: nn.Module, args: tuple, kwargs: dict[str, Any], saved: "Saved") -> Any:
         with self.offering(), torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
@@ -62,8 +72,9 @@ class Saved:
 
     def pack(self, x: torch.Tensor) -> Any:
         address = x.data_ptr()
-        if address in self.params and self.params[address].shape == x.shape:
-            return self.params[address]
+        param = self.params.get(address)
+        if param is not None and param.shape == x.shape and param.stride() == x.stride():  # and not its transpose
+            return param
         if address in self.inputs and isinstance(stored := self.store.put(x.detach()), HostActivation):
             self.on_host.append(stored)
             return stored

@@ -14,6 +14,7 @@ Over the link per step: each block up twice, and down once if the sink changed i
 adds one more reverse, which changes nothing: up three times.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,11 +29,12 @@ from keyhole.machine.settings import expandable_segments
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
+from keyhole.model.backward.kept_blocks import KeptBlocks
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import SMALL_FLOP, RecordedBlocks
 from keyhole.model.backward.sink import Recordable, Sink, chunk
 from keyhole.model.backward.tape import Tape, Visit, pass_on
-from keyhole.model.backward.unit_gradients import MOST_BYTES, UnitGradients, block_bytes
+from keyhole.model.backward.unit_gradients import UnitGradients, has_room
 from keyhole.model.backward.vocabulary import HandOver, VocabularyGradients
 from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
@@ -63,13 +65,14 @@ class Reverse:
             expandable_segments(model.changes)
         self.model, self.layout, self.activations, self.fused = model, model.layout, activations, fused
         backend = compiled if isinstance(compiled, str) else "inductor"
-        self.compiled = Compiled(backend, model.changes) if compiled else None
+        self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
         self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
+        self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
-        small = 0 < block_bytes(model.layout, model.dtype.itemsize) <= MOST_BYTES
-        records = runs_again and activations == "block" and model.graphs is not None and small and not model.sharded
+        records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
+        records = records and not model.sharded
         self.recorded = RecordedBlocks(model.device, len(self.blocks)) if records else None
         self.gathered = UnitGradients(model.layout, model.dtype, self.recorded) if records else None
         self._own = [[p for p in block.parameters() if p.requires_grad] for block in self.blocks]
@@ -118,7 +121,10 @@ class Reverse:
         """The mean loss over all trained tokens of all micro-batches, unread. turn: makes a context for each turn of
         the pass of a micro-batch. loss_count, weight: see vocabulary.py."""
         first_run = None if self.recorded is None else self._first_run
-        model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run)
+        first_kept = math.inf
+        if self.kept is not None and not (self.recorded is not None and self._are_small(batches)):
+            first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
+        model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run, first_kept)
         self.spine = model.acquire_weights(self.layout.spine)
         # compiled code cannot stop inside a block; ranks must visit the same units, whatever their tokens need
         block_at_once = self.compiled is not None or model.sharded
@@ -224,9 +230,13 @@ class Reverse:
         numel = sum(unit.numel for unit in self.units_of[block])
         return hidden is not None and 2 * numel * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
 
+    def _are_small(self, batches: list[DeviceBatch]) -> bool:
+        largest = max((sum(unit.numel for unit in units) for units in self.units_of.values()), default=0)
+        return all(2 * largest * one.inputs["input_ids"].numel() <= SMALL_FLOP for one in batches)
+
     def _may_record(self, visit: Visit) -> bool:
         """Whether a visit is plain, and the first reverse of its block gave gradients to parameters of its own only."""
-        if self.recorded is None or not visit.is_plain or not isinstance(self._sink, Recordable):
+        if self.recorded is None or visit.has_graph or not visit.is_plain or not isinstance(self._sink, Recordable):
             return False
         reached = self._reached.get(visit.block)
         if reached is None:

@@ -6,6 +6,8 @@ every block. In the forward pass a block runs without a graph; kept between forw
     block    the block's inputs, on the device; the block is run again when its turn comes in reverse
     host     the same, with the inputs in host memory meanwhile (activation_store.py)
     none     the block's own graph: no second run, all activations in memory
+    auto     graphs of the last blocks, as many as fit; of the others their inputs, as in "block" (kept_blocks.py);
+             small blocks are recorded instead (recorded.py)
 
 or, where blocks are compiled (compiled.py), a graph of the block that holds no more than its inputs.
 
@@ -20,6 +22,7 @@ that later blocks use again). What lies in it is an input of every block, and wh
 A block that draws random numbers (dropout) starts its second run from the generator's state of the first.
 """
 
+import math
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -37,7 +40,7 @@ from keyhole.errors import UserError
 from keyhole.model.backward.activation_store import ActivationStore, HostActivation
 from keyhole.model.backward.compiled import Compiled, Saved
 
-ACTIVATIONS = ("none", "block", "host")
+ACTIVATIONS = ("none", "block", "host", "auto")
 Origin = tuple["Visit", int] | torch.Tensor
 """Where an input came from: an output of a block, by its place among the outputs, or a graph between blocks."""
 
@@ -55,7 +58,7 @@ class Visit:
     def __init__(self, tape: "Tape", block: int, module: nn.Module, forward: Callable, index: int) -> None:
         self.block, self.module, self.forward, self.index = block, module, forward, index
         self.store, self.compiled, self.first_run = tape.store, tape.compiled, tape.first_run
-        self.has_graph = tape.activations == "none" or tape.compiled is not None
+        self.has_graph = block >= tape.first_kept or tape.compiled is not None
         self.saved: Saved | None = None
         self.origins: dict[int, Origin] = {}  # of the inputs that want a gradient, by their place among the inputs
         self.outputs: list[TensorWeakRef] = []  # as the model got them; those it dropped are gone
@@ -235,8 +238,10 @@ class Tape:
         store: ActivationStore,
         compiled: Compiled | None = None,
         first_run: Callable[[Visit, list[Any]], Any] | None = None,
+        first_kept: float = math.inf,
     ) -> None:
-        self.activations, self.store, self.compiled = activations, store, compiled
+        self.store, self.compiled = store, compiled
+        self.first_kept = 0 if activations == "none" else first_kept  # blocks from this one on keep their graphs
         self.first_run = first_run  # instead of Visit._run
         self.stops: list[dict[int, Visit]] = []
 

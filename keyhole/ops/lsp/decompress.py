@@ -277,8 +277,7 @@ def decompress_add_(
     step: Count = 0,
     changed: Scalar = None,
 ) -> None:
-    """w <- round((1 - lr weight_decay) w + lr factor P delta Q^T), in place. lr and step: values, or both numbers on the
-    device.
+    """w <- round((1 - lr weight_decay) w + lr factor P delta Q^T), in place. lr, step: values, or both on the device.
 
     w: contiguous [m, n], float32 | bfloat16 | float16; delta: contiguous [d_P, d_Q], any of these. offset: global
     index of w's first element. compensation: with rounding "kahan", like w. changed (int64 scalar): stored values

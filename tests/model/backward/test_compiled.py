@@ -27,9 +27,20 @@ def test_gradients_are_those_of_autograd(name: str, count: int) -> None:
     assert all(torch.equal(away[key], grad) for key, grad in sink.found.items())
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_all_activations_kept(count: int) -> None:
+    """Without a second run of blocks the gradients are the same."""
+    model = load("llama")
+    kept = collected(model, TWO[:count], compiled=IN_PLACE, activations="none")
+    assert bool(kept.offers) == (count == 1)
+    assert_same(kept.found, by_autograd(model, TWO[:count]))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method, settings", [("LOMO", {}), ("LSP", {"d": 8, "r": 2, "learn": False})])
+@pytest.mark.parametrize(
+    "method, settings", [("LOMO", {}), ("LOMO", {"activations": "none"}), ("LSP", {"d": 8, "r": 2, "learn": False})]
+)
 def test_blocks_compiled_by_inductor_on_a_gpu(method: str, settings: dict) -> None:
     """The real compiler: weights that blocks change in their reverse are those of plain blocks, within rounding."""
     found = []

@@ -59,6 +59,22 @@ def test_recorded_blocks_of_a_streamed_model(name: str) -> None:
     assert all(map(torch.equal, streamed[1], resident[1]))
 
 
+@pytest.mark.parametrize("name", ["lomo", "adam-offload"])
+def test_kept_activations_give_the_same_bits(name: str) -> None:
+    """Blocks that keep their graphs, because they fit, and blocks that run twice."""
+    made = {"lomo": keyhole.LOMO, "adam-offload": keyhole.AdamOffload}[name]
+    found = []
+    for activations in ("block", "auto"):
+        model = keyhole.load(config("llama"), init="random", device="cuda", dtype="bfloat16", graphs=False, seed=3)
+        method = made(model, 1e-2, activations=activations)
+        for step in range(4):
+            method.step(batch(rows=2, length=6, seed=step))
+        method.flush()
+        found.append([model.home(tensor).clone() for tensor in model.layout.tensors])
+    assert method.reverse.kept.first == {12: 0}
+    assert all(map(torch.equal, *found))
+
+
 def test_a_loss_that_is_not_finite_moves_nothing_and_counts_for_nothing() -> None:
     """Where the host does not wait for the loss, the device leaves weights alone, and the step is taken back."""
     model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32", seed=3)

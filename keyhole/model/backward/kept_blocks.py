@@ -1,0 +1,48 @@
+"""activations: auto. How many blocks can keep all their activations in the memory that is left.
+
+A block whose graph is kept is not run a second time: a quarter less work. The reverse begins with the last blocks, so
+theirs are kept for the shortest time. A step on batches of a new size keeps none; by the peak that it leaves behind,
+
+    blocks kept from the next such step on = SHARE x (limit - peak) / bytes of the activations of one block
+
+The limit is the budget, or what is free on the device. The bytes of one block are those of memory.py. A block gives the
+same bits either way, so this may depend on memory.
+"""
+
+import math
+
+import torch
+
+from keyhole.model.backward.memory import HIDDEN, WIDE
+from keyhole.model.model import Model
+
+SHARE = 0.75  # activations are freed and made in pieces
+
+
+class KeptBlocks:
+    """Chooses from which block on graphs are kept."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.first: dict[int, float] = {}  # by the number of tokens; nan: known after this step
+        blocks = model.layout.of_kind("block")
+        wide = max((max(t.shape[-2:]) for u in blocks for t in u.tensors if len(t.shape) > 1), default=0)
+        self.bytes_per_token = model.dtype.itemsize * (HIDDEN * model.layout.table.shape[1] + WIDE * wide)
+
+    def first_kept(self, tokens: int) -> float:
+        """The first block that keeps its graph in a step on so many tokens."""
+        model = self.model
+        if model.device.type != "cuda" or model.engine.streamed:  # a streamed block is elsewhere by its reverse
+            return math.inf
+        if tokens not in self.first:
+            self.first[tokens] = math.nan
+            torch.cuda.reset_peak_memory_stats(model.device)
+            return math.inf
+        if math.isnan(self.first[tokens]):
+            free, _ = torch.cuda.mem_get_info(model.device)
+            peak, now = torch.cuda.max_memory_allocated(model.device), torch.cuda.memory_reserved(model.device)
+            budget = None if model.placed is None else model.placed.budget_bytes
+            limit = now + free if budget is None else min(budget, now + free)
+            count = max(0, int(SHARE * (limit - peak) / (self.bytes_per_token * tokens)))
+            self.first[tokens] = max(0, model.layout.block_count - count)
+        return self.first[tokens]
