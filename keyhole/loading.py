@@ -281,7 +281,8 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 def _pin(model: Model, touch: bool) -> None:
     """Page-locks the streamed homes."""
     if model.engine.streamed and model.device.type == "cuda":
-        for flat in model.host_memory():
-            if touch and not model.engine.shared:  # by all cores; pinning would touch page after page on one
+        flats = model.host_memory()
+        if touch and not model.engine.shared:  # by all cores; pinning would touch page after page on one
+            for flat in flats:
                 flat.fill_(0)
-            model.pinned = arena.pin(flat, model.device)
+        model.pinned = all([arena.pin(flat, model.device) for flat in flats])

@@ -30,6 +30,7 @@ from keyhole.ranks.single import Ranks
 T = TypeVar("T")
 DAY = timedelta(days=1)
 START = timedelta(minutes=10)
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
 
 
 class Group(Ranks):
@@ -97,7 +98,10 @@ class Group(Ranks):
         target = torch.empty(out.shape, dtype=out.dtype) if over_host and out.device.type != "cpu" else out
         sent = (part.cpu() if over_host else part).contiguous()
         with self._together():
-            dist.all_gather(list(target.chunk(self.size)), sent, group=None if over_host else self.nccl)
+            if over_host:
+                dist.all_gather(list(target.chunk(self.size)), sent)
+            else:
+                GATHER(target, sent, group=self.nccl)
         if target is not out:
             out.copy_(target)
 
@@ -152,6 +156,8 @@ class Group(Ranks):
 
     def device(self, asked: str | None) -> str | None:
         """`cuda`, or nothing, means the GPU with this rank's number on its machine; a number means that very GPU."""
+        if self.nccl is not None and asked not in (None, "cuda"):
+            raise UserError(f"device={asked}: every rank has a GPU of its own here; leave device out")
         if asked not in (None, "cuda") or not torch.cuda.is_available():
             return asked
         return f"cuda:{self.local_rank % torch.cuda.device_count()}"

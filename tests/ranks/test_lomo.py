@@ -53,14 +53,18 @@ def test_parts_of_two_ranks_are_the_weights_of_one_process(tmp_path: Path) -> No
         assert 0 < ours[0][case]["bytes"] == ours[1][case]["bytes"] <= 0.51 * alone[case]["whole_bytes"]
 
 
-LOMO = {"method": "lomo", "learning_rate": 0.05, "batch_size": 2, "gradient_accumulation_steps": 4}
+LOMO = {"batch_size": 2, "gradient_accumulation_steps": 4}
 LOMO |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_norm": 1.0, "save_steps": 1}
 
 
-def test_a_run_on_parts_is_saved_whole_and_resumed_on_any_number(make: Make, tiny_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["lomo", "adalomo"])
+def test_a_run_on_parts_is_saved_whole_and_resumed_on_any_number(
+    make: Make, tiny_data: Path, tmp_path: Path, method: str
+) -> None:
     """Two steps on two ranks, one on four, streamed; one more in one process, resident: weights and losses are those
     of one process; every checkpoint is an ordinary model directory."""
-    settings = LOMO | {"eval_data": str(tiny_data), "eval_steps": 1}
+    rate = {"lomo": 0.05, "adalomo": 1e-3}[method]
+    settings = LOMO | {"method": method, "learning_rate": rate, "eval_data": str(tiny_data), "eval_steps": 1}
     alone, some = (make(name, **settings, max_steps=4) for name in ("alone", "some"))
     assert train_alone(alone) == 0
     run(2, replace(some, max_steps=2), tmp_path)

@@ -91,12 +91,16 @@ def mapped_bytes(name: str) -> int:
     return total
 
 
-LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, how it is loaded, settings
+LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, how it is loaded, settings, method
     "llama resident": ("llama", {}, {}),
     "llama streamed, clipped": ("llama", {"placement": "stream"}, {"max_grad_norm": 0.5}),
     "tied, decay": ("qwen2", {"placement": "stream"}, {"weight_decay": 0.1}),
     "gpt2, learned positions": ("gpt2", {}, {"activations": "host", "clip_value": 1e-3}),
     "experts, decay": ("mixtral", {}, {"weight_decay": 0.1, "weight_decay_on": "all"}),
+    "each tensor clipped": ("llama", {"placement": "stream"}, {"clip_group_norm": 0.05}),
+    "adalomo": ("llama", {"placement": "stream"}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "weight_decay": 0.01}),
+    "adalomo, tied": ("qwen2", {}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "max_grad_norm": 1.0}),
+    "apollo-mini": ("mistral", {}, {"method": keyhole.APOLLOMini, "lr": 1e-4}),
     "bf16 at home, rounded by index": ("llama", {"wire": "bf16", "placement": "stream"}, {}),
 }
 
@@ -105,9 +109,11 @@ def lomo_results(ranks: Ranks) -> dict[str, Any]:
     """Losses, norms and this rank's parts of the weights after three steps of lomo; the last has one micro-batch."""
     found: dict[str, Any] = {}
     for case, (family, how, settings) in LOMO_CASES.items():
-        where = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload("lomo")} | how
+        made, lr = settings.get("method", keyhole.LOMO), settings.get("lr", 0.1)
+        settings = {key: value for key, value in settings.items() if key not in ("method", "lr")}
+        where = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(made.name)} | how
         model = keyhole.load(config(family), ranks=ranks, seed=1, **where)
-        method = keyhole.LOMO(model, 0.1, **settings)
+        method = made(model, lr, **settings)
         numbers, before = [], getattr(ranks, "bytes_received", 0)
         for step in range(3):
             loss = method.step(micro_batches(step, count=4 if step < 2 else 1))

@@ -30,6 +30,5 @@ APOLLO_MINI = replace(
     settings=APOLLOMiniConfig,
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
-    ranks=None,
     demo=Demo(lr=2e-3),
 )

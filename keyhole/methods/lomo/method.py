@@ -75,7 +75,7 @@ class LOMO(UpdateSink, Method):
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
         if model.sharded:
-            shards.check(self.name, rounding, clip_group_norm, compile, activations)
+            shards.check(self.name, rounding, compile, activations)
         model.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
@@ -117,7 +117,7 @@ class LOMO(UpdateSink, Method):
         with self.dropout.step(), self.reverse.sweep(reverses, self.surveys):
             loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
             if self.shards is not None:
-                loss = self.model.ranks.gather(loss).sum()
+                loss = self.model.ranks.side_by_side(loss[None], self.model.ranks.size).sum()
 
             def reverse(sink: Sink, last: bool) -> None:
                 front = sink if self.shards is None else self.shards.in_front_of(sink)
@@ -130,6 +130,11 @@ class LOMO(UpdateSink, Method):
             elif self._may_update(loss):
                 self._update(reverse)
         return loss
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether the rule needs all of a tensor's gradient, not some of its elements."""
+        return self.clip_group_norm is not None
 
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""

@@ -6,13 +6,18 @@ its units are; when a unit is finished,
     g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
     w_r <- the rule of one process on these elements             by their indices, so rounding is the same
 
-and the part goes home. Spine and table are whole on every rank: their gradients are added up, and every rank makes the
-same update. Squares (the norm), counts of changed weights and the mark of what is not finite are added up at the end of
-a reverse. A tensor that no rank has a gradient of stays as it is, as in one process; ranks ask each other only where
-that makes a difference, which is where weights decay.
+and the part goes home. A rule that looks at whole tensors (row and column sums, norms) gets the whole gradient of a unit
+on every rank, and all of them make the same update of the whole unit in their slot; again only the part goes home. The
+state of such a rule is the same on all ranks.
+
+Spine and table are whole on every rank: their gradients are added up, and every rank makes the same update. Squares
+(the norm), counts of changed weights and the mark of what is not finite are added up at the end of a reverse. A tensor
+that no rank has a gradient of stays as it is, as in one process; ranks ask each other only where that makes a
+difference, which is where weights decay, or a rule keeps state.
 
 Bytes: one block of gradients in the dtype of compute, and one unit more for the exchange. Over the network, per
-reverse: (N - 1) / N of the gradients of blocks and head, twice that of table and spine.
+reverse: (N - 1) / N of the gradients of blocks and head, twice that of table and spine; for a rule of whole tensors the
+same once more, in float32.
 """
 
 from collections.abc import Iterator
@@ -33,7 +38,7 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 class Shards:
     """A sink in front of another one, for a model whose units are sharded."""
 
-    accumulates, by_factors, surveys, update_key = False, False, 0, None
+    accumulates, by_factors, update_key = False, False, None
 
     def __init__(self, model: Model, method: Any) -> None:
         self.model, self.method, self.ranks = model, method, model.ranks
@@ -50,6 +55,10 @@ class Shards:
         self.received: set[int] = set()  # tensors of the block at work, by their start
         self.squares, self.changed = torch.zeros_like(method.sum_squares), torch.zeros_like(method.changed)
         self.sink: UpdateSink | NormSink
+
+    @property
+    def surveys(self) -> int:
+        return self.sink.surveys
 
     @staticmethod
     def _tensors(unit: Unit) -> list[FlatTensor]:
@@ -81,7 +90,7 @@ class Shards:
         raise AssertionError("nothing is recorded here")
 
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
-        raise AssertionError("clip_group_norm is refused")
+        self.sink.survey(tensor, w, self.ranks.sum(grad), turn)
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
         unit = self.unit_at.get(tensor.start)
@@ -104,6 +113,14 @@ class Shards:
             return self.sink.finished(unit)
         begin, numel = self.place[unit.index]
         flat = self.buffer[begin : begin + numel]
+        if self.method.whole_tensors:
+            grads = self.ranks.sum(flat)
+            flat.zero_()
+            w = self.model.engine.on_device(unit.index)
+            for tensor in self._with_gradient(unit):
+                place = slice(tensor.start - unit.start, tensor.stop - unit.start)
+                self.sink.gradient(tensor, w[place].view(tensor.shape), grads[place].view(tensor.shape))
+            return self.sink.finished(unit)
         part = self.ranks.sum_of_parts(flat)
         flat.zero_()
         first = unit.start + self.ranks.rank * part.numel()
@@ -121,7 +138,7 @@ class Shards:
         trained = [tensor for tensor in self._tensors(unit) if tensor.param.requires_grad]
         got = [tensor.start in self.received for tensor in trained]
         self.received -= {tensor.start for tensor in trained}
-        if trained and (self.method.weight_decay.rate or self.method.groups):
+        if trained and (self.method.weight_decay.rate or self.method.groups or self.method.whole_tensors):
             got = self.ranks.gather(torch.tensor(got)).any(dim=0).tolist()
             return [tensor for tensor, one in zip(trained, got, strict=True) if one]
         return trained
@@ -140,6 +157,8 @@ class Shards:
     def add_up(self) -> None:
         """At the end of a reverse: sums over all ranks."""
         method = self.method
+        if method.whole_tensors:  # every rank has seen all
+            return
         found = torch.stack([self.squares.double(), self.changed.double(), method.bad.double()])
         squares, changed, bad = self.ranks.gather(found).sum(dim=0)
         method.sum_squares += squares.to(method.sum_squares.dtype)
@@ -149,11 +168,10 @@ class Shards:
             own.zero_()
 
 
-def check(name: str, rounding: str, clip_group_norm: float | None, compiled: bool | str, activations: str) -> None:
+def check(name: str, rounding: str, compiled: bool | str, activations: str) -> None:
     """Refuses what is not known to be the same on several ranks."""
     for key, value, wrong in (
         ("rounding", rounding, rounding == "kahan"),
-        ("clip_group_norm", clip_group_norm, clip_group_norm is not None),
         ("compile", compiled, bool(compiled)),
         ("activations", activations, activations == "none"),
     ):

@@ -94,6 +94,7 @@ ADALOMO = Traits(
     learning_rate=5e-4,
     sane_rates=(1e-5, 5e-3),
     announces="pages",
+    ranks="shards",
     faults=lambda own, run: _faults("adalomo", own, run),
     demo=Demo(lr=1e-2),
     **_ALIKE,
