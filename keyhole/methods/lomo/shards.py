@@ -6,8 +6,8 @@ its units are; when a unit is finished,
     g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
     w_r <- the rule of one process on these elements             by their indices, so rounding is the same
 
-and the part goes home. A rule that looks at whole tensors (row and column sums, norms) gets the whole gradient of a unit
-on every rank, and all of them make the same update of the whole unit in their slot; again only the part goes home. The
+and the part goes home. A rule that looks at whole tensors (row and column sums, norms) gets the whole gradient of a
+unit on every rank, and all of them make the same update of the whole unit in their slot; again only the part goes home. The
 state of such a rule is the same on all ranks.
 
 Spine and table are whole on every rank: their gradients are added up, and every rank makes the same update. Squares
