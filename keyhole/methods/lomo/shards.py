@@ -7,8 +7,8 @@ its units are; when a unit is finished,
     w_r <- the rule of one process on these elements             by their indices, so rounding is the same
 
 and the part goes home. A rule that looks at whole tensors (row and column sums, norms) gets the whole gradient of a
-unit on every rank, and all of them make the same update of the whole unit in their slot; again only the part goes home. The
-state of such a rule is the same on all ranks.
+unit on every rank, and all of them make the same update of the whole unit in their slot; again only the part goes home.
+The state of such a rule is the same on all ranks.
 
 Spine and table are whole on every rank: their gradients are added up, and every rank makes the same update. Squares
 (the norm), counts of changed weights and the mark of what is not finite are added up at the end of a reverse. A tensor
