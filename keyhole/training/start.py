@@ -124,9 +124,9 @@ def find_job(config: TrainConfig, directory: rundir.RunDir, resume: str | None, 
     """Checks what to go on from, and the data. Writes nothing: whoever made a mistake hears of it in seconds."""
     ranks, row = parts.ranks, METHODS[config.method]
     origin = ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
-    if origin.tail and origin.choice.path is None:
+    if origin.tail and origin.choice.path is None and ranks.is_leader:
         check_base(origin.journal, config.model)
-    notes = resume_lines(resume, origin, config)
+    notes = resume_lines(resume, origin, config) if ranks.is_leader else []
     began = origin.loader.get("date") if origin.state is not None else None
     data = parts.load_data(data_settings(config, began))
     same_everywhere(ranks, config, data)

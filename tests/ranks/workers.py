@@ -7,6 +7,10 @@ from typing import Any
 import torch
 
 import keyhole
+from keyhole.data.dataset import Sample
+from keyhole.data.tasks.question import Question
+from keyhole.eval.generate import generate_answers
+from keyhole.eval.rows import score_rows
 from keyhole.methods.zo import update
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
@@ -100,6 +104,7 @@ LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family,
     "each tensor clipped": ("llama", {"placement": "stream"}, {"clip_group_norm": 0.05}),
     "adalomo": ("llama", {"placement": "stream"}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "weight_decay": 0.01}),
     "adalomo, tied": ("qwen2", {}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "max_grad_norm": 1.0}),
+    "lomo-lora, clipped": ("llama", {}, {"method": keyhole.LOMOLoRA, "lr": 0.05, "r": 4, "max_grad_norm": 0.5}),
     "apollo-mini": ("mistral", {}, {"method": keyhole.APOLLOMini, "lr": 1e-4}),
     "bf16 at home, rounded by index": ("llama", {"wire": "bf16", "placement": "stream"}, {}),
 }
@@ -119,6 +124,8 @@ def lomo_results(ranks: Ranks) -> dict[str, Any]:
             loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
             numbers += [loss.double(), method.metrics()["grad_norm"].double(), method.metrics()["changed"].double()]
         parts = [(name, begin, part.clone()) for name, begin, part in model.own_tensors()]
+        if model.addon is not None and ranks.is_leader:
+            parts += [(name, 0, param.detach().clone()) for name, param in model.addon.params.items()]
         found[case] = {"numbers": torch.stack(numbers), "parts": parts}
         found[case]["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
         cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
@@ -133,4 +140,23 @@ def write_lomo_results(directory: Path) -> int:
     torch.set_num_threads(1)
     with joined() as ranks:
         torch.save(lomo_results(ranks), directory / f"{ranks.rank}.pt")
+    return 0
+
+
+def evaluation_results(ranks: Ranks, directory: str) -> dict[str, Any]:
+    """Scores and answers of a model, streamed: rows of many lengths, and questions."""
+    how = {"device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=64)}
+    model = keyhole.load(directory, ranks=ranks, **how)
+    rows = [Sample(list(range(5, 7 + n)), [-100, *range(6, 7 + n)]) for n in range(1, 12)]
+    nll_R, count_R = score_rows(model, rows, batch_tokens=20, passes=2)
+    questions = [Question(text, ("x",), 0) for text in ("The soup", "A", "Bread was warm and", "Stamp:", "1 + 1 =")]
+    answers = generate_answers(model, questions, max_new_tokens=4, batch_tokens=20)
+    model.close()
+    return {"nll": nll_R, "count": count_R, "answers": answers}
+
+
+def write_evaluation(path: Path, directory: str) -> int:
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        torch.save(evaluation_results(ranks, directory), path / f"{ranks.rank}.pt")
     return 0

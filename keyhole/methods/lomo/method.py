@@ -124,6 +124,7 @@ class LOMO(UpdateSink, Method):
                 self.reverse.reverse(front, loss_scale=self._factor, last=last)
                 if self.shards is not None:
                     self.shards.add_up()
+                    self._add_up_extra_gradients()
 
             if self.numbers is not None:
                 self._update_unread(loss, reverse)
@@ -238,8 +239,11 @@ class LOMO(UpdateSink, Method):
         if self.step_count == 1:
             self._refuse_hidden_gradients()
 
+    def _add_up_extra_gradients(self) -> None:
+        """Adds up, over the ranks, gradients of parameters beside the model's (lomo_lora.py)."""
+
     def _add_extra_squares(self) -> None:
-        """Adds the squares of gradients of parameters beside the model's (lomo_lora.py)."""
+        """Adds the squares of these gradients."""
 
     def _drop_extra_gradients(self) -> None:
         """Drops these gradients."""

@@ -105,6 +105,7 @@ LOMO_LORA = Traits(
     settings=LOMOLoRAConfig,
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
+    ranks="shards",
     faults=_lora_faults,
     demo=Demo(lr=0.02, options={"adapter_lr": 1e-3}),
     **_ALIKE,

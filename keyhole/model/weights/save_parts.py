@@ -54,6 +54,8 @@ def write_parts(model: Any, path: Path | None) -> None:
             (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_bytes(content)
         create_files(files, path)
+        if model.addon is not None:
+            model.addon.write_files(path)
 
     def fill() -> None:
         own = list(model.own_tensors())
