@@ -22,6 +22,28 @@ def whole(parts: list[tuple[str, int, torch.Tensor]], like: dict[str, torch.Tens
     return made
 
 
+def assert_same_numbers(ours: list[dict], alone: dict, close_to: float = 1e-6) -> None:
+    """What ranks have computed, put together, is what one process has computed."""
+    for case in LOMO_CASES:
+        expected = {name: part for name, _, part in alone[case]["parts"]}
+        found = whole([one for rank in ours for one in rank[case]["parts"]], expected)
+        assert torch.equal(ours[0][case]["numbers"], ours[1][case]["numbers"]), case
+        exact = "bf16" not in case
+        numbers, theirs = ours[0][case]["numbers"].view(3, 3), alone[case]["numbers"].view(3, 3)
+        close = {"rtol": 10 * close_to if exact else 1e-4, "atol": close_to, "msg": lambda m, c=case: f"{c} {m}"}
+        torch.testing.assert_close(numbers[:, :2], theirs[:, :2], **close)
+        torch.testing.assert_close(numbers[:, 2], theirs[:, 2], rtol=0.02, atol=0.0)  # a gradient of 0 may be 1e-12
+        for name, tensor in expected.items():
+            if exact:
+                torch.testing.assert_close(
+                    found[name], tensor, rtol=close_to, atol=close_to, msg=lambda m, n=name: f"{n} {m}"
+                )
+            else:
+                assert (found[name] != tensor).float().mean() < 0.005, (case, name)
+                torch.testing.assert_close(found[name], tensor, rtol=0.02, atol=1e-4)
+        assert 0 < ours[0][case]["bytes"] == ours[1][case]["bytes"] <= 0.51 * alone[case]["whole_bytes"]
+
+
 @pytest.mark.slow
 def test_parts_of_two_ranks_are_the_weights_of_one_process(tmp_path: Path) -> None:
     """Four micro-batches of different sizes over two ranks, then one, which leaves a rank without work: losses, norms,
@@ -35,22 +57,7 @@ def test_parts_of_two_ranks_are_the_weights_of_one_process(tmp_path: Path) -> No
     cut, rest = alone["llama resident"]["whole_bytes"], found["other_bytes"] - alone["llama resident"]["whole_bytes"]
     told = 3 * (3 * cut + 2 * rest) / 2  # three steps: two gathers and an exchange (bench/scale.py); the rest is summed
     assert 0.6 * told < found["received_bytes"] < 1.1 * told  # a slot that still holds its unit is not gathered again
-    for case in LOMO_CASES:
-        expected = {name: part for name, _, part in alone[case]["parts"]}
-        found = whole([one for rank in ours for one in rank[case]["parts"]], expected)
-        assert torch.equal(ours[0][case]["numbers"], ours[1][case]["numbers"]), case
-        exact = "bf16" not in case
-        numbers, theirs = ours[0][case]["numbers"].view(3, 3), alone[case]["numbers"].view(3, 3)
-        close = {"rtol": 1e-5 if exact else 1e-4, "atol": 1e-6, "msg": lambda m, c=case: f"{c} {m}"}
-        torch.testing.assert_close(numbers[:, :2], theirs[:, :2], **close)
-        torch.testing.assert_close(numbers[:, 2], theirs[:, 2], rtol=0.02, atol=0.0)  # a gradient of 0 may be 1e-12
-        for name, tensor in expected.items():
-            if exact:
-                torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n} {m}")
-            else:
-                assert (found[name] != tensor).float().mean() < 0.005, (case, name)
-                torch.testing.assert_close(found[name], tensor, rtol=0.02, atol=1e-4)
-        assert 0 < ours[0][case]["bytes"] == ours[1][case]["bytes"] <= 0.51 * alone[case]["whole_bytes"]
+    assert_same_numbers(ours, alone)
 
 
 LOMO = {"batch_size": 2, "gradient_accumulation_steps": 4}

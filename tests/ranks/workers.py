@@ -50,18 +50,18 @@ def write_zo_results(directory: Path) -> int:
     return 0
 
 
-def shared_results(directory: Path) -> int:
+def shared_results(directory: Path, device: str = "cpu") -> int:
     """Five steps of a streamed model whose blocks two ranks share: losses, weights, `changed`; and the memory of the
     shared mapping, as the kernel divides it among those who map it."""
     torch.set_num_threads(1)
     with joined() as ranks:
-        torch.save(run_shared(ranks), directory / f"{ranks.rank}.pt")
+        torch.save(run_shared(ranks, device), directory / f"{ranks.rank}.pt")
     return 0
 
 
-def run_shared(ranks: Ranks) -> dict[str, Any]:
+def run_shared(ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
     work = keyhole.Workload("zo", tokens=64)
-    how = {"init": "random", "device": "cpu", "dtype": "bfloat16", "placement": "stream", "workload": work}
+    how = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "workload": work}
     model = keyhole.load(config("llama", intermediate_size=256), seed=3, ranks=ranks, **how)
     method = keyhole.ZO(model, 1e-2, distribution="rademacher")
     update.SHARED_EVERY = 2
@@ -73,8 +73,8 @@ def run_shared(ranks: Ranks) -> dict[str, Any]:
             method.flush()
             changed.append(method.changed.clone())
     method.flush()
-    found = {"losses": torch.stack(losses), "changed": torch.stack([*changed, method.changed])}
-    found |= {name: tensor.clone() for name, tensor in model.named_tensors()}
+    found = {"losses": torch.stack(losses).cpu(), "changed": torch.stack([*changed, method.changed]).cpu()}
+    found |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     homes = model.engine.homes
     blocks = [u.index for u in model.layout.of_kind("block")]
     found["shared"], found["block_bytes"] = sorted(model.engine.shared), sum(homes[i].nbytes for i in blocks)
@@ -110,23 +110,23 @@ LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family,
 }
 
 
-def lomo_results(ranks: Ranks) -> dict[str, Any]:
+def lomo_results(ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
     """Losses, norms and this rank's parts of the weights after three steps of lomo; the last has one micro-batch."""
     found: dict[str, Any] = {}
     for case, (family, how, settings) in LOMO_CASES.items():
         made, lr = settings.get("method", keyhole.LOMO), settings.get("lr", 0.1)
         settings = {key: value for key, value in settings.items() if key not in ("method", "lr")}
-        where = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(made.name)} | how
+        where = {"init": "random", "device": device, "dtype": "float32", "workload": keyhole.Workload(made.name)} | how
         model = keyhole.load(config(family), ranks=ranks, seed=1, **where)
         method = made(model, lr, **settings)
         numbers, before = [], getattr(ranks, "bytes_received", 0)
         for step in range(3):
             loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
             numbers += [loss.double(), method.metrics()["grad_norm"].double(), method.metrics()["changed"].double()]
-        parts = [(name, begin, part.clone()) for name, begin, part in model.own_tensors()]
+        parts = [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()]
         if model.addon is not None and ranks.is_leader:
-            parts += [(name, 0, param.detach().clone()) for name, param in model.addon.params.items()]
-        found[case] = {"numbers": torch.stack(numbers), "parts": parts}
+            parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.addon.params.items()]
+        found[case] = {"numbers": torch.stack(numbers).cpu(), "parts": parts}
         found[case]["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
         cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
         found[case]["received_bytes"] = getattr(ranks, "bytes_received", 0) - before
@@ -136,10 +136,10 @@ def lomo_results(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def write_lomo_results(directory: Path) -> int:
+def write_lomo_results(directory: Path, device: str = "cpu") -> int:
     torch.set_num_threads(1)
     with joined() as ranks:
-        torch.save(lomo_results(ranks), directory / f"{ranks.rank}.pt")
+        torch.save(lomo_results(ranks, device), directory / f"{ranks.rank}.pt")
     return 0
 
 
