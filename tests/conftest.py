@@ -75,6 +75,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What runs keep for the next one goes to a directory of the session, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEYHOLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's curve is an empty file, but in tests with the mark `picture`: drawing costs more than a short run."""

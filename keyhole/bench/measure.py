@@ -23,6 +23,12 @@ from keyhole.offload.engine import Engine
 _can_reset_host_peak = True
 
 
+def random_batch(batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
+    """The same tokens for every system: their number and places are what costs time."""
+    ids_BT = torch.randint(4, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids_BT, "labels": ids_BT}
+
+
 def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, timed: int) -> dict[str, Any]:
     """Runs warm_up + timed steps: seconds and bytes over the link of a timed step, the losses of all of them."""
     device, losses = engine.device, []
@@ -48,6 +54,23 @@ def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, t
         "bytes_up": (engine.bytes_up - up) // timed,
         "bytes_down": (engine.bytes_down - down) // timed,
     }
+
+
+def time_parts(
+    parts: dict[str, Callable[[], None]], device: torch.device, warm_up: int, timed: int
+) -> dict[str, dict[str, float]]:
+    """Runs the parts in order, warm_up + timed times: seconds of each, the median, the least and the most."""
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for i in range(warm_up + timed):
+        marks = [_mark(device)]
+        for work in parts.values():
+            work()
+            marks.append(_mark(device))
+        _wait(device)
+        if i >= warm_up:
+            for name, begin, end in zip(parts, marks, marks[1:], strict=False):
+                seconds[name].append(_seconds(begin, end))
+    return {name: {"s": statistics.median(s), "min_s": min(s), "max_s": max(s)} for name, s in seconds.items()}
 
 
 def _mark(device: torch.device) -> Any:

@@ -89,6 +89,13 @@ def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_lim
     return Job(device, quick, warm_up, timed, time.time() + (NO_LIMIT_S if time_limit_s is None else time_limit_s))
 
 
+def device_of(name: str) -> Any:
+    """The device of a job; the first GPU by its index, which some of torch's functions insist on."""
+    import torch
+
+    return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
+
+
 # -- in the worker -----------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +158,14 @@ def serve(make: Make, kind: type) -> int:
 
 
 # -- in the process that asks ------------------------------------------------------------------------------------------
+
+
+def run_group(make: Make, module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
+    """Cases in a worker of their own; of a quick run here: starting another process would take longer than the work."""
+    if job.quick:
+        run_cases(make, receive, job, cases)
+    else:
+        run_apart(module, receive, job, cases, say)
 
 
 def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keyhole.checkpoint.files import NAME, STATE, Damaged, State, verify
+from keyhole.checkpoint.state import NAME, STATE, Damaged, State, verify
 from keyhole.disk.files import remove
 from keyhole.errors import UserError
 

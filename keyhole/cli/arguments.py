@@ -21,7 +21,7 @@ from keyhole.config.recipes import find_config
 from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
-from keyhole.model.structure.source import check_name
+from keyhole.model.structure.source import check_directory
 from keyhole.ranks.join import follows
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
@@ -59,8 +59,8 @@ def parse_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
 
 
 def check_model(model: str) -> None:
-    """Refuses what is no directory and no hub id before torch is imported, which takes seconds."""
-    check_name(assets.locate(os.path.expanduser(model), assets.MODEL))
+    """Refuses what is no model's directory and no hub id before torch is imported, which takes seconds."""
+    check_directory(assets.locate(os.path.expanduser(model), assets.MODEL))
 
 
 def is_override(word: str) -> bool:

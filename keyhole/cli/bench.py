@@ -1,4 +1,4 @@
-"""keyhole bench zo | lomo | lsp | snapshots | scale [--quick] ..."""
+"""keyhole bench zo | lomo | lsp | memory | layers | snapshots | scale | lsp-bias [--quick] ..."""
 
 import shlex
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from keyhole.errors import UserError
 
 app = typer.Typer(
     help="Time keyhole on this machine, with the baseline and the floor in the same run.",
@@ -22,6 +24,7 @@ TimeLimit = Annotated[float | None, typer.Option(metavar="SECONDS", help="Start 
 Table = Annotated[
     str | None, typer.Option(metavar="FILE", help="Your own YAML instead of keyhole/bench/tables/*.yaml.")
 ]
+Only = Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")]
 
 
 def _command(verb: str, **options: object) -> str:
@@ -39,6 +42,12 @@ def zo(
     cases: Annotated[
         str, typer.Option(metavar="NAMES", help="Tables, `all`, or patterns of case names; with commas.")
     ] = "judged",
+    models: Annotated[
+        str, typer.Option(metavar="NAMES", help="Run the tables on these models instead, with commas: 1.3B,BLOOM-176B.")
+    ] = "",
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Cut models to blocks that fit this; default: what is free.")
+    ] = None,
     table: Table = None,
     out: Out = "benchmarks",
     quick: Quick = False,
@@ -49,14 +58,17 @@ def zo(
 ) -> None:
     """Zeroth-order: textbook, resident and streamed steps.
 
-    Tables: judged, sizes, ablation, wire, batches, compiled, lengths, budgets, giant.
+    Tables: judged, sizes, ablation, wire (AMP), batches, compiled, lengths, budgets, giant, bloom.
     """
     from keyhole.bench.rows import TABLES
     from keyhole.bench.zo.run import bench_zo
 
-    how = {"cases": cases, "table": table, "steps": steps, "warm_up": warm_up, "quick": quick, "time_limit": time_limit}
+    how = {"cases": cases, "models": models, "host_memory": host_memory, "table": table, "steps": steps}
+    how |= {"warm_up": warm_up, "quick": quick, "time_limit": time_limit}
     report = bench_zo(
         [word for word in cases.split(",") if word],
+        models=[word for word in models.split(",") if word],
+        host=host_memory,
         out=Path(out),
         command=_command("bench zo", **how),
         table=Path(table) if table else TABLES / "zo.yaml",
@@ -77,7 +89,7 @@ def _first_order(shipped: str, text: str) -> Callable[..., None]:
     """The command that runs a shipped table of trials, or one of the user's own."""
 
     def command(
-        only: Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this in their name.")] = "",
+        only: Only = "",
         table: Table = None,
         out: Out = "benchmarks",
         quick: Quick = False,
@@ -107,6 +119,59 @@ lsp = _first_order(
 
 
 @app.command()
+def memory(
+    only: Only = "",
+    table: Table = None,
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    time_limit: TimeLimit = None,
+) -> None:
+    """Weights, gradients, state and activations of a step: AdamW, SGD and LOMO, with and without checkpointing."""
+    from keyhole.bench.memory.run import bench_memory
+    from keyhole.bench.rows import TABLES
+
+    report = bench_memory(
+        out=Path(out),
+        command=_command("bench memory", only=only, table=table, quick=quick, time_limit=time_limit),
+        table=Path(table) if table else TABLES / "memory.yaml",
+        only=only,
+        quick=quick,
+        time_limit_s=time_limit,
+        say=typer.echo,
+    )
+    typer.echo("\n" + report.markdown())
+
+
+@app.command()
+def layers(
+    models: Annotated[str, typer.Option(metavar="NAMES", help="OPT-13B, Llama-7B, ..., with commas.")] = (
+        "Llama-7B,GPT2-1.3B"
+    ),
+    out: Out = "benchmarks",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 4,
+    length: Annotated[int, typer.Option(min=1, max=2048, help="Tokens of each.")] = 1024,
+    quick: Quick = False,
+    steps: Steps = 5,
+    warm_up: WarmUp = 2,
+    time_limit: TimeLimit = None,
+    device: Device = None,
+) -> None:
+    """Forward, backward and Adam's update of one block, on the GPU and on the CPU, and what the whole model holds."""
+    from keyhole.bench.layers.run import bench_layers
+
+    how = {"batch": batch, "length": length, "steps": steps, "warm_up": warm_up, "quick": quick, "device": device}
+    report = bench_layers(
+        [word for word in models.split(",") if word],
+        out=Path(out),
+        command=_command("bench layers", models=models, **how, time_limit=time_limit),
+        time_limit_s=time_limit,
+        say=typer.echo,
+        **how,
+    )
+    typer.echo("\n" + report.markdown())
+
+
+@app.command()
 def snapshots(
     sizes: Annotated[str, typer.Option(metavar="NAMES", help="Models, with commas.")] = "1.3B,2.7B,6.7B",
     out: Out = "benchmarks",
@@ -120,7 +185,7 @@ def snapshots(
     quick: Quick = False,
     device: Device = None,
 ) -> None:
-    """Streamed zeroth-order steps with a checkpoint every 10, beside none and torch.save."""
+    """Zeroth-order steps with a checkpoint every 10, beside none and torch.save, and MeZO in memory with torch.save."""
     from keyhole.bench.snapshots.run import bench_snapshots
 
     how = {"batch": batch, "every": every, "periods": periods, "replay_steps": replay_steps, "quick": quick}
@@ -149,10 +214,55 @@ def scale(
 ) -> None:
     """Predict steps on 1 to 64 GPUs, on paper: nothing runs."""
     from keyhole.bench.scale import Machines, table
-    from keyhole.errors import UserError
 
     rates = {"tflops": tflops, "memory": memory, "pcie": pcie, "nvlink": nvlink, "network": network}
     for name, rate in rates.items():
         if not 0 < rate < float("inf"):
             raise UserError(f"--{name}: {rate} is no rate; a number above 0 is needed")
     typer.echo(table(model, tokens, Machines(**rates, gpus=gpus)))
+
+
+@app.command("lsp-bias")
+def lsp_bias(
+    model: Annotated[str, typer.Option(metavar="DIR", help="Hugging Face directory or hub id.")] = "demo",
+    data: Annotated[str, typer.Option(metavar="FILE", help="Training data of any format that `train` reads.")] = "demo",
+    d: Annotated[str, typer.Option(metavar="NUMBERS", help="Sizes of the subspace, with commas.")] = "16,32,48",
+    r: Annotated[str, typer.Option(metavar="NUMBERS", help="Numbers per row of a projector, with commas.")] = "1,4,16",
+    kinds: Annotated[str, typer.Option(metavar="NAMES", help="Kinds of projectors.")] = "free,runs,blocks",
+    batch: Annotated[int, typer.Option(min=1, help="Rows per gradient.")] = 16,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Rows that are differentiated at a time.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row, at most.")] = 128,
+    calibration: Annotated[int, typer.Option(min=1, help="Gradients that projectors are fitted to.")] = 4,
+    held_out: Annotated[int, typer.Option(min=1, help="Others that they are measured on.")] = 8,
+    matrices: Annotated[int, typer.Option(min=0, help="Matrices, spread over the blocks; 0: all of them.")] = 16,
+    out: Out = "benchmarks",
+    quick: Quick = False,
+    time_limit: TimeLimit = None,
+    device: Device = None,
+) -> None:
+    """How much of a gradient LSP's projectors lose, on any model and data, beside GaLore."""
+    from keyhole.bench.bias.gradients import Sampling
+    from keyhole.bench.bias.run import bench_bias
+    from keyhole.loading import choose_device
+
+    where = {"model": model, "data": data, "batch": batch, "micro_batch": micro_batch, "length": length}
+    where |= {"calibration": calibration, "held_out": held_out, "matrices": matrices}
+    how = {"d": d, "r": r, "kinds": kinds, "quick": quick, "time_limit": time_limit}
+    report = bench_bias(
+        Sampling(**where, device=choose_device(device).type),
+        out=Path(out),
+        command=_command("bench lsp-bias", **where, **how),
+        sizes=(_numbers("--d", d), _numbers("--r", r)),
+        kinds=tuple(word for word in kinds.split(",") if word),
+        quick=quick,
+        time_limit_s=time_limit,
+        say=typer.echo,
+    )
+    typer.echo("\n" + report.markdown())
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdigit() and 0 < int(word) < 10**6 for word in words):
+        raise UserError(f"{option}: {text!r} is no list of numbers above 0, such as 16,32")
+    return tuple(int(word) for word in words)

@@ -22,6 +22,10 @@ def data(
     settings = load_settings(config, overrides)
     check_model(settings.model)
     from keyhole.config.data import data_settings
-    from keyhole.data import preview_data
+    from keyhole.data.sources import check_sources
 
-    typer.echo(preview_data(data_settings(settings), count, color=sys.stdout.isatty()))
+    asked = data_settings(settings)
+    check_sources(asked)
+    from keyhole.data.run import preview_data
+
+    typer.echo(preview_data(asked, count, color=sys.stdout.isatty()))

@@ -49,6 +49,7 @@ from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
 from keyhole.training.validation import Judge, common_metric
+from keyhole.training.waiting import Waiting
 
 MARKER = "comparison.json"
 FORMAT = 1
@@ -212,6 +213,7 @@ class Execution:
             load=self.kept.load,
             display=lambda total, every: Quiet(total, every, self.progress.step),
             model_hash=self.kept.model_hash,
+            waiting=Waiting(silent=True),
             allow_code_execution=self.allow_code_execution,
         )
         try:

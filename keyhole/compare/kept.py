@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from keyhole.data import Data, DataSettings, load_data
+from keyhole.data.run import Data, load_data
+from keyhole.data.settings import DataSettings
 from keyhole.disk.weight_files import Shards, kept_open
 from keyhole.loading import load
 from keyhole.model.model import Model
-from keyhole.training.start import model_hash
+from keyhole.training.base_hash import model_hash
 
 
 class Kept:

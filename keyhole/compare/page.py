@@ -1,12 +1,13 @@
 """report.html: the comparison as one self-contained page, with no script and nothing fetched from anywhere.
 
-From top to bottom: what won, in a sentence; a table per model; for every task the dev metric over steps and over
-training time, and test over GPU memory; every point of every grid; what failed; and what is needed to run it again. It
-follows the reader's light or dark theme and fits a phone. All that comes from files or settings is escaped.
+From top to bottom: what won, in a sentence; a table per model; for every task the dev metric over steps, over training
+time and, where several methods without gradients are compared, over forward passes, and test over GPU memory; every
+point of every grid; what failed; and what is needed to run it again. It follows the reader's light or dark theme and
+fits a phone. All that comes from files or settings is escaped.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -131,15 +132,23 @@ def _scale(metric: str | None) -> float:
     return 1.0 if lower_is_better(metric or "") else 100.0
 
 
-def _curve(cell: Cell, colour: int, column: int) -> Series:
-    """The dev metric of the chosen runs over column 0 (steps) or 1 (seconds) of their curves."""
+Along = Callable[[Result, list[float | None]], float]
+ALONG: dict[str, Along] = {
+    "step": lambda run, row: row[0] or 0.0,
+    "seconds of training": lambda run, row: row[1] or 0.0,
+    "forward passes": lambda run, row: run.forwards_at(row[0] or 0.0),
+}
+
+
+def _curve(cell: Cell, colour: int, along: Along) -> Series:
+    """The dev metric of the chosen runs over what `along` makes of a run and a row of its curve."""
     runs = [run for run in cell.runs if not run.error and run.curve]
     count, factor = min((len(run.curve) for run in runs), default=0), _scale(cell.dev_metric)
     x, y, low, high = [], [], [], []
     for i in range(count):
         values = [factor * run.curve[i][2] for run in runs if run.curve[i][2] is not None]
         if values:
-            x.append(statistics.fmean(run.curve[i][column] or 0.0 for run in runs))
+            x.append(statistics.fmean(along(run, run.curve[i]) for run in runs))
             y.append(statistics.fmean(values))
             low.append(min(values))
             high.append(max(values))
@@ -163,8 +172,12 @@ def _charts(task: str, cells: Sequence[Cell], colours: Mapping[str, int]) -> str
     test = next((cell.metric for cell in trained if cell.metric), None) or "metric"
     start = None if before is None or before.dev_mean is None else _scale(dev) * before.dev_mean
     figures = []
-    for column, label in ((0, "step"), (1, "seconds of training")):
-        lines = [_curve(cell, colours[cell.method], column) for cell in trained]
+    counting = [cell for cell in trained if all(run.forwards is not None for run in cell.runs if not run.error)]
+    for label, along in ALONG.items():
+        drawn_by = counting if label == "forward passes" else trained
+        if drawn_by is counting and len(counting) < 2:  # forward passes compare methods without gradients
+            continue
+        lines = [_curve(cell, colours[cell.method], along) for cell in drawn_by]
         title = f"{task}: dev {dev} by {label}"
         figures.append(f"<figure>{chart(lines, title, label, f'dev {dev}', start)}</figure>")
     points = [_memory(cell, colours[cell.method]) for cell in trained]

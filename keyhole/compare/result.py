@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.compare.plan import Trial
-from keyhole.data import Data
+from keyhole.data.run import Data
 from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
+from keyhole.methods import METHODS
+from keyhole.methods.base import AUTO_RATE
 from keyhole.training.metrics import Entry, is_test, read_metrics
 from keyhole.training.selection import Selection, SelectionSettings, value_of
 from keyhole.training.validation import Judge, common_metric
@@ -46,6 +48,8 @@ class Result:
     best_step: int | None = None
     steps: int = 0
     seconds: float = 0.0
+    forwards: float | None = None
+    search_forwards: float = 0.0
     tokens: int = 0
     gpu_gib: float | None = None
     curve: list[list[float | None]] = field(default_factory=list)
@@ -53,6 +57,11 @@ class Result:
     tests: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     kind: str | None = None
+
+    def forwards_at(self, step: float) -> float:
+        """Forward passes over a step's rows until the end of a step, of a method that counts them: a search for a rate
+        comes first, and costs more or less than a step."""
+        return (self.forwards or 0.0) * step + self.search_forwards
 
     @property
     def grid(self) -> tuple[tuple[str, str], ...]:
@@ -82,6 +91,12 @@ def summarise(trial: Trial, data: Data) -> Result:
     made = blank(trial)
     made.dev_metric, made.test_metric = metric.removeprefix("eval_"), common_metric(data.test)
     made.steps, made.seconds = len(steps), seconds.get(len(steps), 0.0)
+    row = METHODS[config.method]
+    own = getattr(config, row.section)
+    if row.forwards is not None:
+        made.forwards = float(row.forwards(own))
+        if config.learning_rate == AUTO_RATE:
+            made.search_forwards = row.search_steps * (row.search_passes - made.forwards)
     made.tokens = sum(entry["tokens"] for entry in steps)
     made.gpu_gib = max((entry["gpu_gib"] for entry in steps if "gpu_gib" in entry), default=None)
     made.curve = [[e["step"], seconds.get(e["step"], 0.0), value_of(e, metric), e["eval_loss"]] for e in evaluations]

@@ -1,17 +1,40 @@
 """The part of a config that concerns the data, as keyhole.data takes it.
 
-Not imported by keyhole.config itself: keyhole.data needs torch, and reading a config does not.
+Not imported by keyhole.config itself, which knows nothing of data.
 """
 
 import dataclasses
+from typing import Any
 
 from keyhole.config.schema import TrainConfig
-from keyhole.data.settings import DataSettings
+from keyhole.data.settings import AUTO, BEFORE, DataSettings
+from keyhole.errors import UserError
 
 
-def data_settings(config: TrainConfig, began: str | None = None) -> DataSettings:
-    """Every setting that DataSettings has a field for. began: the day a resumed run began, for template_date."""
+def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> DataSettings:
+    """Every setting that DataSettings has a field for. loader: the state of the loader of a run that goes on, which
+    keeps the day it began (for template_date) and its padding."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     same = [field.name for field in dataclasses.fields(DataSettings) if field.name in names]
     settings = DataSettings(**{name: getattr(config, name) for name in same})
-    return settings if settings.template_date else dataclasses.replace(settings, template_date=began)
+    if loader is None:
+        return settings
+    asked, *numbers = _padding(loader.get("padding", [BEFORE, BEFORE, None]))
+    began = settings.template_date or loader.get("date")
+    kept = tuple(numbers) if asked == AUTO else None
+    return dataclasses.replace(settings, template_date=began, pad_to_multiple_of=asked, padding=kept)
+
+
+def _padding(kept: Any) -> list[Any]:
+    """What the loader's state says of its padding: what was asked for, the multiple, and the most tokens per row."""
+    try:
+        asked, multiple, most = kept
+        whole = all(type(n) is int and n > 0 for n in (multiple, 1 if most is None else most))
+        if whole and (asked in (AUTO, None) or (type(asked) is int and asked > 0)):
+            return [asked, multiple, most]
+    except (TypeError, ValueError):
+        pass
+    raise UserError(
+        f"--resume: the padding of the batches cannot be true ({str(kept):.100}); the checkpoint or journal was "
+        "edited: go on from another one"
+    )

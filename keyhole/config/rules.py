@@ -19,12 +19,10 @@ from keyhole.config.faults import Finding
 from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
 from keyhole.methods import METHODS, streaming_methods
+from keyhole.methods.base import AUTO_RATE
 
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
-OF_FILES = (
-    "data_format", "columns", "train_on", "chat_template", "chat_template_kwargs", "template_date", "dedup",
-    "data_cache",
-)  # fmt: skip
+OF_FILES = ("data_format", "columns", "train_on", "chat_template", "chat_template_kwargs", "template_date", "dedup")
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -76,6 +74,9 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("output_dir", "is the model's own directory, which it would overwrite; choose another")
     row = METHODS[config.method]
     yield from (Finding(*fault) for fault in row.faults(getattr(config, row.section), config))
+    if config.learning_rate == AUTO_RATE and not row.search_passes:
+        finds = ", ".join(other.name for other in METHODS.values() if other.search_passes)
+        yield Finding("learning_rate", f"{config.method} cannot find a rate ({finds} can); set a number, or null")
     if config.dtype == "float16" and not row.underflow_safe:
         why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
         yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")
@@ -106,9 +107,9 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
     if config.journal_sync != 1 and not row.journaled:
         keep = ", ".join(other.name for other in METHODS.values() if other.journaled)
         yield Finding("journal_sync", f"has no effect: {config.method} keeps no journal ({keep} does)")
-    low, high = row.sane_rates
+    _, (low, high) = row.rates(getattr(config, row.section))
     rate = config.learning_rate
-    if rate is not None and not low <= rate <= high and not assets.is_demo_model(config.model):
+    if rate not in (None, AUTO_RATE) and not low <= rate <= high and not assets.is_demo_model(config.model):
         known = f"{config.method} is known to work from {low:g} to {high:g}"
         yield Finding("learning_rate", f"{rate:g} is an unusual value: {known}")
 
@@ -121,7 +122,9 @@ def _unused(section: str, config: TrainConfig) -> str:
 
 
 def _fill(config: TrainConfig) -> TrainConfig:
-    rate = METHODS[config.method].learning_rate if config.learning_rate is None else config.learning_rate
+    row = METHODS[config.method]
+    own = row.fill(getattr(config, row.section))
+    rate = row.rates(own)[0] if config.learning_rate is None else config.learning_rate
     epochs = config.num_train_epochs if config.max_steps is None else None
     return replace(
         config,
@@ -135,6 +138,7 @@ def _fill(config: TrainConfig) -> TrainConfig:
         eval_data=_locate_all(config.eval_data, assets.TEST),
         learning_rate=rate,
         num_train_epochs=epochs,
+        **{row.section: own},
     )
 
 

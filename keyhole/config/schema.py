@@ -89,8 +89,8 @@ class RunConfig:
     """Samples in a micro-batch (rows of packed samples when packing)."""
     gradient_accumulation_steps: BatchSize = 1
     """Micro-batches per update; the loss is the mean over all their trained tokens."""
-    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | None = None
-    """Peak of the schedule; null = the rate that the method's section names."""
+    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] | Literal["auto"] | None = None
+    """Peak of the schedule; null = the rate that the method's section names; auto = found in the first steps (zo)."""
     lr_scheduler_type: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = "linear"
     """Course of the learning rate after warm-up: stays, or falls to 0 (to min_lr_ratio) in a line or half a cosine."""
     min_lr_ratio: Fraction = 0.0
@@ -110,6 +110,8 @@ class RunConfig:
     """Longest sample in tokens; null = no limit."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
     """What happens to samples longer than max_length; what is cut is reported."""
+    pad_to_multiple_of: Annotated[int, Limit(1, MOST)] | Literal["auto"] | None = "auto"
+    """Batches are padded to a multiple of so many tokens; auto = few widths for short rows, 8 for others; null = 1."""
     packing: bool = False
     """Put several samples in one row of max_length tokens; they do not see each other."""
     data_format: DataFormat | None = None
@@ -130,8 +132,8 @@ class RunConfig:
     """Passes over each source of train_data per epoch, such as [1, 0.5, 3]; null = one over each."""
     dedup: bool = False
     """Leave out training samples that are the same, token by token, as an earlier one."""
-    data_cache: str | None = None
-    """Directory that keeps tokenised data for the next run on the same files; null = tokenise every time."""
+    data_cache: str | None = "auto"
+    """Directory that keeps tokenised data for the next run on the same files; auto = ~/.cache/keyhole; null = none."""
 
     seed: Seed = 0
     """Seed of everything random: order of the data, noise, rounding."""

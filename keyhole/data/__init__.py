@@ -11,34 +11,3 @@ settings, run, cache             the data of a run
 tasks/                           public tasks by name, and task files of one's own
 capacity, preview                what a model can take; samples for people
 """
-
-from keyhole.data.chat_template import plain_template
-from keyhole.data.dataset import Dataset, Sample
-from keyhole.data.loader import Batch, EvalBatches, Loader, collate
-from keyhole.data.packing import check_packing, pack
-from keyhole.data.prepare import prepare
-from keyhole.data.preview import preview
-from keyhole.data.report import Report
-from keyhole.data.run import Data, load_data, load_tokenizer, preview_data
-from keyhole.data.settings import DataSettings, PrepareSettings
-
-__all__ = [
-    "Batch",
-    "Data",
-    "DataSettings",
-    "Dataset",
-    "EvalBatches",
-    "Loader",
-    "PrepareSettings",
-    "Report",
-    "Sample",
-    "check_packing",
-    "collate",
-    "load_data",
-    "load_tokenizer",
-    "pack",
-    "plain_template",
-    "prepare",
-    "preview",
-    "preview_data",
-]

@@ -1,15 +1,18 @@
 """Tokenised data on disk, for the next run on the same files (setting `data_cache`).
 
 An entry is found by a hash of all that its tokens depend on: the bytes of the files, the tokenizer, the chat template,
-the settings of preparation, and the versions of the libraries that tokenise. Reading and hashing a file is some
-hundred times faster than tokenising it. The date counts only where the template asks for it. Packing and mixing are
-done after reading, so they share an entry.
+the settings of preparation, the versions of the libraries that tokenise, and the code of keyhole/data. Reading and
+hashing a file is some hundred times faster than tokenising it. The date counts only where the template asks for it.
+Packing and mixing are done after reading, so they share an entry.
+
+By default entries lie in the user's cache directory (disk/user_cache.py), for files of 64 KiB and more, and whatever
+goes wrong with them is passed over. A directory that the user names has to be one that can be written to.
 
     directory/<32 hex digits>.keyhole-data
 
     8 bytes "KEYHOLED", length of the JSON u64, JSON (report, sizes), the arrays in a row, BLAKE2b-128 of all that
 
-An entry whose hash does not match is made again. Entries appear by one rename. Hub ids are not cached here: `datasets`
+An entry whose hash does not match is made again. Hub ids are not cached here: `datasets`
 has a cache of its own.
 """
 
@@ -17,7 +20,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from array import array
 from dataclasses import asdict, fields
 from importlib.metadata import version
@@ -30,13 +32,15 @@ from keyhole.data.dataset import Cut, Dataset, Places
 from keyhole.data.files import resolve
 from keyhole.data.prepare import tokenise
 from keyhole.data.report import Report
-from keyhole.data.settings import PrepareSettings
-from keyhole.disk.files import open_regular, remove
+from keyhole.data.settings import AUTO, PrepareSettings
+from keyhole.disk import user_cache
+from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files
 from keyhole.errors import UserError
 
 MAGIC, FORMAT = b"KEYHOLED", 1
 FRONT = struct.Struct("<8sQ")
 SUFFIX = ".keyhole-data"
+LEAST_BYTES = 2**16  # what is smaller is tokenised in no time
 NOT_IN_TOKENS = ("packing", "chat_template", "template_date")
 ARRAYS = {
     "ids": np.int32,
@@ -48,18 +52,28 @@ ARRAYS = {
 }
 
 
-def cached(directory: Path, sources: list[str], tokenizer: Any, how: PrepareSettings) -> Dataset:
-    """The samples of all sources, read from the directory or made and written there."""
+def cached(asked: str | Path, sources: list[str], tokenizer: Any, how: PrepareSettings) -> Dataset:
+    """The samples of all sources, read from the directory asked for (auto: the user's cache) or made and written
+    there."""
     names = resolve(sources)
-    if not all(Path(name).is_file() for name in names):
+    directory = cache_directory("data") if str(asked) == AUTO else Path(asked)
+    if directory is None or not all(Path(name).is_file() for name in names):
+        return tokenise(sources, tokenizer, how)
+    if str(asked) == AUTO and sum(os.path.getsize(name) for name in names) < LEAST_BYTES:
         return tokenise(sources, tokenizer, how)
     path = directory / f"{key(names, sources, tokenizer, how)}{SUFFIX}"
     found = read_entry(path)
-    if found is None:
-        found = tokenise(sources, tokenizer, how)
-        write_entry(path, found)
-    else:
+    if found is not None:
         found.report.cached = str(path)
+        return found
+    found = tokenise(sources, tokenizer, how)
+    try:
+        write_entry(path, found)
+        if str(asked) == AUTO:
+            user_cache.trim(directory)
+    except OSError as error:
+        if str(asked) != AUTO:
+            raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None
     return found
 
 
@@ -73,9 +87,8 @@ def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettin
         json.dumps([settings, names, sources], sort_keys=True, default=str).encode(), digest_size=16
     )
     digest.update(_tokenizer(tokenizer))
-    for name in names:
-        with open(name, "rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    digest.update(digest_of_code(Path(__file__).parent))
+    digest.update(digest_of_files(names))
     return digest.hexdigest()
 
 
@@ -102,26 +115,14 @@ def write_entry(path: Path, data: Dataset) -> None:
         "chat_template": data.chat_template,
     }
     text = json.dumps(about).encode()
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove(path)  # one that could not be read, whatever it is
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        with os.fdopen(descriptor, "wb") as file:
-            parts = [np.asarray(values, dtype=ARRAYS[name]) for name, values in arrays.items()]
-            for part in (FRONT.pack(MAGIC, len(text)), text, *(memoryview(part).cast("B") for part in parts)):
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"data_cache: cannot write to {path.parent}: {error.strerror or error}") from None
+    parts = [np.asarray(values, dtype=ARRAYS[name]) for name, values in arrays.items()]
+    user_cache.write_entry(path, (FRONT.pack(MAGIC, len(text)), text, *(memoryview(part).cast("B") for part in parts)))
 
 
 def read_entry(path: Path) -> Dataset | None:
     """The data set of an entry; None where there is none, or none that can be trusted."""
     try:
-        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        with user_cache.open_entry(path) as file:
             magic, length = FRONT.unpack(file.read(FRONT.size))
             size_bytes = os.fstat(file.fileno()).st_size
             if magic != MAGIC or length > size_bytes:

@@ -15,7 +15,7 @@ the model has never been trained.
                                 so the ids that occur are compared, not the sizes
 
 Padding counts too. Packed rows are padded with positions from 0 on, up to the longest row of the batch, so with a
-table whole rows have to fit; and a batch is not rounded up to 8 where that would pass L.
+table whole rows have to fit; and a batch is not padded beyond L (padding.py).
 """
 
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from keyhole.data.dataset import Dataset
+from keyhole.data.padding import longest_row
 from keyhole.errors import UserError
 from keyhole.model.classification import text_positions
 from keyhole.model.structure.skeleton import build, is_classifier
@@ -104,17 +105,6 @@ def check_data(data: Dataset, model: Any, config: Any, module: Any = None) -> li
         f"warning: the longest sample has {sample:,} tokens, the model is made for {length:,} (max_position_embeddings "
         f"in its config); it runs, but beyond what the model has seen; max_length={length} cuts there"
     ]
-
-
-def longest_row(data: Dataset) -> int:
-    """Tokens of the longest row."""
-    return max(data.row_length(i) for i in range(len(data))) if data.packed else max(data.lengths)
-
-
-def padding_multiple(data: Dataset, config: Any, usual: int = 8) -> int:
-    """`usual`, or 1 where rounding the longest row up to it would pass the last position."""
-    length, row = context_length(config), longest_row(data)
-    return 1 if length is not None and row <= length < -(-row // usual) * usual else usual
 
 
 def _too_long(data: Dataset, length: int, row: int, model: Any) -> str:

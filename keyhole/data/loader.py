@@ -12,8 +12,8 @@ micro-batches, as a plain PyTorch loop without drop_last does. So an epoch is st
 which every row is seen exactly once, and num_train_epochs means what it says. The loss of a step is a mean
 over *its* tokens, so a short step is weighted right.
 
-Micro-batches are padded on the right to their longest row (to a multiple of `pad_to_multiple_of`, 8 by
-default, which matrix units like), with attention_mask 0 and label -100 there. Packed batches have no
+Micro-batches are padded on the right, to one of a few widths (padding.py), with attention_mask 0 and label -100 there.
+Packed batches have no
 attention mask: their padding is one more sample at the end of the row, with positions from 0, that nobody
 is trained on and nobody sees.
 
@@ -29,6 +29,8 @@ import numpy as np
 import torch
 
 from keyhole.data.dataset import IGNORED, Dataset, Sample
+from keyhole.data.padding import Padding
+from keyhole.data.settings import BEFORE
 from keyhole.errors import UserError
 
 Batch = dict[str, torch.Tensor]
@@ -51,10 +53,11 @@ def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
         return z ^ (z >> np.uint64(31))
 
 
-def collate(samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = 8) -> Batch:
+def collate(
+    samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = BEFORE, pad_to_most: int | None = None
+) -> Batch:
     """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU; of a classifier, labels are [B]."""
-    longest = max(len(s.input_ids) for s in samples)
-    width = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
+    width = Padding(pad_to_multiple_of, pad_to_most).width(max(len(s.input_ids) for s in samples))
 
     def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
         return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.int64)
@@ -74,12 +77,12 @@ def collate(samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = 
     return batch
 
 
-def make_batch(dataset: Dataset, rows: list[int], pad_to_multiple_of: int) -> Batch:
+def make_batch(dataset: Dataset, rows: list[int], padding: Padding) -> Batch:
     """The rows of a data set as one batch."""
     if dataset.right is None:
-        return collate([dataset[i] for i in rows], dataset.pad_token_id, pad_to_multiple_of)
+        return collate([dataset[i] for i in rows], dataset.pad_token_id, *padding)
     groups = [dataset.candidates(i) for i in rows]
-    batch = collate([sample for group in groups for sample in group], dataset.pad_token_id, pad_to_multiple_of)
+    batch = collate([sample for group in groups for sample in group], dataset.pad_token_id, *padding)
     question = [q for q, group in enumerate(groups) for _ in group]
     answer = [int(k == dataset.right[i]) for i, group in zip(rows, groups, strict=True) for k in range(len(group))]
     return batch | {"question": torch.tensor(question), "answer": torch.tensor(answer)}
@@ -90,13 +93,14 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset, batch_size: int, gradient_accumulation_steps: int = 1, seed: int = 0,
-        shuffle: bool = True, pad_to_multiple_of: int = 8, about: dict[str, str] | None = None,
+        shuffle: bool = True, pad_to_multiple_of: int = BEFORE, about: dict[str, Any] | None = None,
+        pad_to_most: int | None = None,
     ) -> None:  # fmt: skip
         """about: what else of the data a resumed run has to know; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.rows_per_step = batch_size * gradient_accumulation_steps
-        self.pad_to_multiple_of = pad_to_multiple_of
+        self.padding = Padding(pad_to_multiple_of, pad_to_most)
         self.fingerprint, self.about = dataset.fingerprint, about or {}
         self._epoch, self._offset = 0, 0
         self._order: tuple[int, np.ndarray] | None = None
@@ -128,7 +132,7 @@ class Loader:
         return [self._batch(rows[i : i + self.batch_size]) for i in range(0, len(rows), self.batch_size)]
 
     def _batch(self, rows: list[int]) -> Batch:
-        return make_batch(self.dataset, rows, self.pad_to_multiple_of)
+        return make_batch(self.dataset, rows, self.padding)
 
     __next__ = next_step
 
@@ -168,8 +172,11 @@ class Loader:
 class EvalBatches:
     """The batches of a data set in order, as often as one likes; empty (and false) without one."""
 
-    def __init__(self, dataset: Dataset | None, batch_size: int, pad_to_multiple_of: int = 8) -> None:
-        self.dataset, self.batch_size, self.pad_to_multiple_of = dataset, batch_size, pad_to_multiple_of
+    def __init__(
+        self, dataset: Dataset | None, batch_size: int, pad_to_multiple_of: int = BEFORE, pad_to_most: int | None = None
+    ) -> None:
+        self.dataset, self.batch_size = dataset, batch_size
+        self.padding = Padding(pad_to_multiple_of, pad_to_most)
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else -(-len(self.dataset) // self.batch_size)
@@ -178,4 +185,4 @@ class EvalBatches:
         for i in range(len(self)):
             stop = min(len(self.dataset), (i + 1) * self.batch_size)
             rows = [self.dataset[j] for j in range(i * self.batch_size, stop)]
-            yield collate(rows, self.dataset.pad_token_id, self.pad_to_multiple_of)
+            yield collate(rows, self.dataset.pad_token_id, *self.padding)

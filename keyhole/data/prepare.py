@@ -11,14 +11,16 @@ ones is a function of the seed). Rows refer to samples, so a repeated sample cos
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from keyhole.data.collect import Collector
+from keyhole.data.count import count_rows
 from keyhole.data.dataset import Dataset
-from keyhole.data.files import Record, read
+from keyhole.data.files import Record, read, resolve
 from keyhole.data.formats import COLUMNS, Example, detect, normalise, rename
 from keyhole.data.loader import order
 from keyhole.data.packing import pack
@@ -26,6 +28,7 @@ from keyhole.data.render import Renderer
 from keyhole.data.report import Report
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError, listed
+from keyhole.machine.progress import tell
 
 BLOCK, BLOCK_CHARACTERS, MOST_CHARACTERS = 512, 2**22, 2**24
 
@@ -59,9 +62,12 @@ def tokenise(
     report = Report(max_length=how.max_length, train_on=how.train_on)
     collector = Collector(report, how, renderer.bos)
     records = islice(read(source), limit)
+    names = resolve([source] if isinstance(source, str) else source)
+    total = cache(lambda: count_rows(names))
     for block in _blocks(_examples(records, how, report), 1 if samples is not None else BLOCK):
         for example, tokens in zip(block, renderer(block), strict=True):
             collector.add(example, tokens)
+        tell("tokenising", report.read, total, "rows")
         if samples is not None and _is_enough(report, how, samples):
             report.partial = next(records, None) is not None
             break

@@ -19,9 +19,10 @@ from typing import Any
 
 from keyhole.assets import MODEL, TEST, TRAIN, locate
 from keyhole.data.cache import cached
-from keyhole.data.capacity import check_data, padding_multiple
+from keyhole.data.capacity import check_data, context_length
 from keyhole.data.dataset import Dataset
-from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.loader import EvalBatches, Loader, order
+from keyhole.data.padding import Padding, choose, describe
 from keyhole.data.prepare import arrange, tokenise
 from keyhole.data.preview import preview
 from keyhole.data.settings import DataSettings, PrepareSettings
@@ -86,25 +87,32 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         asked = settings.head is not None
         find_labels([task.spec for task in (*tasks.test, *further)], known, asked)  # refuses tests with other labels
         about |= {"labels": list(tasks.labels), "pad_token_id": train.pad_token_id}
+    positions, asked = context_length(known), settings.pad_to_multiple_of
+    padding = choose(train, asked, positions) if settings.padding is None else Padding(*settings.padding)
     loader = Loader(
         train,
         settings.batch_size,
         settings.gradient_accumulation_steps,
         settings.seed,
-        pad_to_multiple_of=padding_multiple(train, known),
-        about=about,
+        about=about | {"padding": [asked, *padding]},
+        pad_to_multiple_of=padding.multiple,
+        pad_to_most=padding.most,
     )
+    first = order(len(train), settings.seed, 0)
+    report.append(describe(train, first, settings.batch_size, padding, asked))
     batches = EvalBatches(None, settings.batch_size)
     if tasks is not None:
         if tasks.held_out is not None:
-            batches = EvalBatches(tasks.held_out, settings.batch_size, padding_multiple(tasks.held_out, known))
+            batches = EvalBatches(
+                tasks.held_out, settings.batch_size, *choose(tasks.held_out, asked, positions, padding.multiple)
+            )
         test = (*tasks.test, *further)
         return Data(loader, batches, report, train.end_token_ids, None, tasks.dev, test, tasks.labels)
     if settings.eval_data:
         unmixed = replace(settings, packing=False, train_weights=None, dedup=False)
         held_out, lines = _prepare(unmixed, settings.eval_data, TEST, tokenizer, known)
         report += [f"eval:  {line}" for line in lines]
-        batches = EvalBatches(held_out, settings.batch_size, padding_multiple(held_out, known))
+        batches = EvalBatches(held_out, settings.batch_size, *choose(held_out, asked, positions, padding.multiple))
     return Data(loader, batches, report, train.end_token_ids, train.chat_template, test=further)
 
 
@@ -154,7 +162,7 @@ def _prepare(
     how = PrepareSettings(**{field.name: getattr(settings, field.name) for field in fields(PrepareSettings)})
     how = replace(how, stop_token_ids=stop_token_ids(settings.model))
     if settings.data_cache is not None and samples is None:
-        data = cached(Path(settings.data_cache), sources, tokenizer, how)
+        data = cached(settings.data_cache, sources, tokenizer, how)
     else:
         data = tokenise(sources, tokenizer, how, samples=samples)
     data = arrange(data, how, weights, settings.seed)

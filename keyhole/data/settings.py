@@ -18,6 +18,8 @@ from keyhole.errors import UserError, printable
 OVERLONG = ("truncate", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
+AUTO = "auto"
+BEFORE = 8  # pad_to_multiple_of of runs that began before there was a setting
 
 
 def today() -> datetime.date:
@@ -87,7 +89,8 @@ class PrepareSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(PrepareSettings):
-    """The data of a run: train_data and eval_data, or tasks by name."""
+    """The data of a run: train_data and eval_data, or tasks by name. padding: (multiple, most) of a run that goes on
+    and began with auto, instead of what auto would be now (padding.py)."""
 
     model: str
     train_data: str | list[str] | None = None
@@ -107,3 +110,5 @@ class DataSettings(PrepareSettings):
     loss: str = "tokens"
     head: str | None = None
     num_labels: int | None = None
+    pad_to_multiple_of: int | str | None = AUTO
+    padding: tuple[int, int | None] | None = None

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import keyhole
 from keyhole import assets
-from keyhole.data import Loader, prepare
+from keyhole.data.loader import Loader
+from keyhole.data.prepare import prepare
 from keyhole.methods import METHODS
 from keyhole.methods.base import Demo, Method
 from keyhole.training.schedule import Schedule

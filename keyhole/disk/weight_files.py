@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
+
+if TYPE_CHECKING:
+    import torch  # when a .bin is opened: what a directory holds is asked before torch is there
 
 KINDS = {"safetensors": ("model.safetensors.index.json", "model.safetensors")}
 KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -39,20 +40,20 @@ class Shard(Protocol):
     """One open weight file."""
 
     def keys(self) -> list[str]: ...
-    def get_tensor(self, name: str) -> torch.Tensor: ...
+    def get_tensor(self, name: str) -> "torch.Tensor": ...
     def get_slice(self, name: str) -> Any: ...
 
 
 class _Pickled:
     """A .bin file: its tensors are views of the mapped file."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
         self.tensors = tensors
 
     def keys(self) -> list[str]:
         return list(self.tensors)
 
-    def get_tensor(self, name: str) -> torch.Tensor:
+    def get_tensor(self, name: str) -> "torch.Tensor":
         return self.tensors[name]
 
     def get_slice(self, name: str) -> "_Shape":
@@ -155,8 +156,10 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _load_pickle(file: Path) -> dict[str, torch.Tensor]:
+def _load_pickle(file: Path) -> "dict[str, torch.Tensor]":
     """Tensors by name. Files of before PyTorch 1.6 are no archives and cannot be mapped: those are read."""
+    import torch
+
     found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     if not isinstance(found, dict) or not all(isinstance(x, torch.Tensor) for x in found.values()):
         raise ValueError("it is no table of tensors by name")

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,12 @@ def _check_entry(name: str, about: dict[str, Any]) -> None:
         raise ValueError(f"the header's entry of {name} cannot be true: {about}")
 
 
-def content_hash(directory: Path) -> str:
-    """The hash of the weights in a directory, 64 hex digits."""
+class Stopped(Exception):
+    """Nobody waits for the hash any more."""
+
+
+def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
+    """The hash of the weights in a directory, 64 hex digits. stop: asked now and then; true raises Stopped."""
     if is_pickled(directory):
         return hash_of(_pickled_lines(directory))
     try:
@@ -86,7 +90,7 @@ def content_hash(directory: Path) -> str:
             header, begin = read_header(path)
             parts += [(path, begin, name, about) for name, about in header.items()]
         with ThreadPoolExecutor(READERS) as pool:
-            lines = list(pool.map(_line, parts))
+            lines = list(pool.map(lambda part: _line(part, stop), parts))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"model: the weights in {directory} cannot be read: {error}") from error
     return hash_of(lines)
@@ -116,7 +120,7 @@ def _pickled_lines(directory: Path) -> list[str]:
     return lines
 
 
-def _line(part: tuple[Path, int, str, dict[str, Any]]) -> str:
+def _line(part: tuple[Path, int, str, dict[str, Any]], stop: Callable[[], bool]) -> str:
     path, begin, name, about = part
     first, last = about["data_offsets"]
     crc, left = 0, last - first
@@ -124,6 +128,8 @@ def _line(part: tuple[Path, int, str, dict[str, Any]]) -> str:
         file.seek(begin + first)
         while left > 0 and (piece := file.read(min(left, PIECE_BYTES))):
             crc, left = zlib.crc32(piece, crc), left - len(piece)
+            if stop():
+                raise Stopped
     if left:
         raise ValueError(f"{path.name} ends before the data of {name}")
     return f"{name} {about['dtype']} {about['shape']} {crc:08x}"

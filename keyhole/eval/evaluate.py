@@ -22,7 +22,8 @@ from typing import Any
 from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
-from keyhole.data.tasks.draw import Numbers, check_names, load_task
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.names import check_names
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, task_names
 from keyhole.errors import UserError

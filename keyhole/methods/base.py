@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from keyhole.model.weights.format import Wire
 
 State = dict[str, Any]
+AUTO_RATE = "auto"  # a learning rate that the method finds by itself
 Fault = tuple[str, str]  # a key of the config, and what is wrong with its value
 
 
@@ -48,7 +49,7 @@ class Demo:
 class Shared:
     """The settings of a run that every method takes."""
 
-    learning_rate: float
+    learning_rate: float | str  # "auto" only where the row says that the method finds one
     weight_decay: float = 0.0
     weight_decay_on: str = "matrices"
     max_grad_norm: float | None = None
@@ -74,6 +75,7 @@ class Workload:
     passes: int = 2  # forward passes that advance together: 2 x directions x micro-batches
     settings: Any = None
     clips: bool = False  # max_grad_norm is set
+    searches: bool = False  # a learning rate, in the first steps
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,16 @@ class Traits:
     """The rate where none is given."""
     sane_rates: tuple[float, float]
     """The range of rates that has been seen to work on models of 0.1 to 13 billion parameters."""
+    usual_rates: Callable[[Any], tuple[float, tuple[float, float]]] | None = None
+    """(learning_rate, sane_rates) where own settings change them."""
+    forwards: Callable[[Any], int] | None = None
+    """What a step costs in forward passes over its rows; None: it has gradients, and forward passes are no measure."""
+    search_steps: int = 0
+    """Steps of a search for a rate."""
+    search_passes: int = 0
+    """Forward passes per micro-batch of a step that searches a rate; 0: `learning_rate: auto` is not understood."""
+    fill: Callable[[Any], Any] = lambda settings: settings
+    """Own settings with their blanks filled in, where a default depends on another setting."""
     sweep: Literal["forward", "reverse", "torch"]
     """How a step visits the model: forward passes in lockstep; block by block forward and in reverse; torch's autograd
     over a resident model."""
@@ -154,6 +166,10 @@ class Traits:
     def section(self) -> str:
         """The section of the config with the method's settings."""
         return self.name.replace("-", "_")
+
+    def rates(self, own: Any) -> tuple[float, tuple[float, float]]:
+        """(the rate where none is given, the range that has been seen to work) with these own settings."""
+        return (self.learning_rate, self.sane_rates) if self.usual_rates is None else self.usual_rates(own)
 
     @property
     def streams(self) -> bool:
@@ -211,7 +227,7 @@ class Method:
             )
         return super().__new__(cls)
 
-    def __init__(self, model: Model, lr: float, **settings: Any) -> None:
+    def __init__(self, model: Model, lr: float | str, **settings: Any) -> None:
         raise NotImplementedError  # abstract
 
     def __repr__(self) -> str:
@@ -230,6 +246,15 @@ class Method:
     def follow(self, factor: Callable[[float], float]) -> None:
         """Before a step, for rates beside `lr` with a warm-up of their own: factor(warmup_ratio) is the share of the
         peak rate that the schedule has at this step."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate that a step would use now."""
+        return self.lr
+
+    def news(self) -> list[str]:
+        """What was decided in the last step, for the user; each line is told once."""
+        return []
 
     def state_dict(self) -> State:
         """All that a later process needs to go on, beside the weights. Flushes."""

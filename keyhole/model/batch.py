@@ -45,6 +45,16 @@ class DeviceBatch:
         return self.token_count if self.candidates is None else self.candidates.question_count
 
 
+def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+    """What each row, or each question, adds to the loss of its step before the division by `loss_count`. nll: of the
+    trained tokens, or of a classifier's rows. Adds in the same order every time."""
+    if batch.candidates is not None:
+        scores = batch.candidates.scores(nll)
+        return torch.nn.functional.cross_entropy(scores, batch.candidates.right_Q, reduction="none")
+    rows_B = torch.arange(batch.row_count, device=nll.device)
+    return (rows_B[:, None] == batch.row_N).to(nll.dtype) @ nll
+
+
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:
     """A step takes one batch or the list of its micro-batches."""
     batches = [batch] if isinstance(batch, Mapping) else list(batch)

@@ -148,25 +148,28 @@ class Model:
 
     def to_device(self, batch: Batch | list[Batch]) -> list[DeviceBatch]:
         """One batch or the micro-batches of a step, checked and sent."""
+        return self.send(self.checked(batch))
+
+    def checked(self, batch: Batch | list[Batch]) -> list[Batch]:
+        """The micro-batches of a step; UserError for what cannot be trained on."""
         batches = as_list(batch)
-        if self.classifies:
-            for one in batches:
-                self.head.check(one, self.layout.table.shape[0])
-            return [self.head.to_device(one, self.device) for one in batches]
         for one in batches:
-            check(one, self.layout.table.shape[0])
-        check_alike(batches)
+            if self.classifies:
+                self.head.check(one, self.layout.table.shape[0])
+            else:
+                check(one, self.layout.table.shape[0])
+        if not self.classifies:
+            check_alike(batches)
+        return batches
+
+    def send(self, batches: list[Batch]) -> list[DeviceBatch]:
+        """Batches that were checked, on the device."""
+        if self.classifies:
+            return [self.head.to_device(one, self.device) for one in batches]
         sent = [to_device(one, self.device) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
-
-    def share_to_device(self, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], int]:
-        """Of the micro-batches of a step, those of this rank; and what the loss of the step is a mean of, over all
-        ranks. A rank may have none."""
-        own = self.ranks.share(as_list(batch))
-        sent = self.to_device(own) if own else []
-        return sent, self.ranks.total(sum(one.loss_count for one in sent))
 
     def check_packing(self, length: int | None = None) -> None:
         """UserError where samples that share a row of so many tokens would see each other. Asks the model once."""

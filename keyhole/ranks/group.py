@@ -14,7 +14,7 @@ Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and 
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -84,13 +84,13 @@ class Group(Ranks):
             dist.all_gather(found, sent, group=None if over_host else self.nccl)
         return torch.stack(found).to(x.device)
 
-    def side_by_side(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        widths = [(r + 1) * total // self.size - r * total // self.size for r in range(self.size)]
-        padded = x.new_zeros((*x.shape[:-1], max(widths)))
-        padded[..., : x.shape[-1]] = x
-        rows = self.gather(padded)
+    def in_order(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        widths = [[(r + 1) * count // self.size - r * count // self.size for count in counts] for r in range(self.size)]
+        most = max(map(sum, widths))
+        rows = self.gather(torch.cat([x, x.new_zeros(most - x.numel())]))
         self.columns = [*self.columns[-1:], rows]
-        return torch.cat([row[..., :width] for row, width in zip(rows, widths, strict=True)], dim=-1)
+        pieces = [iter(row[: sum(own)].split(own)) for row, own in zip(rows, widths, strict=True)]
+        return torch.cat([next(piece) for _ in counts for piece in pieces])
 
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
         over_host = self._over_host(part)

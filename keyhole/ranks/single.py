@@ -1,6 +1,7 @@
 """What a rank can ask of the others, and the answers where there are none.
 
     share(items)        this rank's part of a list, in order: items[r n / N : (r + 1) n / N]
+    in_order(x, counts) one number per item of lists that were shared, put together again
     gather(x)           the tensors of all ranks, [N, ...], in the order of ranks
     total(count)        the sum of an integer over all ranks, on the host
     objects(x)          any (picklable) object of every rank
@@ -47,8 +48,9 @@ class Ranks:
         """[N, *shape of x], on the device of x."""
         return x[None]
 
-    def side_by_side(self, x: torch.Tensor, total: int) -> torch.Tensor:
-        """[..., k] of every rank as [..., total], where k is the length of its share of `total` items."""
+    def in_order(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """One number per item, for the items of several lists of which each rank has its share, list by list; returns
+        those of all ranks, as if one had them all. counts: the lengths of the lists."""
         return x
 
     def not_finite(self) -> list[int]:

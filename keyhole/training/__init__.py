@@ -1,6 +1,9 @@
 """The training loop and its parts.
 
-start.py         how a run starts, from top to bottom: config, directory, data, model, method, journal, loop
+start.py         how a run starts, and all that is refused before torch is imported: config, directory, resume, paths
+build.py         what a run is built of: data, model, method, journal, loop
+base_hash.py     the hash of the model that a run begins with, computed meanwhile
+waiting.py       what a start waits for, with progress
 loop.py          the loop that every method shares: step, check, evaluation, save
 resume.py        which settings may change when a run goes on
 rundir.py        the output directory: whose it is, and what lies in run/

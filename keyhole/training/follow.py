@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from keyhole.checkpoint.files import method_state, read_state
-from keyhole.data import Data
+from keyhole.checkpoint.files import method_state
+from keyhole.checkpoint.state import read_state
+from keyhole.data.run import Data
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.batch import Batch
@@ -21,7 +22,7 @@ from keyhole.model.weights.save_parts import bad_tensor, write_parts
 from keyhole.training.crew import Command, Crew
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import Interrupts
-from keyhole.training.validation import Judge, evaluate_all
+from keyhole.training.validation import Judge, evaluate
 
 
 @dataclass(kw_only=True)
@@ -52,7 +53,8 @@ class Follower:
                     one_update(self.method, self.schedule, step, next(self.data.train))
                 elif command is Command.EVALUATE:
                     self.method.flush()
-                    evaluate_all(self.model, self.data.eval, self.judge, self.is_asked)
+                    if evaluate(self.model, self.data.eval, self.is_asked) is not None:
+                        self.judge.dev_metrics(self.model, self.is_asked)
                 elif command is Command.TEST:
                     self.method.flush()
                     self.judge.test_metrics(self.model, self.is_asked)
@@ -69,11 +71,12 @@ class Follower:
         return bool(self.interrupts.requested)
 
 
-def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> torch.Tensor:
-    """The update of a step with its rate, queued; returns the loss."""
+def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> tuple[torch.Tensor, float]:
+    """The update of a step, queued; returns its loss and its rate (0 while one is searched)."""
     method.lr = schedule.rate(step - 1)
     method.follow(lambda warmup_ratio: replace(schedule, warmup_ratio=warmup_ratio).factor(step - 1))
-    return method.step(batches)
+    rate = method.rate
+    return method.step(batches), rate
 
 
 def take_weights(model: Model, method: Method, path: Path) -> None:

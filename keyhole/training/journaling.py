@@ -14,7 +14,7 @@ from typing import Any
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.resume_point import Origin, continued
 from keyhole.checkpoint.journal.writer import Writer
-from keyhole.data import Data
+from keyhole.data.run import Data
 from keyhole.methods.zo.method import ZO
 from keyhole.training.metrics import QueuedStep
 
@@ -29,14 +29,18 @@ class Journaling:
         self.failing = self.flush_failing = False
 
     def note(self, record: QueuedStep, update: list[float]) -> None:
-        """Takes a step that was read and found good; `update` is [lr, g_1/q .. g_q/q]."""
+        """Takes a step that was read and found good; `update` is [lr, c_1 .. c_q], and what is remembered."""
         if self.writer is None:
             return
         epoch, row = record.position
         decay, device = self.method.weight_decay, self.method.model.device.type
-        seed = self.method.noise["seed"]
+        seed, split = self.method.noise["seed"], 1 + self.method.directions
+        memory = tuple(update[split:])[: self.writer.memory]
+        memory += (0.0,) * (self.writer.memory - len(memory))  # a run that no longer searches a rate
         try:
-            self.writer.append(journal.Record(record.step, seed, epoch, row, decay, device, tuple(update)))
+            self.writer.append(
+                journal.Record(record.step, seed, epoch, row, decay, device, tuple(update[:split]), memory)
+            )
         except OSError as error:
             if not self.failing:
                 self.say(
@@ -124,5 +128,6 @@ def open_journal(
         config=config,
         versions=versions,
         run=run,
+        memory=method.memory.numel(),
     )
     return Journaling(continued(origin, source, path, header, sync_every), method, say)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.data import Data
+from keyhole.data.run import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
@@ -35,7 +35,7 @@ from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
-from keyhole.training.validation import EVAL, TEST, Judge, evaluate_all, shown, shown_loss
+from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
 
 
 @dataclass(kw_only=True)
@@ -117,17 +117,18 @@ class Run:
 
     def step(self, step: int) -> None:
         """One update, queued; its record is read when it is done."""
-        loader, rate = self.data.train, self.schedule.rate(step - 1)
+        loader = self.data.train
         self.crew.call(Command.STEP)
         batches = next(loader)
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
-        loss = one_update(self.method, self.schedule, step, batches)
+        loss, rate = one_update(self.method, self.schedule, step, batches)
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
         record.update = None if self.journal.writer is None else self.method.journal_update()
         self.recorder.add(record)
+        self.display.lines(self.method.news())
 
     def last_good(self) -> Path | None:
         """The newest good checkpoint, for a message that ends the run: one that is still being written counts."""
@@ -178,9 +179,11 @@ class Run:
     def evaluate(self, step: int) -> None:
         """Loss on the held-out data, and the tasks' metrics on dev. A signal ends it, and the resumed run evaluates."""
         self.crew.call(Command.EVALUATE)
-        found = evaluate_all(self.model, self.data.eval, self.judge, self.is_asked)
-        self.gave_up = found is None
-        if found is not None:
+        found = evaluate(self.model, self.data.eval, self.is_asked)
+        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked)
+        self.gave_up = metrics is None
+        if found is not None and metrics is not None:
+            found |= metrics
             self.last_eval = found
             self.selection.note(step, found)
             self.reports.send({"step": step, **found})

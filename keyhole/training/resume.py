@@ -13,10 +13,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from keyhole.checkpoint.files import State
 from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.checkpoint.state import State
 from keyhole.config import TrainConfig, to_dict
 from keyhole.config.fields import sections, settings
+from keyhole.data.settings import AUTO, BEFORE
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.machine.probe import versions
@@ -51,10 +52,11 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     now = flat_config(config)
     # what runs did before the key existed; without decay it makes no difference
     former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
+    former["pad_to_multiple_of"] = BEFORE
     for key in sorted(now.keys() | state.config.keys()):
         default = settings()[key].default if key in settings() else None
         before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
-        if before == after:
+        if before == after or (key == "pad_to_multiple_of" and after == AUTO):  # auto: as the run began
             continue
         if key in MOVABLE and MOVABLE[key](before, after, base):
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, of the same content")

@@ -15,7 +15,7 @@ import keyhole
 from keyhole import ops
 from keyhole.config import TrainConfig
 from keyhole.machine.sizes import GIB
-from keyhole.methods.base import Method
+from keyhole.methods.base import AUTO_RATE, Method
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Layout
 from keyhole.training.schedule import Schedule
@@ -84,10 +84,11 @@ def plan_lines(config: TrainConfig, first: int, schedule: Schedule, steps_per_ep
     begun = f", {first} done" if first else ""
     kept = "all are kept" if config.save_total_limit is None else f"the newest {config.save_total_limit} are kept"
     every = f"every {config.save_steps} steps and at the end" if config.save_steps else "at the end"
+    peak = config.learning_rate if config.learning_rate == AUTO_RATE else f"{schedule.peak:g}"
     epoch = f"an epoch is {steps_per_epoch} steps of {micro * accumulation} {rows}{split}"
     return [
         f"steps: {schedule.total} ({why}){begun}; {epoch}",
-        f"learning rate: {schedule.kind}, peak {schedule.peak:g}, {schedule.warmup_steps} steps of warm-up",
+        f"learning rate: {schedule.kind}, peak {peak}, {schedule.warmup_steps} steps of warm-up",
         f"output: {config.output_dir}; a checkpoint {every}, {kept}",
     ]
 

@@ -35,13 +35,6 @@ EVAL, TEST = "eval", "test"
 MEAN = "score"  # of different metrics
 
 
-def evaluate_all(model: Model, batches: Sized, judge: "Judge", stop: Callable[[], bool]) -> dict[str, Any] | None:
-    """The held-out loss and the tasks' metrics on dev; None when `stop` said so midway, on any rank."""
-    found = evaluate(model, batches, stop)
-    metrics = None if found is None else judge.dev_metrics(model, stop)
-    return None if found is None or metrics is None else found | metrics
-
-
 def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
     when `stop` said so midway. Several ranks take turns of the batches each, and add up all in their order."""

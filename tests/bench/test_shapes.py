@@ -1,9 +1,19 @@
-"""OPT shapes: the right number of parameters, without memory."""
+"""Shapes: the right number of parameters, without memory, and as many blocks as host memory holds."""
 
 import pytest
 import torch
 
-from keyhole.bench.shapes import SHAPES, opt_config, parameter_count
+from keyhole.bench.shapes import (
+    HOST_FACTOR,
+    HOST_SLACK_BYTES,
+    MODELS,
+    fitting_blocks,
+    gpt2_config,
+    model_config,
+    opt_config,
+    parameter_count,
+)
+from keyhole.machine.sizes import GIB
 from keyhole.model.structure.skeleton import build
 
 PUBLISHED = {
@@ -16,13 +26,14 @@ PUBLISHED = {
     "30B": 29.97e9,
     "66B": 65.7e9,
     "175B": 174.6e9,
+    "BLOOM-176B": 176.25e9,
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", MODELS)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
     """Counted on the module itself, built without its matrices, and by the formula."""
-    count = sum(p.numel() for p in build(opt_config(name), torch.bfloat16).parameters())
+    count = sum(p.numel() for p in build(model_config(name), torch.bfloat16).parameters())
     assert abs(count / PUBLISHED[name] - 1) < 0.02
     if name != "350M":
         assert count == parameter_count(name)
@@ -41,3 +52,26 @@ def test_fewer_blocks_keep_the_width() -> None:
     config = opt_config("175B", blocks=4)
     assert (config.num_hidden_layers, config.hidden_size, config.ffn_dim) == (4, 12288, 49152)
     assert opt_config("1.3B", blocks=99).num_hidden_layers == 24
+
+
+@pytest.mark.parametrize("name", ["13B", "175B", "BLOOM-176B"])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("host_gib", [16, 40, 100, 800])
+def test_the_cut_is_the_most_that_fits(name: str, element_bytes: int, host_gib: int) -> None:
+    """One block more would not fit; a model that fits is not cut, and two blocks always run."""
+    blocks = fitting_blocks(name, element_bytes, host_gib * GIB)
+
+    def needed(count: int | None) -> float:
+        return HOST_FACTOR * element_bytes * parameter_count(name, count) + HOST_SLACK_BYTES
+
+    if blocks is None:
+        assert needed(None) <= host_gib * GIB
+        return
+    assert 2 <= blocks < MODELS[name][1] and needed(blocks + 1) > host_gib * GIB
+    assert blocks == 2 or needed(blocks) <= host_gib * GIB
+
+
+def test_a_gpt2_of_1_3_billion() -> None:
+    """40 blocks, as LSP-Offload's Table 5 has it."""
+    count = sum(p.numel() for p in build(gpt2_config("GPT2-1.3B"), torch.bfloat16).parameters())
+    assert abs(count / 1.3e9 - 1) < 0.02

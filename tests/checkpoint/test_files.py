@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import keyhole
 from keyhole.checkpoint import files
-from keyhole.checkpoint.files import STATE, TENSORS, About, Damaged, method_state, save_checkpoint, verify
+from keyhole.checkpoint import state as state_file
+from keyhole.checkpoint.files import TENSORS, About, method_state, save_checkpoint
+from keyhole.checkpoint.state import STATE, Damaged, verify
 
 SCALARS = {"step_count": 7, "scale": 0.1, "list": [1, 2]}
 OTHER = {"loader": {"epoch": 1, "position": 5}, "config": {"seed": 3}, "versions": {"torch": "2"}}
@@ -103,7 +105,7 @@ def edited(whole: Path, to: Path, **changes: Any) -> Path:
     path = shutil.copytree(whole, to / "checkpoint-12")
     content = json.loads((path / STATE).read_text())
     del content["crc32"]
-    (path / STATE).write_text(files._dump(content | changes))
+    (path / STATE).write_text(state_file.dump(content | changes))
     return path
 
 
@@ -140,7 +142,7 @@ def test_states_before_runs_had_ids_are_read(whole: Path, tmp_path: Path) -> Non
     content = json.loads((path / STATE).read_text())
     for name in ("crc32", "run", "base"):
         del content[name]
-    (path / STATE).write_text(files._dump(content))
+    (path / STATE).write_text(state_file.dump(content))
     assert verify(path).run is None and verify(path).base is None
 
 

@@ -91,6 +91,25 @@ def test_markdown_and_page_have_no_html_links_or_control_characters_of_names() -
     assert "\x1b" not in make_page(comparison, made, {}, ENVIRONMENT)
 
 
+def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:
+    """Where there are two of them; a search for a rate counts."""
+
+    def cell(name: str, **values: Any) -> Cell:
+        return Cell("m", "t", name, (), "accuracy", 0.7, 0.01, "accuracy", 0.8, 2.0, 1.5, [result(name, **values)], [])
+
+    one, other = cell("one", forwards=2.0), cell("other", forwards=8.0, search_forwards=-10.0)
+    gradient = cell("adamw")
+    assert [run.forwards_at(4) for made in (one, other) for run in made.runs] == [8.0, 22.0]
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
+
+    def figures(made: list[Cell]) -> list[str]:
+        return re.findall(r"<figure>.*?</figure>", make_page(comparison, made, {}, ENVIRONMENT))
+
+    (drawn,) = [figure for figure in figures([one, other, gradient]) if "by forward passes" in figure]
+    assert "other" in drawn and "adamw" not in drawn
+    assert not any("by forward passes" in figure for figure in figures([one, gradient]))
+
+
 def test_an_unfinished_comparison_has_a_page() -> None:
     assert "No run is finished yet" in page([Cell(EVIL, EVIL, EVIL, missing=2)])
 

@@ -161,7 +161,7 @@ def prepare(directory: Path, method: str, steps: int, model: str = "demo", data:
     import torch
 
     torch.set_num_threads(1)
-    import keyhole.training.start  # noqa: F401
+    import keyhole.training.build  # noqa: F401
     from keyhole.config import TrainConfig, resolve
     from keyhole.data.run import load_tokenizer
     from keyhole.model.structure.skeleton import build, read_config

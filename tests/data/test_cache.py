@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.data import load_data
-from keyhole.data.cache import SUFFIX, cached
+from keyhole.data.cache import LEAST_BYTES, SUFFIX, cached
+from keyhole.data.run import load_data
 from keyhole.data.settings import PrepareSettings
 from keyhole.errors import UserError
 from tests.data import chats
@@ -84,3 +84,20 @@ def test_a_run_uses_its_cache(tmp_path: Path, tiny_model: Path, tiny_data: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="data_cache: cannot write to"):
         load_data(settings(tiny_model, tiny_data, data_cache=str(tmp_path / "file")))
+
+
+def test_the_users_cache_is_the_default_of_a_run(
+    tmp_path: Path, tiny_model: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto keeps files of 64 KiB and more; a cache that cannot be written is no error."""
+    monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "own"))
+    large = tmp_path / "large.jsonl"
+    large.write_text(tiny_data.read_text() * (LEAST_BYTES // tiny_data.stat().st_size + 1))
+    (tmp_path / "own").write_text("in the way")
+    first = load_data(settings(tiny_model, large, data_cache="auto"))
+    (tmp_path / "own").unlink()
+    for _ in range(2):
+        again = load_data(settings(tiny_model, large, data_cache="auto"))
+    load_data(settings(tiny_model, tiny_data, data_cache="auto"))
+    assert len(entries(tmp_path / "own" / "data")) == 1
+    assert again.train.fingerprint == first.train.fingerprint and "(data_cache)" in "\n".join(again.report)

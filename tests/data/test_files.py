@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data import prepare
 from keyhole.data.files import SUFFIXES, Record, read
 from keyhole.data.formats import detect
+from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 

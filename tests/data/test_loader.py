@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data import Batch, Dataset, EvalBatches, Loader, Sample, collate
-from keyhole.data.loader import _splitmix64, order
+from keyhole.data.dataset import Dataset, Sample
+from keyhole.data.loader import Batch, EvalBatches, Loader, _splitmix64, collate, order
 from keyhole.errors import UserError
 
 

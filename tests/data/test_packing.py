@@ -15,7 +15,8 @@ from transformers import (
     OPTForCausalLM,
 )
 
-from keyhole.data import Dataset, collate
+from keyhole.data.dataset import Dataset
+from keyhole.data.loader import collate
 from keyhole.data.packing import check_packing, pack
 from keyhole.errors import UserError
 

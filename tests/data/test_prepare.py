@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data import prepare
+from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from tests.data import chats
 from tests.data.chats import answers, chat, tokenizer

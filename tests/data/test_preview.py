@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from keyhole.data import prepare, preview
+from keyhole.data.prepare import prepare
+from keyhole.data.preview import preview
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from keyhole.data import DataSettings, load_data, load_tokenizer, preview_data
+from keyhole.data.run import load_data, load_tokenizer, preview_data
+from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
 
 
@@ -58,7 +59,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path, tiny_data: Path) -
 def test_a_batch_larger_than_the_data_is_mentioned(tiny_model: Path, tiny_data: Path) -> None:
     """24 rows and 40 for a step: the report says that a step is all of the data."""
     report = load_data(settings(tiny_model, tiny_data, batch_size=20)).report
-    assert "batch_size=20 x gradient_accumulation_steps=2 is more than the 24 rows" in report[-1]
+    assert "batch_size=20 x gradient_accumulation_steps=2 is more than the 24 rows" in "\n".join(report)
     assert not any("batch_size" in line for line in load_data(settings(tiny_model, tiny_data)).report)
 
 

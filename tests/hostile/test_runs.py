@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keyhole.checkpoint import files as state
+from keyhole.checkpoint import state
 from keyhole.checkpoint.journal import format as journal
 from tests.hostile.conftest import MANY, Place
 from tests.hostile.values import odd, places_of, with_value
@@ -104,7 +104,7 @@ def test_odd_states(ended: Callable[..., Place], data: st.DataObject) -> None:
     content = json.loads(path.read_text())
     del content["crc32"]
     changed = with_value(content, data.draw(st.sampled_from(places_of(content))), data.draw(odd))
-    path.write_text(state._dump(changed))
+    path.write_text(state.dump(changed))
     resumed(place, method)
 
 
@@ -140,7 +140,7 @@ def rewrite(place: Place, path: Path, content: bytes) -> None:
     about = json.loads((path.parent / state.STATE).read_text())
     del about["crc32"]
     about["files"][path.name] = {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-    (path.parent / state.STATE).write_text(state._dump(about))
+    (path.parent / state.STATE).write_text(state.dump(about))
 
 
 LINKS = [

@@ -9,8 +9,8 @@ import pytest
 
 import keyhole
 from keyhole.config.data import data_settings
-from keyhole.data import load_data, load_tokenizer
 from keyhole.data import settings as data_settings_module
+from keyhole.data.run import load_data, load_tokenizer
 from keyhole.errors import UserError
 from keyhole.eval.conversation import Conversation
 from keyhole.training.start import train

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.files import _dump
 from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.state import dump
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig
-from keyhole.training import loop, start
+from keyhole.training import build, loop
 from keyhole.training.start import train
 from tests.training.runs import VARIANTS, Make, losses, metrics, same, weights
 
@@ -77,7 +77,7 @@ def test_two_histories_are_not_spliced(make: Make, method: str) -> None:
     copy = shutil.copytree(foreign, root / "checkpoint-5")
     state = json.loads((copy / "keyhole_state.json").read_text())
     del state["crc32"]
-    (copy / "keyhole_state.json").write_text(_dump(state | {"step": 5}))
+    (copy / "keyhole_state.json").write_text(dump(state | {"step": 5}))
     with pytest.raises(UserError, match="are of different runs"):
         train(replace(longer, seed=1), resume="")
     shutil.rmtree(copy)
@@ -100,7 +100,7 @@ def test_a_copy_of_an_own_checkpoint_can_be_gone_on_from(make: Make, tmp_path: P
 
 def test_a_slower_start_does_not_overwrite_a_finished_run(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs are started into one new directory; one ends before the other has loaded its model."""
-    config, real, other = make(max_steps=3), start.load_model, []
+    config, real, other = make(max_steps=3), build.load_model, []
 
     def slow(*about: Any) -> Any:
         if not other:
@@ -109,7 +109,7 @@ def test_a_slower_start_does_not_overwrite_a_finished_run(make: Make, monkeypatc
             other.append(weights(config.output_dir))
         return real(*about)
 
-    monkeypatch.setattr(start, "load_model", slow)
+    monkeypatch.setattr(build, "load_model", slow)
     for resume in (None, ""):
         other.clear()
         shutil.rmtree(config.output_dir, ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from keyhole.checkpoint.files import State
+from keyhole.checkpoint.state import State
 from keyhole.config import Bytes, TrainConfig
 from keyhole.config.fields import settings
 from keyhole.disk.weights_hash import content_hash

@@ -8,10 +8,10 @@ import pytest
 import keyhole
 from keyhole.config import TrainConfig
 from keyhole.config.data import data_settings
-from keyhole.data import load_data
+from keyhole.data.run import load_data
 from keyhole.training import start_block as start
+from keyhole.training.build import workload
 from keyhole.training.schedule import Schedule
-from keyhole.training.start import workload
 
 
 def config(**changes: object) -> TrainConfig:

@@ -12,7 +12,7 @@ import keyhole
 from keyhole import assets
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
-from keyhole.data import load_data
+from keyhole.data.run import load_data
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError

@@ -15,10 +15,12 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
+from keyhole.bench.gradient.native import Native
 from keyhole.bench.gradient.parts import step_parts, updates_alone_s
 from keyhole.bench.gradient.trials import NATIVE, Trial
 from keyhole.bench.link import measure_link
-from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.process import Emit, Job, device_of, serve
+from keyhole.bench.rates import product_rate
 from keyhole.bench.shapes import llama_config
 from keyhole.machine.sizes import MIB
 from keyhole.methods import METHODS
@@ -29,33 +31,14 @@ QUICK_LENGTH = 16
 UNIT_BYTES = 192 * MIB  # of the copies that the link is measured with
 
 
-class Native(Method):
-    """The loop anyone would write, with Hugging Face's checkpointing."""
-
-    name = NATIVE
-
-    def __init__(self, model: keyhole.Model, lr: float, optimizer: str, **options: Any) -> None:
-        self.module, self.device = model.module, model.device
-        self.module.train()
-        self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        self.optimizer = getattr(torch.optim, optimizer)(list(self.module.parameters()), lr=lr, **options)
-
-    def step(self, batch: dict[str, Any]) -> torch.Tensor:
-        loss = self.module(**{k: v.to(self.device) for k, v in batch.items()}, use_cache=False).loss
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-
 class GradientWorker:
     """Loads, times and frees one trial after the other."""
 
     def __init__(self, emit: Emit, job: Job) -> None:
-        self.job, self.device = job, torch.device("cuda", 0) if job.device == "cuda" else torch.device(job.device)
+        self.job, self.device = job, device_of(job.device)
 
     def machine(self) -> dict[str, Any]:
-        return {"product_rate": product_rate(self.device)}
+        return {"product_rate": product_rate(self.device) if self.device.type == "cuda" else None}
 
     def estimate_s(self, trial: Trial) -> float:
         return 0.0
@@ -79,7 +62,7 @@ class GradientWorker:
         found = {"load_s": time.perf_counter() - begin_s, "tokens": trial.batch * length}
         measure.clean_up(self.device)
         method = method_of(trial, model)
-        batch = random_batch(trial.batch, length, model.config.vocab_size)
+        batch = measure.random_batch(trial.batch, length, model.config.vocab_size)
         engine = model.engine
         found |= measure.time_steps(lambda: method.step(batch), engine, self.job.warm_up, self.job.timed)
         found["streamed_bytes"] = sum(engine.homes[i].numel() * engine.homes[i].element_size() for i in engine.streamed)
@@ -93,12 +76,9 @@ class GradientWorker:
         return found
 
 
-def random_batch(batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    ids_BT = torch.randint(4, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids_BT, "labels": ids_BT}
-
-
-def load_trial(trial: Trial, device: torch.device, length: int, quick: bool = False) -> keyhole.Model:
+def load_trial(
+    trial: Trial, device: torch.device, length: int, quick: bool = False, graphs: bool = True
+) -> keyhole.Model:
     """The trial's model, with random weights, where the trial wants it."""
     work = Workload(trial.system, trial.batch * length, 1)
     if trial.system != NATIVE:
@@ -108,6 +88,7 @@ def load_trial(trial: Trial, device: torch.device, length: int, quick: bool = Fa
         work = dataclasses.replace(work, settings=own, clips=trial.options.get("max_grad_norm") is not None)
     where = {"placement": "stream"} if trial.streamed else {}
     where |= {"gpu_memory": trial.gpu_memory, "dtype": "float32" if quick else "bfloat16", "device": device}
+    where["graphs"] = graphs
     return keyhole.load(llama_config(trial.shape, quick), init="random", workload=work, **where)
 
 
@@ -129,22 +110,6 @@ def _leave_out_svd() -> None:
         return torch.linalg.qr(torch.randn(*grad.shape[:-2], side, rank, device=grad.device)).Q
 
     galore.projector = drawn
-
-
-def product_rate(device: torch.device) -> float | None:
-    """FLOP/s of a large bf16 product of random matrices, the best of a few; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    best_s = float("inf")
-    for _ in range(6):
-        torch.cuda.synchronize()
-        begin_s = time.perf_counter()
-        for _ in range(10):
-            a @ b
-        torch.cuda.synchronize()
-        best_s = min(best_s, (time.perf_counter() - begin_s) / 10)
-    return 2 * 8192**3 / best_s
 
 
 if __name__ == "__main__":

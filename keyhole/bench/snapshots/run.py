@@ -1,8 +1,11 @@
-"""What a checkpoint every few steps costs a streamed zeroth-order run, and how fast a journal is replayed.
+"""What a checkpoint every few steps costs a zeroth-order run, and how fast a journal is replayed: Table 6 of the
+ZO-Offloading paper.
 
-    none         steps alone; the journal is kept in all three modes
-    background   a checkpoint begun every `every` steps, written while training goes on (checkpoint/snapshot/)
-    torch.save   training stops, and torch.save writes the weights, as in Table 6 of the ZO-Offloading paper
+    none                  streamed steps alone; the journal is kept in all streamed modes
+    background            a checkpoint begun every `every` steps, written while training goes on (checkpoint/snapshot/)
+    torch.save            training stops, and torch.save writes the weights
+    textbook              MeZO's loop in GPU memory (bench/zo/textbook.py), alone
+    textbook torch.save   the same, stopped for torch.save, which also brings the weights down from the GPU
 
 A period is `every` steps. A mode is timed from the begin of its first checkpoint to the point where the one after the
 last period could begin, i.e. including any wait for the disk: that is the pace of a run that goes on like this. Our
@@ -11,9 +14,9 @@ checkpoint in the time of one period, or it bounds the run, whatever is done: ch
 
     seconds per step x every >= bytes of the weights / bytes per second of the disk         (1.3 GB/s: batch 16)
 
-The floor of `background` is the longer of the two: a period of `none`, and the weights at the disk's own rate, which is
-measured in the same run (disk.py). Host memory is the peak resident set, beside that of `none`; the page cache is the
-kernel's.
+The floor of a mode with checkpoints is the longer of the two: a period without, and the weights at the disk's own rate,
+which is measured in the same run (disk.py). Host memory is the peak resident set, beside that of `none`; the page cache
+is the kernel's.
 """
 
 import gc
@@ -29,22 +32,21 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.process import Say, make_job
+from keyhole.bench.measure import random_batch
+from keyhole.bench.process import Say, device_of, make_job
 from keyhole.bench.shapes import POSITIONS, QUICK_SHRINK, opt_config
 from keyhole.bench.snapshots.disk import disk_rate
-from keyhole.bench.snapshots.report import SnapshotReport, one_line
+from keyhole.bench.snapshots.loops import LR, Loop, TextbookLoop
+from keyhole.bench.snapshots.report import TEXTBOOK, SnapshotReport, one_line
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import About, verify
+from keyhole.checkpoint.files import About
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import apply_records
-from keyhole.checkpoint.journal.writer import Writer
 from keyhole.checkpoint.snapshot.background import Background
+from keyhole.checkpoint.state import verify
 from keyhole.machine.probe import environment
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.traits import ZO
-from keyhole.training.metrics import QueuedStep, Recorder
-
-LR = 1e-7
 
 
 @dataclass(frozen=True)
@@ -59,48 +61,7 @@ class Plan:
     scratch: Path | None  # where checkpoints go meanwhile
 
 
-class Loop:
-    """Training as the trainer does it: records read a step late, the journal appended."""
-
-    def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
-        self.model, self.batch, self.scratch = model, batch, scratch
-        self.method = keyhole.ZO(model, LR)
-        self.step_count, self.seconds = 0, []
-        header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
-        self.journal = Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
-        device = model.device
-        self.recorder = Recorder(device, self._entry, print, lambda: None, self._note)
-
-    def _entry(self, entry: dict[str, Any]) -> None:
-        self.seconds.append(entry["seconds"])
-
-    def _note(self, record: QueuedStep, update: list[float]) -> None:
-        device = self.model.device.type
-        self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
-
-    def step(self) -> None:
-        self.step_count += 1
-        loss = self.method.step(self.batch)
-        record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.journal_update())
-        self.recorder.add(record)
-
-    def settle(self, step: int) -> bool:
-        if not self.journal.wait_for(step, 60.0):
-            return False
-        self.journal.sync()
-        return True
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
-
-    def wait(self) -> None:
-        self.recorder.drain()
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
-
-
-def time_none(loop: Loop, every: int, periods: int) -> dict[str, Any]:
+def time_none(loop: Loop | TextbookLoop, every: int, periods: int) -> dict[str, Any]:
     loop.wait()
     begin_s = time.perf_counter()
     loop.run(every)
@@ -137,12 +98,11 @@ def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
     }
 
 
-def time_torch_save(loop: Loop, every: int, periods: int) -> dict[str, Any]:
+def time_torch_save(loop: Loop | TextbookLoop, every: int, periods: int) -> dict[str, Any]:
     """The baseline. A pickle, and so nowhere but here."""
     loop.wait()
     begin_s = time.perf_counter()
-    loop.method.flush()
-    torch.save(dict(loop.model.named_tensors()), loop.scratch / "baseline.pt")
+    torch.save(loop.tensors(), loop.scratch / "baseline.pt")
     save_s = time.perf_counter() - begin_s
     loop.run(every)
     loop.wait()
@@ -151,48 +111,59 @@ def time_torch_save(loop: Loop, every: int, periods: int) -> dict[str, Any]:
     return {"steps": every, "wall_s": wall_s, "write_s": [save_s]}
 
 
-MODES = {"none": time_none, "background": time_background, "torch.save": time_torch_save}
+STREAMED = {"none": time_none, "background": time_background, "torch.save": time_torch_save}
+IN_MEMORY = {TEXTBOOK: time_none, f"{TEXTBOOK} torch.save": time_torch_save}
+MODES = STREAMED | IN_MEMORY
 
 
 def bench_size(name: str, plan: Plan, replay_steps: int, report: SnapshotReport, say: Say) -> None:
     """All modes of one model, and a replay where steps are given; every one is a record."""
-    device = torch.device(plan.device)
-    length = POSITIONS // QUICK_SHRINK if plan.quick else POSITIONS
-    config = opt_config(name, quick=plan.quick)
-    work = Workload(ZO.name, plan.batch * length)
-    where = {"placement": "stream", "dtype": torch.bfloat16, "device": device}
-    model = keyhole.load(config, init="random", workload=work, **where)
-    weights_bytes = sum(home.numel() * home.element_size() for home in model.engine.homes)
-    none: dict[str, Any] = {}
-
-    def add(record: dict[str, Any]) -> None:
-        report.add({"kind": "mode", "model": name, **record})
-        say(one_line(report.records[-1], none or report.records[-1]))
-
     if plan.scratch is not None:
         plan.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=plan.scratch, prefix="keyhole-bench-") as scratch:
-        generator = torch.Generator().manual_seed(1)
-        ids_BT = torch.randint(4, config.vocab_size, (plan.batch, length), generator=generator)
-        loop = Loop(model, {"input_ids": ids_BT, "labels": ids_BT}, Path(scratch))
+        for placement, modes in (("stream", STREAMED), ("resident", IN_MEMORY)):
+            Size(name, plan, Path(scratch), report, say).time(placement, modes, replay_steps)
+            gc.collect()
+
+
+class Size:
+    """One model: what is measured on it, and where that is told."""
+
+    def __init__(self, name: str, plan: Plan, scratch: Path, report: SnapshotReport, say: Say) -> None:
+        self.name, self.plan, self.scratch, self.report, self.say = name, plan, scratch, report, say
+        self.device = device_of(plan.device)
+        self.length = POSITIONS // QUICK_SHRINK if plan.quick else POSITIONS
+
+    def time(self, placement: str, modes: dict[str, Any], replay_steps: int) -> None:
+        """Loads the model, times the modes and frees it."""
+        config = opt_config(self.name, quick=self.plan.quick)
+        work = Workload(ZO.name, self.plan.batch * self.length)
+        where = {"placement": placement, "dtype": torch.bfloat16, "device": self.device}
+        model = keyhole.load(config, init="random", workload=work, **where)
+        batch = random_batch(self.plan.batch, self.length, config.vocab_size)
+        weights_bytes = sum(home.numel() * home.element_size() for home in model.engine.homes)
+        loop = (Loop if placement == "stream" else TextbookLoop)(model, batch, self.scratch)
         loop.run(3)
         loop.wait()
-        rate = disk_rate(Path(scratch), weights_bytes)
-        for mode in MODES:
-            measure.clean_up(device)
-            found = {"mode": mode, "batch": plan.batch, "length": length}
+        rate = disk_rate(self.scratch, weights_bytes)
+        for mode, timed in modes.items():
+            measure.clean_up(self.device)
+            found = {"mode": mode, "batch": self.plan.batch, "length": self.length}
             found |= {"weights_bytes": weights_bytes, "disk_bytes_per_s": rate}
-            found |= MODES[mode](loop, plan.every, plan.periods)
-            found["tokens_per_s"] = found["steps"] * ids_BT.numel() / found["wall_s"]
-            found["host_bytes"] = measure.host_memory()
-            none = none or found
-            add(found)
-        if replay_steps:
-            add({"mode": "replay", "steps": replay_steps, "wall_s": time_replay(loop, replay_steps)})
-        loop.journal.close()
-    model.close()
-    del loop, model
-    gc.collect()
+            found |= timed(loop, self.plan.every, self.plan.periods)
+            found["tokens_per_s"] = found["steps"] * batch["input_ids"].numel() / found["wall_s"]
+            found |= {"host_bytes": measure.host_memory(), "device": measure.device_memory(self.device)}
+            self.add(found)
+        if isinstance(loop, Loop):
+            if replay_steps:
+                self.add({"mode": "replay", "steps": replay_steps, "wall_s": time_replay(loop, replay_steps)})
+            loop.journal.close()
+        model.close()
+
+    def add(self, record: dict[str, Any]) -> None:
+        """To the report and the terminal."""
+        self.report.add({"kind": "mode", "model": self.name, **record})
+        self.say(one_line(self.report.records[-1], self.report.records))
 
 
 def time_replay(loop: Loop, steps: int) -> float:

@@ -8,19 +8,22 @@ the weights takes longer than timing a few steps:
         case   batch size, textbook or zo, deferred update and rare write-backs or not
 
 The tables are in tables/zo.yaml. `textbook` and `resident` use the same load: the textbook loop runs on the resident
-model's own Hugging Face module.
+model's own Hugging Face module. A table can be run on other models than its own (for_models), and a model that host
+memory cannot hold is cut to as many blocks as it can (cut), the same for all cases of that model and dtype: a ratio
+compares equal shapes.
 """
 
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from keyhole.bench.rows import TABLES, list_of, one_of, read_yaml, row_as
-from keyhole.bench.shapes import POSITIONS, SHAPES, parameter_count
+from keyhole.bench.shapes import MODELS, POSITIONS, fitting_blocks, parameter_count
 from keyhole.errors import UserError
+from keyhole.machine.sizes import GIB
 
 SYSTEMS = ("resident", "textbook", "streamed")  # in the order in which a group runs them
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -31,12 +34,12 @@ SWITCHES = ("overlap", "reuse_slots", "deferred_update", "rare_write_backs")
 class Case:
     """One line of a table."""
 
-    model: str = one_of(SHAPES)
+    model: str = one_of(MODELS)
     system: str = one_of(SYSTEMS)
     dtype: str = one_of(ELEMENT_BYTES, default="bf16")
     batch: int = 1
     length: int = 2048
-    blocks: int | None = None  # None: all of them
+    blocks: int | None = None  # None: all of them, or as many as host memory holds (cut)
     gpu_memory: str | None = None
     overlap: bool = True
     reuse_slots: bool = True
@@ -129,6 +132,41 @@ def select(words: list[str], tables: dict[str, Table]) -> dict[str, Table]:
             chosen.setdefault(table, set()).add(case)
     every = set().union(*chosen.values())
     return {name: Table(tables[name].title, [c for c in tables[name].cases if c.name in every]) for name in chosen}
+
+
+def for_models(tables: dict[str, Table], models: list[str]) -> dict[str, Table]:
+    """Every case on these models instead of its own, with all their blocks; without models, the tables as they are."""
+    for name in models:
+        if name not in MODELS:
+            raise UserError(f"--models: {name!r} is not one of {', '.join(MODELS)}")
+    if not models:
+        return tables
+    found = {}
+    for name, table in tables.items():
+        cases = dict.fromkeys(replace(case, model=model, blocks=None) for model in models for case in table.cases)
+        found[name] = Table(table.title, list(cases))
+    return found
+
+
+def cut(tables: dict[str, Table], host_bytes: int) -> tuple[dict[str, Table], list[str]]:
+    """Models that do not fit so much host memory, in the widest format that a case keeps them in, with fewer blocks;
+    and what was cut, to be said. Cases that state their blocks stay as they are."""
+    whole = [case for table in tables.values() for case in table.cases if case.blocks is None]
+    widest: dict[tuple[str, str], int] = {}
+    for case in whole:
+        key, width = (case.model, case.dtype), ELEMENT_BYTES.get(case.wire or case.dtype, 1)
+        widest[key] = max(widest.get(key, 0), width, ELEMENT_BYTES[case.dtype])
+    blocks = {key: fitting_blocks(key[0], width, host_bytes) for key, width in widest.items()}
+
+    def fitted(case: Case) -> Case:
+        return replace(case, blocks=blocks[case.model, case.dtype]) if case.blocks is None else case
+
+    said = [
+        f"{model} in {dtype}: {count} of {MODELS[model][1]} blocks, what {host_bytes / GIB:.0f} GiB of host memory hold"
+        for (model, dtype), count in blocks.items()
+        if count is not None
+    ]
+    return {name: Table(t.title, [fitted(case) for case in t.cases]) for name, t in tables.items()}, said
 
 
 def grouped(tables: dict[str, Table]) -> list[list[Case]]:

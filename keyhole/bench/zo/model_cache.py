@@ -3,6 +3,9 @@
 Loading a model takes longer than timing a few steps of it, so cases that load alike (Case.load) share one: before each
 the same weights are drawn again, so that losses compare whatever ran before. One model is freed before the next is
 loaded, for two would not fit. The link is measured with copies of the model's usual unit, once per size.
+
+The textbook loop gets the module of a resident model without the memory that keyhole holds the weights in
+(textbook.py): nothing but textbook cases can run on the model from then on.
 """
 
 import time
@@ -15,8 +18,9 @@ import keyhole
 from keyhole.bench import measure
 from keyhole.bench.link import measure_link
 from keyhole.bench.process import Emit
-from keyhole.bench.shapes import opt_config
+from keyhole.bench.shapes import model_config
 from keyhole.bench.zo.cases import Case
+from keyhole.bench.zo.textbook import take_weights
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.traits import ZO
 from keyhole.model.weights.random import fill_random
@@ -36,6 +40,7 @@ class ModelCache:
         self.emit, self.device, self.quick = emit, device, quick
         self.model: keyhole.Model | None = None
         self.key: tuple | None = None
+        self.lent = False  # to the textbook loop
         self.load_s = 0.0
         self.host_bytes = 0  # after loading
         self.vectors: list[tuple[nn.Parameter, torch.Tensor]] = []  # norms and biases, and as loaded
@@ -44,7 +49,11 @@ class ModelCache:
 
     def ready(self, case: Case) -> keyhole.Model:
         """The model of a case, loaded now or kept from the case before; always with fresh weights."""
-        if case.load == self.key:
+        textbook = case.system == "textbook"
+        if case.load == self.key and textbook:
+            self.lend()
+            return self.model
+        if case.load == self.key and not self.lent:
             self.refresh()
             return self.model
         self.close()
@@ -54,7 +63,7 @@ class ModelCache:
             options = {"overlap": case.overlap, "reuse_slots": case.reuse_slots, "gpu_memory": case.gpu_memory}
             options |= {"wire": case.wire} if case.wire else {}
         self.model = keyhole.load(
-            opt_config(case.model, case.length, case.blocks, self.quick),
+            model_config(case.model, case.length, case.blocks, self.quick),
             placement="stream" if case.system == "streamed" else "resident",
             dtype=DTYPES[case.dtype],
             device=self.device,
@@ -67,7 +76,14 @@ class ModelCache:
         vectors = [t.param for t in self.model.layout.tensors if len(t.shape) < 2]
         self.vectors = [(param, param.data.to("cpu", copy=True)) for param in vectors]
         self.measure_link()
+        if textbook:
+            self.lend()
         return self.model
+
+    def lend(self) -> None:
+        """The module alone, with the first weights."""
+        take_weights(self.model, {id(param): as_loaded for param, as_loaded in self.vectors})
+        self.lent = True
 
     def refresh(self) -> None:
         """Draws the same weights again."""
@@ -78,7 +94,7 @@ class ModelCache:
         for param, as_loaded in self.vectors:
             param.data = as_loaded
         fill_random(model, std, 0)
-        model.binding.bind_homes()  # the textbook loop leaves parameters in memory of its own
+        model.binding.bind_homes()
         model.engine.invalidate()
 
     def measure_link(self) -> None:
@@ -99,7 +115,7 @@ class ModelCache:
         """Frees the model; pinned pages are unpinned before they are freed."""
         if self.model is not None:
             self.model.close()
-        self.model, self.key, self.vectors = None, None, []
+        self.model, self.key, self.vectors, self.lent = None, None, [], False
         measure.clear_device(self.device)
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from keyhole.bench.report import Record, Report, grid
+from keyhole.bench.shapes import MODELS
 from keyhole.bench.zo.cases import Table
 from keyhole.bench.zo.floors import Line, cases_of, line_of
 from keyhole.machine.sizes import GIB, MIB
@@ -14,8 +15,9 @@ the in-memory MeZO loop's. "compute" is the resident zo step, "link" the bytes t
 same process: each way alone, and what goes both ways at the duplex rate. "vs floor": the step over the larger of both.
 "26 % down": so much of what came up was written back. GPU GiB is the peak that the allocator reserved, with the planned
 peak in brackets; host GiB the peak resident set of the process. "blocks" says how many ran where that is not all: times
-of such a row are those of the blocks that ran, not scaled. "losses" compares, bit for bit and from the same weights,
-streamed with resident, and a run with parts switched off with the streamed one."""
+of such a row are those of the blocks that ran, not scaled. The textbook loop's memory is its own: what keyhole keeps of
+the model is given back before. "losses" compares, bit for bit and from the same weights, streamed with resident, and a
+run with parts switched off with the streamed one."""
 HEADER = (
     "model|dtype|blocks|batch|length|system|setting|s/step|+-|tok/s|vs textbook|compute s|link s|vs floor|"
     "bound by|GPU GiB (planned)|host GiB|losses"
@@ -68,7 +70,8 @@ def cells(line: Line) -> list[str]:
     settings += ["compiled"] if case.compiled else []
     up, down = found.get("bytes_up", 0), found.get("bytes_down", 0)
     settings += [f"{down / up:.0%} down"] if case.deferred_update and down < 0.9 * up else []
-    start = [case.model, case.dtype, str(case.blocks or "all"), str(case.batch), str(case.length), case.system]
+    blocks = f"{case.blocks} of {MODELS[case.model][1]}" if case.blocks else "all"
+    start = [case.model, case.dtype, blocks, str(case.batch), str(case.length), case.system]
     start.append(", ".join(filter(None, settings)))
     if not line.ok:
         return [*start, found["status"], *[""] * (len(HEADER) - len(start) - 1)]

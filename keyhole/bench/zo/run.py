@@ -2,11 +2,15 @@
 
 from pathlib import Path
 
-from keyhole.bench.process import Say, make_job, run_apart, run_cases
+from keyhole.bench.process import Say, make_job, run_group
 from keyhole.bench.report import Record
 from keyhole.bench.rows import TABLES
-from keyhole.bench.zo.cases import grouped, read_tables, select
+from keyhole.bench.zo.cases import cut, for_models, grouped, read_tables, select
 from keyhole.bench.zo.report import ZoReport, one_line
+from keyhole.bench.zo.worker import ZoWorker
+from keyhole.errors import UserError
+from keyhole.machine.host import host_memory
+from keyhole.machine.sizes import Bytes
 
 
 def bench_zo(
@@ -14,6 +18,8 @@ def bench_zo(
     *,
     out: Path,
     command: str,
+    models: list[str] | None = None,
+    host: str | None = None,
     table: Path = TABLES / "zo.yaml",
     device: str | None = None,
     quick: bool = False,
@@ -22,8 +28,13 @@ def bench_zo(
     time_limit_s: float | None = None,
     say: Say = print,
 ) -> ZoReport:
-    """Returns the report, which is on disk already. words: tables, `all`, or patterns of case names."""
-    tables = select(words, read_tables(table))
+    """Returns the report, which is on disk already. words: tables, `all`, or patterns of case names. models: instead of
+    the tables' own. host: models are cut to so much host memory (by default to what is free; tiny ones are not)."""
+    tables = select(words, for_models(read_tables(table), models or []))
+    if host is not None or not quick:
+        tables, said = cut(tables, _host_bytes(host))
+        for line in said:
+            say(line)
     job = make_job(device, quick, warm_up, steps, time_limit_s)
     report = ZoReport(out, tables, command, quick)
 
@@ -33,10 +44,14 @@ def bench_zo(
             say(line)
 
     for cases in grouped(tables):
-        if quick:  # in this process: starting another would take longer than the work
-            from keyhole.bench.zo.worker import ZoWorker
-
-            run_cases(ZoWorker, receive, job, cases)
-        else:
-            run_apart("keyhole.bench.zo.worker", receive, job, cases, say)
+        run_group(ZoWorker, "keyhole.bench.zo.worker", receive, job, cases, say)
     return report
+
+
+def _host_bytes(text: str | None) -> int:
+    if text is None:
+        return host_memory().available_bytes
+    try:
+        return Bytes.parse(text)
+    except ValueError as error:
+        raise UserError(f"--host-memory: {text!r} is not {error}") from error

@@ -10,12 +10,19 @@ are written as MeZO's published code writes them (github.com/princeton-nlp/MeZO,
 loss is the model's own (`labels=...`). One thing is done in the baseline's favour: the losses are read after the third
 pass over w was enqueued, so that the device does not idle while the host waits for them. `in_place=True` adds z by
 one in-place kernel instead: a tuned loop that nobody published, for those who want to know.
+
+The loop runs on the module of a resident model of keyhole. Since it gives every parameter memory of its own, the memory
+that keyhole holds the weights in is given back first (take_weights), or the baseline would be charged for both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+
+import keyhole
+from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.weights.random import fill_random
 
 
 class Textbook:
@@ -67,3 +74,33 @@ class Textbook:
         for param in self.params:
             like = {"dtype": param.dtype, "device": param.device, "generator": self.generator}
             yield param, torch.normal(0.0, 1.0, param.shape, **like)
+
+
+class _OwnMemory:
+    """For fill_random: matrices get memory of their own instead of a home. Norms and biases have theirs."""
+
+    def __init__(self, model: keyhole.Model) -> None:
+        self.layout, self.dtype, self.device = model.layout, model.dtype, model.device
+        self.homes = self
+
+    def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
+        if len(tensor.shape) > 1:
+            tensor.param.data = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
+            write(tensor.param.data)
+
+
+def take_weights(model: keyhole.Model, vectors: dict[int, torch.Tensor] | None = None) -> None:
+    """Gives the parameters of a resident model memory of their own: matrices drawn as they were for the model, norms
+    and biases as they are, or as `vectors` has them (by id of the parameter). Homes of weights hold nothing then,
+    and nothing but the module can be used."""
+    std = getattr(model.config, "initializer_range", None) or 0.02
+    if any(home.untyped_storage().nbytes() for home in model.engine.homes):
+        model.apply_deferred()  # or it would be applied to homes that are gone
+    if vectors is None:
+        vectors = {id(t.param): t.param.data for t in model.layout.tensors if len(t.shape) < 2}
+    vectors = {key: value.to(model.device, copy=True) for key, value in vectors.items()}
+    for tensor in model.layout.tensors:
+        tensor.param.data = vectors.get(id(tensor.param), tensor.param.data.new_empty(0))
+    for home in model.engine.homes:
+        home.untyped_storage().resize_(0)
+    fill_random(_OwnMemory(model), std, 0)

@@ -7,7 +7,7 @@ import torch
 
 import keyhole
 from keyhole.bench import measure
-from keyhole.bench.process import Emit, Job, serve
+from keyhole.bench.process import Emit, Job, device_of, serve
 from keyhole.bench.shapes import QUICK_SHRINK
 from keyhole.bench.zo.cases import ELEMENT_BYTES, Case
 from keyhole.bench.zo.model_cache import ModelCache, streamed_homes, workload
@@ -25,7 +25,7 @@ class ZoWorker:
 
     def __init__(self, emit: Emit, job: Job) -> None:
         self.job = job
-        self.device = torch.device("cuda", 0) if job.device == "cuda" else torch.device(job.device)
+        self.device = device_of(job.device)
         self.models = ModelCache(emit, self.device, job.quick)
 
     def machine(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class ZoWorker:
         if self.job.quick:
             return 0.0
         size, host = case.weight_bytes, case.system == "streamed"
-        load_s = 0.0 if case.load == self.models.key else 2 + size / (2e9 if host else 1e11)
+        load_s = 0.0 if case.load == self.models.key else 4 + size / (6e9 if host else 1e11)
         flops_s = 40e12 if case.dtype == "fp32" else 400e12
         params = size / (4 if case.dtype == "fp32" else 2)
         step_s = 4 * params * case.tokens / flops_s + 20 * size / 3e12 + (size / 20e9 if host else 0)
@@ -81,9 +81,7 @@ class ZoWorker:
 
     def batch(self, case: Case) -> dict[str, torch.Tensor]:
         length = case.length // QUICK_SHRINK if self.job.quick else case.length
-        generator = torch.Generator().manual_seed(1)
-        ids_BT = torch.randint(4, self.models.model.config.vocab_size, (case.batch, length), generator=generator)
-        return {"input_ids": ids_BT, "labels": ids_BT}
+        return measure.random_batch(case.batch, length, self.models.model.config.vocab_size)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
 The weights after step t are a function of the base weights and of
 
-    (seed, step, lr, g_1/q .. g_q/q, weight_decay)     of the steps 1 .. t,
+    (seed, step, lr, c_1 .. c_q, weight_decay)     of the steps 1 .. t,
 
 so 4 (1 + q) + 48 bytes per step make every step durable, and a run can be shared as base + journal. The file:
 
     header    "KEYHOLEJ", version u32, length u32, JSON, CRC-32 of all of that
-    record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, g_1/q .. f32; CRC-32
+    record    step, seed, epoch, row u64; weight_decay f64; device u32; lr, c_1 .. c_q, memory f32; CRC-32
 
-All little endian. (epoch, row) is the position in the data after the step. lr and g are the very numbers the
-update used: g after clipping, and all zero where a loss was not finite. A record's CRC starts from the
+All little endian. (epoch, row) is the position in the data after the step. lr and c are the very numbers the
+update used (methods/zo/estimators/; mezo's c_i is g_i/q after clipping), and all zero where a loss was not finite.
+`memory` is what the estimator and the search for a rate remember after the step: the header says how many numbers that
+is. Where it is none, the file is of version 1, which had no memory, else of version 2. A record's CRC starts from the
 header's, so a record of another journal is no record of this one; steps are consecutive. Reading stops at the
 first record that is short, changed, out of order or not finite: the tail a crash tore off, which is cut before
 appending. How records are appended is writer.py.
@@ -28,13 +30,14 @@ from typing import Any, BinaryIO
 
 from keyhole.disk.files import open_regular, replacing
 
-MAGIC, VERSION = b"KEYHOLEJ", 1
+MAGIC, VERSIONS = b"KEYHOLEJ", (1, 2)
 FRONT = struct.Struct("<8sII")
 CRC = struct.Struct("<I")
 DEVICES = ("cpu", "cuda")
 HEADER_BYTES = 16 * 2**20  # at most; ours have a few kilobytes
 MOST_STEPS = 2**32 - 1  # a step is a 32-bit word of the noise's counter
 MOST_DIRECTIONS = 2**16
+MOST_MEMORY = 64
 
 
 class BadJournal(Exception):
@@ -62,11 +65,12 @@ class Header:
     config: dict[str, Any]
     versions: dict[str, Any]
     run: str | None = None
+    memory: int = 0
 
 
 @dataclass(frozen=True)
 class Record:
-    """One step. `coef` is [lr, g_1/q .. g_q/q] in float32; step counts from 1, its noise is that of step - 1."""
+    """One step. `coef` is [lr, c_1 .. c_q] in float32; step counts from 1, its noise is that of step - 1."""
 
     step: int
     seed: int
@@ -75,6 +79,7 @@ class Record:
     weight_decay: float
     device: str
     coef: tuple[float, ...]
+    memory: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,21 +103,25 @@ class Journal:
         return [record for record in self.records if record.step > step]
 
 
-def layout(directions: int) -> struct.Struct:
+def layout(directions: int, memory: int = 0) -> struct.Struct:
     """A record without its CRC."""
-    return struct.Struct(f"<4QdI{1 + directions}f")
+    return struct.Struct(f"<4QdI{1 + directions + memory}f")
 
 
 def pack_header(header: Header) -> bytes:
-    text = json.dumps(asdict(header), sort_keys=True).encode()
-    front = FRONT.pack(MAGIC, VERSION, len(text)) + text
+    told = asdict(header)
+    if not header.memory:
+        del told["memory"]
+    text = json.dumps(told, sort_keys=True).encode()
+    front = FRONT.pack(MAGIC, VERSIONS[1 if header.memory else 0], len(text)) + text
     return front + CRC.pack(zlib.crc32(front))
 
 
 def pack_record(record: Record, seed_crc: int) -> bytes:
     """seed_crc: the header's CRC."""
     numbers = (record.step, record.seed, record.epoch, record.row, record.weight_decay)
-    body = layout(len(record.coef) - 1).pack(*numbers, DEVICES.index(record.device), *record.coef)
+    floats = (*record.coef, *record.memory)
+    body = layout(len(floats) - 1).pack(*numbers, DEVICES.index(record.device), *floats)
     return body + CRC.pack(zlib.crc32(body, seed_crc))
 
 
@@ -124,12 +133,12 @@ def read(path: Path) -> Journal:
         raise BadJournal(f"{path} cannot be read: {error.strerror}") from None
     with file:
         header, seed_crc, begin = _read_header(file, path)
-        shape, size_bytes = layout(header.directions), os.fstat(file.fileno()).st_size
+        shape, size_bytes = layout(header.directions, header.memory), os.fstat(file.fileno()).st_size
         size = shape.size + CRC.size
         records: list[Record] = []
         for at in range(begin, size_bytes, size):
             expected = (records[-1].step if records else header.first) + 1
-            record, fault = _read_record(file.read(size), shape, seed_crc, expected, header.seed)
+            record, fault = _read_record(file.read(size), shape, seed_crc, expected, header)
             if record is None:
                 what = f"the record of step {expected} {fault}"
                 return Journal(header, records, begin, seed_crc, what, torn=size_bytes - at <= size)
@@ -143,8 +152,10 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int, int]:
     if len(front) < FRONT.size or not front.startswith(MAGIC):
         raise BadJournal(f"{path} is not a journal of keyhole")
     _, version, length = FRONT.unpack(front)
-    if version != VERSION:
-        raise BadJournal(f"{path} is a journal of version {version}; this keyhole reads {VERSION}")
+    if version not in VERSIONS:
+        raise BadJournal(
+            f"{path} is a journal of version {version}; this keyhole reads {' and '.join(map(str, VERSIONS))}"
+        )
     text = file.read(length) if length <= HEADER_BYTES else b""
     crc, stored = zlib.crc32(front + text), file.read(CRC.size)
     if len(text) < length or len(stored) < CRC.size or CRC.unpack(stored)[0] != crc:
@@ -160,6 +171,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Header, int, int]:
 def _check(header: Header) -> None:
     """ValueError for what no run could have written, though its checksum is right."""
     ranges = {"first": (0, MOST_STEPS), "seed": (0, 2**64 - 1), "directions": (1, MOST_DIRECTIONS)}
+    ranges |= {"memory": (0, MOST_MEMORY)}
     for name, (low, high) in ranges.items():
         value = getattr(header, name)
         if type(value) is not int or not low <= value <= high:
@@ -176,18 +188,21 @@ def _check(header: Header) -> None:
         raise ValueError("end_token_ids must be a list of whole numbers")
 
 
-def _read_record(piece: bytes, shape: struct.Struct, seed_crc: int, step: int, seed: int) -> tuple[Record | None, str]:
+def _read_record(
+    piece: bytes, shape: struct.Struct, seed_crc: int, step: int, header: Header
+) -> tuple[Record | None, str]:
     """(the record of this step, "") or (None, what is wrong with it)."""
     if len(piece) < shape.size + CRC.size:
         return None, f"is cut off after {len(piece)} of {shape.size + CRC.size} bytes"
     if CRC.unpack(piece[-CRC.size :])[0] != zlib.crc32(piece[: -CRC.size], seed_crc):
         return None, "was changed (its checksum does not match)"
-    found, its_seed, epoch, row, decay, device, *coef = shape.unpack_from(piece)
-    if (found, its_seed) != (step, seed):
+    found, its_seed, epoch, row, decay, device, *floats = shape.unpack_from(piece)
+    if (found, its_seed) != (step, header.seed):
         return None, f"holds step {found} of seed {its_seed}"
-    if device >= len(DEVICES) or not all(map(math.isfinite, (decay, *coef))):
-        return None, f"holds numbers that no step has: device {device}, weight decay {decay}, update {coef}"
-    return Record(found, its_seed, epoch, row, decay, DEVICES[device], tuple(coef)), ""
+    if device >= len(DEVICES) or not all(map(math.isfinite, (decay, *floats))):
+        return None, f"holds numbers that no step has: device {device}, weight decay {decay}, update {floats}"
+    coef, memory = tuple(floats[: 1 + header.directions]), tuple(floats[1 + header.directions :])
+    return Record(found, its_seed, epoch, row, decay, DEVICES[device], coef, memory), ""
 
 
 def create(path: Path, header: Header) -> Journal:

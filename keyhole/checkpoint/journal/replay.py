@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 
@@ -27,12 +27,13 @@ from keyhole.errors import UserError
 from keyhole.loading import load
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.method import ZO
-from keyhole.methods.zo.traits import ZOConfig
 from keyhole.methods.zo.update import Pending
 from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.source import find_directory
 from keyhole.model.weights import save as hf
+from keyhole.ops.noise.index import DISTRIBUTIONS
+from keyhole.ops.rounding.round import ROUNDINGS
 
 TIMED_NUMEL = 2**20  # a unit below this says nothing about the rate
 QUIET_S = 10.0
@@ -57,6 +58,8 @@ def apply_records(method: ZO, records: list[Record], say: Say) -> float:
             mark_s = _now(device)
     method.model.engine.wait_for_homes()
     method.step_count = records[-1].step
+    if method.memory.numel():
+        method.remember(records[-1].memory)
     return _now(device) - begin_s
 
 
@@ -155,8 +158,8 @@ def check_base(header: Header, base: str) -> None:
 
 def method_of(header: Header, model: Model) -> ZO:
     """The update rule as the run had it."""
-    for name in ("distribution", "rounding"):
-        known, asked = get_args(get_type_hints(ZOConfig)[name]), getattr(header, name)
+    for name, known in {"distribution": DISTRIBUTIONS, "rounding": ROUNDINGS}.items():
+        asked = getattr(header, name)
         if asked not in known:
             raise UserError(f"JOURNAL: its header has {name}={asked}, which is none of {', '.join(known)}")
     frozen = set(header.frozen)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import State
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Journal, Record
 from keyhole.checkpoint.journal.writer import Writer
+from keyhole.checkpoint.state import State
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory

@@ -28,7 +28,8 @@ class Writer:
     def __init__(self, path: Path, journal: Journal, last: int, sync_every: int = 1) -> None:
         assert journal.header.first <= last <= journal.last, (journal.header.first, last, journal.last)
         self.last, self.sync_every, self.seed_crc = last, sync_every, journal.seed_crc
-        size = layout(journal.header.directions).size + CRC.size
+        self.memory = journal.header.memory
+        size = layout(journal.header.directions, self.memory).size + CRC.size
         end = journal.begin + (last - journal.header.first) * size
         self.file = open_regular(path, os.O_WRONLY)
         try:

@@ -13,8 +13,7 @@ Only what is drawn is rendered: 1,500 of QQP's 364,000 rows.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 
 import numpy as np
@@ -22,11 +21,13 @@ import numpy as np
 from keyhole.data.loader import order
 from keyhole.data.readers import Record
 from keyhole.data.tasks.build import build
-from keyhole.data.tasks.parse import read_spec
+from keyhole.data.tasks.cache import kept
+from keyhole.data.tasks.names import own_splits
+from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.spec import SPLITS, TaskSpec, task_name
-from keyhole.errors import UserError, listed
+from keyhole.data.tasks.spec import TaskSpec
+from keyhole.errors import UserError
 
 TEST_SEED = 0
 
@@ -42,11 +43,24 @@ class Numbers:
 
 
 def load_task(
-    name: str, task_data: str | None, numbers: Numbers, splits: dict[str, str] | None = None, *, training: bool = True
+    name: str,
+    task_data: str | None,
+    numbers: Numbers,
+    splits: dict[str, str] | None = None,
+    *,
+    training: bool = True,
+    cache: str | None = None,
 ) -> dict[str, Task]:
-    """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits."""
+    """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits; cache:
+    the setting data_cache."""
+    text = read_text(name)
     spec = read_spec(name)
-    places = find_splits(spec, task_data, _own(splits, spec.name))
+    places = find_splits(spec, task_data, own_splits(splits, spec.name))
+    how = [asdict(numbers), training]
+    return kept(cache, spec, text, places, how, lambda: _draw(spec, places, numbers, training))
+
+
+def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: bool) -> dict[str, Task]:
     if training:
         _check_disjoint(spec, places)
     test = {"test": _test(spec, places["test"], numbers)}
@@ -59,24 +73,6 @@ def load_task(
             f'{{train: "{_base(places["test"])}[:-1000]", test: "{_base(places["test"])}[-1000:]"}}'
         )
     return test
-
-
-def check_names(names: Sequence[str], splits: dict[str, str] | None) -> None:
-    """Refuses two tasks of one name, whose results could not be told apart, and splits of a task that is not there."""
-    called: dict[str, str] = {}
-    for name in names:
-        own = task_name(name)
-        if own in called:
-            if called[own] == name:
-                raise UserError(f"task: {name} is named twice (task, test_task); train_weights repeats a task's rows")
-            raise UserError(
-                f"task: {called[own]} and {name} are both called {own}, and so would be their results; rename one file"
-            )
-        called[own] = name
-    for key in splits or {}:
-        task, dot, _ = key.rpartition(".")
-        if dot and task not in called:
-            raise UserError(f"task_splits: found {key}, but no task {task} is set; there are {listed(called)}")
 
 
 def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
@@ -94,18 +90,6 @@ def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
                 f"task_splits: task {spec.name}: {one} ({first}) and {other} ({second}) share rows; name different "
                 f'files, or parts without a common row: {{{one}: "{base}[:-1000]", {other}: "{base}[-1000:]"}}'
             )
-
-
-def _own(given: dict[str, str] | None, name: str) -> dict[str, str]:
-    """The splits that the setting names for this task: `train`, or `boolq.train` where there are several tasks."""
-    found = {}
-    for key, value in (given or {}).items():
-        task, _, split = key.rpartition(".")
-        if split not in SPLITS:
-            raise UserError(f"task_splits: found {key}, expected {', '.join(SPLITS)}, or of one task: {name}.train")
-        if task in ("", name):
-            found[split] = value
-    return found
 
 
 def _base(place: Split) -> str:

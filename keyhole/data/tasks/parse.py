@@ -20,17 +20,27 @@ MOST_BYTES = 2**18
 
 def read_spec(name: str) -> TaskSpec:
     """The task of that name, or of that file."""
-    is_file = Path(name).suffix in (".yaml", ".yml")
-    if not is_file and name not in task_names():
-        raise UserError(f"task: no task `{name}`; there are {', '.join(task_names())}, and files such as my.yaml")
-    path = Path(os.path.expanduser(name)) if is_file else LIBRARY / f"{name}.yaml"
+    path, is_file = _path(name)
+    return parse_spec(read_text(name), path.stem, str(path) if is_file else name)
+
+
+def read_text(name: str) -> str:
+    """The text of the task file of that name, or of that file."""
+    path, _ = _path(name)
     try:
-        text = read_small(path, MOST_BYTES).decode()
+        return read_small(path, MOST_BYTES).decode()
     except UnicodeDecodeError:
         raise UserError(f"task: {path}: not UTF-8 text; is it a task file?") from None
     except OSError as error:
         raise UserError(f"task: {path}: cannot be read: {error.strerror}") from None
-    return parse_spec(text, path.stem, str(path) if is_file else name)
+
+
+def _path(name: str) -> tuple[Path, bool]:
+    """The task file, and whether it is one of the user's."""
+    is_file = Path(name).suffix in (".yaml", ".yml")
+    if not is_file and name not in task_names():
+        raise UserError(f"task: no task `{name}`; there are {', '.join(task_names())}, and files such as my.yaml")
+    return Path(os.path.expanduser(name)) if is_file else LIBRARY / f"{name}.yaml", is_file
 
 
 def parse_spec(text: str, name: str, source: str) -> TaskSpec:

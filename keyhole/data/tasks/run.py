@@ -9,8 +9,9 @@ from keyhole.data.prepare import arrange
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.classify import TextEncoder, class_set
 from keyhole.data.tasks.dataset import CANDIDATES, TOKENS, training_set
-from keyhole.data.tasks.draw import Numbers, check_names, load_task
+from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.labels import Labels, find_labels
+from keyhole.data.tasks.names import check_names, listed_names
 from keyhole.data.tasks.question import Task
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier
@@ -31,13 +32,14 @@ class TaskData:
 
 def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     """Everything about the tasks of a run. known: the HF config of the model that takes them."""
-    names = _listed(settings.task)
-    check_names([*names, *_listed(settings.test_task)], settings.task_splits)
+    names = listed_names(settings.task)
+    check_names([*names, *listed_names(settings.test_task)], settings.task_splits)
     weights = settings.train_weights
     if weights is not None and len(weights) != len(names):
         raise UserError(f"train_weights: {len(weights)} numbers for {len(names)} tasks; give one for each")
     numbers = Numbers(train=settings.num_train, dev=settings.num_dev, test=settings.num_eval, seed=settings.seed)
-    drawn = [load_task(name, settings.task_data, numbers, settings.task_splits) for name in names]
+    where = settings.task_data, numbers, settings.task_splits
+    drawn = [load_task(name, *where, cache=settings.data_cache) for name in names]
     train, dev, test = (tuple(each[split] for each in drawn) for split in ("train", "dev", "test"))
     dev = tuple(task for task in dev if task.questions)
     labels = None
@@ -67,16 +69,12 @@ def _rows(
 
 def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
     """The tasks that only judge (test_task)."""
-    names = _listed(settings.test_task)
+    names = listed_names(settings.test_task)
     if names:
-        check_names([*_listed(settings.task), *names], settings.task_splits)
+        check_names([*listed_names(settings.task), *names], settings.task_splits)
     numbers = Numbers(test=settings.num_eval, seed=settings.seed)
-    how = {"training": False}
+    how = {"training": False, "cache": settings.data_cache}
     return tuple(load_task(name, settings.task_data, numbers, settings.task_splits, **how)["test"] for name in names)
-
-
-def _listed(names: str | list[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else list(names or ())
 
 
 def _lines(drawn: dict[str, Task]) -> list[str]:

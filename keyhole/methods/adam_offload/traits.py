@@ -24,8 +24,7 @@ class AdamOffloadConfig:
     gpu_updates: bool | None = None
     """The GPU updates a part of the parameters too, their state crossing the link; same bits. null = on a GPU, layer by layer."""  # noqa: E501
     activations: Literal["block", "host", "none", "auto"] = "block"
-    """What the forward keeps: block inputs on the device, or in host memory, or everything (none: no second run), or
-    everything of as many blocks as fit the GPU's memory (auto)."""
+    """Kept for backward: block inputs (block), these in host memory (host), everything (none), or what fits (auto)."""
     compile: bool = False
     """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 

@@ -117,7 +117,7 @@ class LOMO(UpdateSink, Method):
         with self.dropout.step(), self.reverse.sweep(reverses, self.surveys):
             loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
             if self.shards is not None:
-                loss = self.model.ranks.side_by_side(loss[None], self.model.ranks.size).sum()
+                loss = self.model.ranks.in_order(loss[None], [self.model.ranks.size]).sum()
 
             def reverse(sink: Sink, last: bool) -> None:
                 front = sink if self.shards is None else self.shards.in_front_of(sink)

@@ -15,8 +15,7 @@ class LOMOConfig:
     rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
     """How updated weights go back to 16 bits; kahan keeps what was lost, 2 bytes per parameter (resident only)."""
     activations: Literal["none", "block", "host", "auto"] = "block"
-    """What is kept for backward: everything (none), the inputs of blocks, which then run twice (block), these in host
-    memory (host), or everything of as many blocks as fit the GPU's memory (auto)."""
+    """Kept for backward: everything (none), block inputs (block), these in host memory (host), or what fits (auto)."""
     clip_value: Positive | None = None
     """Bound on the absolute value of each element of the gradient; null = no bound."""
     clip_group_norm: Positive | None = None

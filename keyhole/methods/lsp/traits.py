@@ -69,8 +69,7 @@ class LSPConfig:
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
     activations: Literal["block", "host", "auto"] = "block"
-    """What the forward keeps: block inputs on the device, or in host memory, and blocks run twice; or everything of as
-    many blocks as fit the GPU's memory (auto)."""
+    """Kept for backward: block inputs (blocks run twice), these in host memory, or what fits (auto)."""
     compile: bool = False
     """Run blocks through torch.compile: faster, after a minute; for constant shapes (packing). Rounds differently."""
 

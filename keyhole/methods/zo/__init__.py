@@ -1,6 +1,9 @@
-"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only.
+"""Zeroth-order fine-tuning (MeZO and others), forward passes only.
 
-method.py     the method: one step            update.py     the update, applied when a unit is next visited
-write_back.py when a unit is written back     spans.py      parts of a unit that are updated alike
-memory.py     bytes                           traits.py     settings and row
+method.py     the method: one step            update.py       the update, applied when a unit is next visited
+estimators/   from losses to coefficients     looks.py        where a step measures its loss, and on which rows
+parts.py      the rows of a step, in parts    rate_search.py  learning_rate: auto
+write_back.py when a unit is written back     spans.py        parts of a unit that are updated alike
+memory.py     bytes                           traits.py       settings and row
+defaults.py   of the estimators
 """

@@ -1,56 +1,70 @@
-"""Zeroth-order fine-tuning (MeZO's estimator), forward passes only, every unit visited once per step.
+"""Zeroth-order fine-tuning, forward passes only, every unit visited once per step.
 
-For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step,
+For directions z_1..z_q, drawn anew every step t, and the loss L over all micro-batches of the step, an estimator
+(estimators/) turns losses near w into coefficients c_1..c_q; MeZO's, the default, is c_i = g_i / q:
 
-    g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        w <- w - lr (1/q sum_i g_i z_i + weight_decay w)
+    g_i = (L(w + eps z_i) - L(w - eps z_i)) / (2 eps)        w <- w - lr (sum_i c_i z_i + weight_decay w)
 
 What we do differently from the textbook loop (perturb in place by +1, -2, +1, then update: four passes over w):
 
-  - The 2q passes, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the update of
-    step t - 1 and writes w + eps z and w - eps z. It reads 2 and writes 6 bytes per element in 16 bit, instead of 16.
-  - The update of a step needs g, which is known only at its end; so it is applied when the unit is visited at t + 1
+  - All passes of a step, times the micro-batches, run in lockstep. At each unit one fused pass over w applies the
+    update of step t - 1 and writes w + eps z and w - eps z: 2 bytes read and 6 written per element in 16 bit, not 16.
+  - The update of a step needs c, which is known only at its end; so it is applied when the unit is visited at t + 1
     (update.py). Over the link: each unit once up, and at most once down per step (write_back.py).
   - z is a function of (seed, t, i, element), never stored. Perturbed weights come from the clean ones: nothing drifts.
   - Only the rows of the embedding that the batch needs are perturbed for the input; the pending update is applied to
     these rows on the fly, exactly as the full pass over the table will apply it later in the step.
-  - g stays on the device. A non-finite g gives an update of exactly zero.
+  - c stays on the device. A loss that is not finite gives an update of exactly zero.
 
-Memory beside the weights: two units and 2q spines in the compute dtype, and the hidden states of the passes.
-Legend: q directions, m micro-batches; pass index = (2 i + sign) m + micro-batch.
+Memory beside the weights: two units and two spines per pair of looks in the compute dtype, and the hidden states of the
+passes.
+Legend: q directions, m micro-batches; a look is a place near w (estimators/base.py); passes are numbered look by look.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, Shared, checked_rate
+from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.estimators import ESTIMATORS
+from keyhole.methods.zo.estimators.base import Estimate, Pair
+from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
+from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.update import Pending, Update
-from keyhole.model.batch import Batch, DeviceBatch, as_list
+from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
+from keyhole.ranks import Ranks
+
+USUAL = "usual"
 
 
 class ZO(Method):
-    """MeZO's estimator with fused, deferred updates. `lr` may be changed between steps."""
+    """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" a rate is found in
+    the first steps, and `lr` is a factor on it. Settings that are None, and lr="usual": as the estimator has them
+    (defaults.py)."""
 
     name = "zo"
 
     def __init__(
         self,
         model: Model,
-        lr: float = 1e-6,
+        lr: float | str = USUAL,
         *,
-        eps: float = 1e-3,
-        directions: int = 1,
-        distribution: str = "gaussian",
+        estimator: str = "mezo",
+        eps: float | None = None,
+        directions: int | None = None,
+        distribution: str | None = None,
+        beta: float = 0.99,
         weight_decay: float = 0.0,
         weight_decay_on: str = "matrices",
         rounding: str = "stochastic",
@@ -60,14 +74,25 @@ class ZO(Method):
         write_back_every: int | None = None,
         compile: bool | str = False,
     ) -> None:
-        if not eps > 0 or directions < 1:
-            raise UserError(f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least 1")
+        if estimator not in DEFAULTS:
+            raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
+        usual = DEFAULTS[estimator]
+        eps, directions = usual.eps if eps is None else eps, usual.directions if directions is None else directions
+        if not eps > 0 or directions < usual.least:
+            raise UserError(
+                f"zo: eps {eps} must be above 0 (1e-3 is usual), and directions {directions} at least {usual.least}"
+            )
+        if clip is not None and not usual.clips:
+            raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
         self.block_at_once = bool(compile)  # compiled code cannot stop inside a block
         if compile:
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
-        self.model, self.lr, self.eps, self.directions = model, checked_rate(lr), eps, directions
-        self.weight_decay, self.clip, self.deferred_update = weight_decay, clip, deferred_update
-        self.noise = {"seed": seed, "distribution": distribution}
+        self.model, self.eps, self.directions = model, eps, directions
+        self.estimator = ESTIMATORS[estimator](directions, eps, clip, beta)
+        self.search = RateSearch(self.estimator) if lr == AUTO_RATE else None
+        self.lr = 1.0 if lr == AUTO_RATE else checked_rate(usual.learning_rate if lr == USUAL else lr)
+        self.weight_decay, self.deferred_update = weight_decay, deferred_update
+        self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
@@ -77,8 +102,11 @@ class ZO(Method):
         self.projected: torch.Tensor | None = None
         model.binding.forget()
         layout, device, dtype = model.layout, model.device, model.dtype
+        remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
+        pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
+        self.memory = torch.zeros(remembers, device=device)
         self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
-        self.spines = torch.empty((directions, 2, layout.spine.numel), dtype=dtype, device=device)
+        self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -91,116 +119,153 @@ class ZO(Method):
     @torch.no_grad()
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""
-        batches, loss_count = self.model.share_to_device(batch)
+        searches = self.search is not None and self.search.found is None
+        looks = self._look(self.model.checked(batch), searches)
         self.model.apply_deferred(before_step_of=self)
         self.update.begin()
         with self.model.sweep("train"):
-            self._perturb_spine()
-            serve, passes = self._server(len(batches)), batches * (2 * self.directions)
-            rows, at_once = self._rows(batches), self.block_at_once
-            hidden = self.model.lockstep(passes, serve, rows, steady=True, block_at_once=at_once)
-            losses_q2 = self._losses(hidden, batches, len(as_list(batch)), loss_count)
+            self._perturb_spine(looks)
+            serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
+            hidden = self.model.lockstep(looks.passes, serve, rows, steady=True, block_at_once=at_once)
+            nll = self._nll(hidden, looks)
             self.update.apply_to_rest()
-        self._defer(losses_q2)
+        loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
         if not self.deferred_update:
             self.flush()
-        return losses_q2.mean()
+        return loss
 
-    def _perturb_spine(self) -> None:
+    def _look(self, batches: list[Batch], searches: bool) -> Looks:
+        """What this step measures: every look on all rows, or each pair on its part of them."""
+        if searches:  # a few steps, which every rank makes by itself: they need the losses of single rows
+            return look_at_all(self.model, self.search.pairs, self.search.halves(batches), Ranks())
+        if self.estimator.splits:
+            return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
+        return look_at_all(self.model, self.estimator.pairs, batches, self.model.ranks)
+
+    def _perturb_spine(self, looks: Looks) -> None:
         spine = self.model.layout.spine
         w = self.model.engine.acquire(spine.index)
-        for i in range(self.directions):
-            self.update.perturb(spine, w, self.spines[i, 0], self.spines[i, 1], self._perturbation(i))
+        for p, pair, _ in looks.visits:
+            how = self._perturbation(pair)
+            self.update.perturb(spine, w, self.spines[p, 0], self.spines[p, 1], how, arrived=p == looks.first)
 
-    def _server(self, micro: int) -> Callable[[Unit | None, Callable[[int], None]], None]:
+    def _server(self, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
         """What happens at each unit: arrive, update, perturb, and let every pass through."""
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            for i, sign, weights in self._arrive(unit):
-                self.model.binding.bind(unit, weights, self.spines[i, sign])
-                for k in range(micro):
-                    resume((2 * i + sign) * micro + k)
+            for passes, weights, spine in self._arrive(unit, looks):
+                self.model.binding.bind(unit, weights, spine)
+                for index in passes:
+                    resume(index)
 
         return serve
 
-    def _arrive(self, unit: Unit | None) -> Any:
-        """Yields (direction, sign, perturbed weights) of a unit; its slot is given back as early as possible."""
-        engine = self.model.engine
+    def _arrive(self, unit: Unit | None, looks: Looks) -> Any:
+        """Yields (passes of a look, perturbed weights of a unit, perturbed spine); the unit's slot is given back as
+        early as possible."""
+        if not looks.visits:
+            return
+        engine, last = self.model.engine, looks.visits[-1][0]
         w = None if unit is None else engine.acquire(unit.index)
-        for i in range(self.directions):
+        for p, pair, by_look in looks.visits:
             if unit is not None:
                 plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
-                self.update.perturb(unit, w, plus, minus, self._perturbation(i))
-                if i == self.directions - 1:
+                self.update.perturb(unit, w, plus, minus, self._perturbation(pair), arrived=p == looks.first)
+                if p == last:
                     engine.release(unit.index)
-            for sign in (0, 1):
-                yield i, sign, None if unit is None else (plus, minus)[sign]
+            for side, passes in enumerate(by_look):
+                yield passes, None if unit is None else (plus, minus)[side], self.spines[p, side]
 
-    def _perturbation(self, direction: int) -> dict[str, Any]:
-        return {"step": self.step_count, "eps": self.eps, "direction": direction}
+    def _perturbation(self, pair: Pair) -> dict[str, Any]:
+        eps = self.eps * pair.scale
+        return {"step": self.step_count, "eps": eps, "direction": pair.direction, "beside": pair.beside}
 
-    def _rows(self, batches: list[DeviceBatch]) -> Callable[[int, torch.Tensor], torch.Tensor]:
-        """Rows of the table for a pass: both signs are made at once, the minus rows wait for their pass."""
+    def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Rows of the table for a pass: both looks of a pair are made at once, the second ones wait for their pass."""
         table = self.model.layout.table
-        waiting: dict[tuple[int, int], torch.Tensor] = {}
+        waiting: dict[int, torch.Tensor] = {}
+        pairs = {index: pair for _, pair, (first, *_) in looks.visits for index in first}
+        partner = {}
+        for _, _, by_look in looks.visits:
+            if len(by_look) == 2:
+                partner |= zip(*by_look, strict=True)
 
         def rows(index: int, ids_M: torch.Tensor) -> torch.Tensor:
-            sign_and_direction, k = divmod(index, len(batches))
-            i, sign = divmod(sign_and_direction, 2)
-            if sign == 1:
-                return waiting.pop((i, k))
+            if index in waiting:
+                return waiting.pop(index)
+            other = partner.get(index)
             stale_MH = self.model.table_rows(ids_M)
             if not table.param.requires_grad:
-                waiting[i, k] = stale_MH.to(self.model.dtype)
-                return waiting[i, k]
-            decays = id(table.param) not in self.update.spared
-            update = self.update.fused(self.pending, decays) if self.pending else {}
-            step = ops.ZOStep(table.start, **self.noise, **self._perturbation(i), **update)
-            plus_MH, waiting[i, k] = ops.zo_rows(stale_MH, ids_M, step, self.model.dtype)
+                plus_MH = minus_MH = stale_MH.to(self.model.dtype)
+            else:
+                decays = id(table.param) not in self.update.spared
+                update = self.update.fused(self.pending, decays) if self.pending else {}
+                step = ops.ZOStep(table.start, **self.noise, **self._perturbation(pairs[index]), **update)
+                plus_MH, minus_MH = ops.zo_rows(stale_MH, ids_M, step, self.model.dtype)
+            if other is not None:
+                waiting[other] = minus_MH
             return plus_MH
 
         return rows
 
-    def _losses(
-        self, hidden: list[torch.Tensor], batches: list[DeviceBatch], all_micro: int, loss_count: int
-    ) -> torch.Tensor:
-        """[q, 2] mean losses of the passes, over the micro-batches of all ranks, added up in their order."""
-        micro, head = len(batches), self.model.head
-        if self.model.classifies:
-            nll = [head.nll(x, batches[p % micro].target_N) for p, x in enumerate(hidden)]
-            self.model.binding.bind_homes()
-        else:
-            nll = self._visit_head(hidden, batches)
-        parts = [loss_sum(nll_N, batches[p % micro].candidates) for p, nll_N in enumerate(nll)]
-        sums = torch.stack(parts) if parts else self.plus.new_zeros(0, dtype=torch.float32)
-        sums = self.model.ranks.side_by_side(sums.view(self.directions, 2, micro), all_micro)
-        return sums.sum(dim=2) / max(1, loss_count)
+    def _nll(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
+        """The losses of the trained tokens (of a classifier: of the rows), per pass."""
+        if not self.model.classifies:
+            return self._visit_head(hidden, looks)
+        nll = [self.model.head.nll(x, batch.target_N) for x, batch in zip(hidden, looks.passes, strict=True)]
+        self.model.binding.bind_homes()
+        return nll
 
-    def _visit_head(self, hidden: list[torch.Tensor], batches: list[DeviceBatch]) -> list[torch.Tensor]:
+    def _visit_head(self, hidden: list[torch.Tensor], looks: Looks) -> list[torch.Tensor]:
         """The nll of every trained token, per pass: the head's chunks are visited once, all passes use each."""
-        micro = len(batches)
-        running = [RunningNLL(batches[p % micro].target_N) for p in range(len(hidden))]
+        running = [RunningNLL(batch.target_N) for batch in looks.passes]
         for unit in self.model.layout.head_units:
-            for i, sign, weights in self._arrive(unit):
-                self.model.binding.bind_head(unit, weights, self.spines[i, sign])
-                for p in range((2 * i + sign) * micro, (2 * i + sign + 1) * micro):
-                    self.model.head.add_nll(running[p], hidden[p], unit.rows[0])
+            for passes, weights, spine in self._arrive(unit, looks):
+                self.model.binding.bind_head(unit, weights, spine)
+                for index in passes:
+                    self.model.head.add_nll(running[index], hidden[index], unit.rows[0])
         self.model.binding.bind_homes()
         return [state.nll_N() for state in running]
 
-    def _defer(self, losses_q2: torch.Tensor) -> None:
-        """Turns losses into the pending update, on the device. Non-finite losses give no update."""
-        projected = (losses_q2[:, 0] - losses_q2[:, 1]) / (2 * self.eps)
-        if self.clip is not None:
-            projected = projected.clamp(-self.clip, self.clip)
-        lr = torch.full((1,), self.lr, device=projected.device)
-        coef = torch.cat([lr, projected / self.directions])
-        coef = torch.where(torch.isfinite(losses_q2).all(), coef, torch.zeros_like(coef))
-        self.projected = projected
+    def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
+        """From the losses of the passes to the pending update; returns the loss of the step."""
+        parts = [loss_sum(x, batch.candidates) for x, batch in zip(nll, looks.passes, strict=True)]
+        own, counts = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device), looks.counts
+        sums = self.model.ranks.in_order(own, counts)
+        if len(set(counts)) == 1:
+            by_look = sums.view(len(counts), -1).sum(dim=1)
+        else:
+            by_look = torch.stack([part.sum() for part in sums.split(counts)])
+        losses, kept = by_look / max(1, looks.loss_count), self.estimator.remembers
+        found = self.estimator.estimate(losses, self.memory[:kept])
+        self._defer(found, losses, torch.cat([found.memory, self.memory[kept:]]), self.rate)
+        return self.estimator.loss(losses)
+
+    def _search(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
+        """A step of the search for a rate: nothing moves."""
+        kept, nothing = self.estimator.remembers, self.memory.new_zeros(self.directions)
+        losses, tally = self.search.measure(nll, looks.batches[0], self.memory[kept:])
+        slope = (losses[:1] - losses[1:2]) / (2 * self.eps)
+        self._defer(Estimate(slope, nothing, self.memory), losses, torch.cat([self.memory[:kept], tally]), 0.0)
+        self.search.note(self.memory[kept:])
+        return losses.mean()
+
+    def _defer(self, found: Estimate, losses: torch.Tensor, memory: torch.Tensor, rate: float) -> None:
+        """Makes the update pending, on the device. Non-finite losses give no update, and nothing to remember."""
+        lr = torch.full((1,), rate, device=losses.device)
+        coef, finite = torch.cat([lr, found.coefficients]), torch.isfinite(losses).all()
+        coef = torch.where(finite, coef, torch.zeros_like(coef))
+        self.memory = torch.where(finite, memory, self.memory)
+        self.projected = found.projected
         self.latest = self.update.defer(Pending(coef, self.step_count))
         self.step_count += 1
 
     # -- between steps ---------------------------------------------------------------------------------------------
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of a step now: `lr`, or that share of the rate that was found (0 while it is searched)."""
+        return self.lr if self.search is None else self.lr * (self.search.found or 0.0)
 
     @property
     def pending(self) -> Pending | None:
@@ -225,7 +290,12 @@ class ZO(Method):
         """For the start block: what was decided."""
         drops = dropout_rates(self.model.module)
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
-        return self.update.write_back.describe() + off
+        search = [] if self.search is None else self.search.describe()
+        return self.update.write_back.describe() + off + search
+
+    def news(self) -> list[str]:
+        """The rate, when it has just been found."""
+        return [] if self.search is None else self.search.news()
 
     def flush(self) -> None:
         """Applies the deferred update, so that the weights at home are the weights after the last step."""
@@ -251,14 +321,30 @@ class ZO(Method):
         return None if self.pending is None else self._counts()
 
     def _counts(self) -> dict[str, Any]:
-        return {"step_count": self.step_count, "seed": self.noise["seed"]}
+        counts = {"step_count": self.step_count, "seed": self.noise["seed"]}
+        return counts | ({"memory": self.memory.tolist()} if self.memory.numel() else {})
 
     def journal_update(self) -> torch.Tensor | None:
-        """[lr, g_1/q .. g_q/q] of the last step, applied or not."""
-        return None if self.latest is None else self.latest.coef
+        """[lr, c_1 .. c_q] of the last step, applied or not, and what is remembered after it."""
+        return None if self.latest is None else torch.cat([self.latest.coef, self.memory])
+
+    def remember(self, numbers: Sequence[float]) -> None:
+        """What the step before remembered, of a checkpoint or of a record."""
+        kept = self.estimator.remembers
+        if self.search is not None and len(numbers) != self.memory.numel():
+            raise UserError(
+                "learning_rate: auto finds a rate in the first steps of a run, and this run began with a number; set "
+                "learning_rate to one"
+            )
+        if len(numbers) < kept:
+            raise UserError(f"zo: the checkpoint lacks the {kept} numbers that {self.estimator.name} remembers")
+        self.memory = torch.tensor(list(numbers[: self.memory.numel()]), dtype=torch.float32, device=self.model.device)
+        if self.search is not None:
+            self.search.read(self.memory[kept:])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         self.step_count = int(state["step_count"])
         self.changed.fill_(state.get("changed", 0))
+        self.remember(state.get("memory", ()))

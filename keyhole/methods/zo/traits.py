@@ -1,23 +1,28 @@
 """Settings and row of `zo`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from keyhole.limits import Count, Limit, Positive
+from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.base import Advice, Demo, Fault, RunSettings, Traits
+from keyhole.methods.zo.defaults import DEFAULTS, SEARCH_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZOConfig:
-    """Zeroth-order (MeZO): the gradient is estimated from loss differences, forward passes only."""
+    """Zeroth-order (MeZO and others): the gradient is estimated from losses near the weights, forward passes only."""
 
-    eps: Positive = 1e-3
-    """Size of the perturbation: losses are measured at w + eps z and w - eps z."""
-    directions: Annotated[int, Limit(1, 4096)] = 1
-    """Number of random directions z per step; each costs two forward passes, their estimates are averaged."""
-    distribution: Literal["gaussian", "rademacher"] = "gaussian"
-    """What z is drawn from: N(0, 1), or -1 and +1 with equal chance."""
+    estimator: Literal["mezo", "fzoo", "grzo", "meazo"] = "mezo"
+    """How losses become an update (docs/methods.md): pairs; one-sided; pairs by parts of the rows; scaled pairs."""
+    eps: Positive | None = None
+    """Size of the perturbation: losses are measured at w + eps z and w - eps z (fzoo: not at the latter); null = 1e-3."""  # noqa: E501
+    directions: Annotated[int, Limit(1, 4096)] | None = None
+    """Number of random directions z per step: two passes each (fzoo: one; grzo: two on its part of the rows); null = mezo 1, fzoo 7, grzo 4, meazo 1."""  # noqa: E501
+    distribution: Literal["gaussian", "rademacher"] | None = None
+    """What z is drawn from: N(0, 1), or -1 and +1 with equal chance; null = gaussian (fzoo: rademacher)."""
+    beta: BelowOne = 0.99
+    """meazo: share of the second moment that is kept from step to step."""
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """How updated weights go back to 16 bits (nearest loses most small steps); float32 needs none."""
     clip: Positive | None = None
@@ -30,7 +35,42 @@ class ZOConfig:
     """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
 
 
+def filled(own: ZOConfig) -> ZOConfig:
+    """The settings with the estimator's defaults where they are null."""
+    usual = DEFAULTS[own.estimator]
+    names = [name for name in ("eps", "directions", "distribution") if getattr(own, name) is None]
+    return replace(own, **{name: getattr(usual, name) for name in names})
+
+
+def directions(own: ZOConfig) -> int:
+    """How many there are."""
+    return own.directions or DEFAULTS[own.estimator].directions
+
+
+def _passes(own: ZOConfig) -> int:
+    return DEFAULTS[own.estimator].passes(directions(own))
+
+
+def _forwards(own: ZOConfig) -> int:
+    usual = DEFAULTS[own.estimator]
+    return 2 if usual.splits else usual.passes(directions(own))
+
+
+def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
+    usual = DEFAULTS[own.estimator]
+    return usual.learning_rate, usual.sane_rates
+
+
+def _advice(own: ZOConfig) -> Advice:
+    return Advice(lower=("directions",) if directions(own) > DEFAULTS[own.estimator].least else ())
+
+
 def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
+    usual, now = DEFAULTS[own.estimator], directions(own)
+    if now < usual.least:
+        yield "zo.directions", f"found {now}; {own.estimator} needs {usual.least} at least, to know a spread"
+    if own.clip is not None and not usual.clips:
+        yield "zo.clip", f"has no meaning with zo.estimator={own.estimator}, which scales by a spread; set zo.clip=null"
     if run.max_grad_norm is not None:
         yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
 
@@ -39,11 +79,8 @@ ZO = Traits(
     name="zo",
     cls="keyhole.methods.zo.method:ZO",
     settings=ZOConfig,
-    learning_rate=1e-6,
-    sane_rates=(
-        1e-8,
-        2e-5,
-    ),  # MeZO's grids; a zeroth-order step is noisier than a gradient, so its rate is 20 to 100 times lower
+    learning_rate=DEFAULTS["mezo"].learning_rate,
+    sane_rates=DEFAULTS["mezo"].sane_rates,
     sweep="forward",
     device_bytes="keyhole.methods.zo.memory:device_bytes",
     wires=("fp32", "bf16", "fp16", "fp8"),
@@ -52,9 +89,14 @@ ZO = Traits(
     announces="pages",
     ranks="replicas",
     may_change=("clip", "deferred_update", "write_back_every"),
-    passes=lambda own: 2 * own.directions,
+    passes=_passes,
+    usual_rates=_usual_rates,
+    forwards=_forwards,
+    search_steps=SEARCH_STEPS,
+    search_passes=3,
+    fill=filled,
     whole_blocks=lambda own: own.compile,
-    advice=lambda own: Advice(lower=("directions",) if own.directions > 1 else ()),
+    advice=_advice,
     faults=_faults,
     demo=Demo(steps=300, lr=1.5e-3, batch_size=32),
 )

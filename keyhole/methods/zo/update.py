@@ -1,6 +1,6 @@
 """The update of a zeroth-order step: known when the step ends, applied when its units are next visited.
 
-    w <- round(w - lr (1/q sum_i g_i z_i + weight_decay w))        coef = [lr, g_1/q .. g_q/q], z of the step it is from
+    w <- round(w - lr (sum_i c_i z_i + weight_decay w))        coef = [lr, c_1 .. c_q], z of the step it is from
 
 coef needs the losses, and they are known only when every unit has been passed. Applying the update then would be one
 more trip of every unit over the link; so it waits here, and a unit gets it on the first of these occasions:
@@ -43,7 +43,7 @@ from keyhole.model.weights.format import PACKED
 
 @dataclass
 class Pending:
-    """An update that is known but not applied yet: [lr, g_1/q .. g_q/q] on the device, and the step of its noise."""
+    """An update that is known but not applied yet: [lr, c_1 .. c_q] on the device, and the step of its noise."""
 
     coef: torch.Tensor
     step: int
@@ -121,12 +121,17 @@ class Update:
         )
 
     def perturb(
-        self, unit: Unit, w: torch.Tensor, plus: torch.Tensor, minus: torch.Tensor, perturbation: dict[str, Any]
+        self,
+        unit: Unit,
+        w: torch.Tensor,
+        plus: torch.Tensor,
+        minus: torch.Tensor,
+        perturbation: dict[str, Any],
+        arrived: bool,
     ) -> None:
-        """Writes both perturbed copies (perturbation: step, eps, direction). The unit has just arrived if this is the
-        first direction: it gets what it is owed, and goes home if it is time. Of a packed unit, what was packed is
-        what is perturbed."""
-        owed = [] if perturbation["direction"] else self.owed(unit)
+        """Writes two perturbed copies (perturbation: step, eps, direction, beside). A unit that has just arrived gets
+        what it is owed, and goes home if it is time. Of a packed unit, what was packed is what is perturbed."""
+        owed = self.owed(unit) if arrived else []
         in_spans = w.dtype == PACKED and not self.is_one_span(unit)
         for pending in owed if in_spans else owed[:-1]:
             self.apply(unit, w, pending)

@@ -33,7 +33,7 @@ from torch import nn
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # of one block in one pass
-MAX_GRAPHS = 16
+MAX_GRAPHS = 128
 WARM_UP_STEPS = 2  # in the ordinary way: libraries choose their kernels and reserve their workspaces
 
 

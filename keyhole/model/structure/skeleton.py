@@ -23,7 +23,7 @@ from torch import nn
 from keyhole.errors import UserError
 from keyhole.model.structure.config_file import check_config_file, check_implementation
 from keyhole.model.structure.reach import mark_use
-from keyhole.model.structure.source import check_name, find_file, is_local
+from keyhole.model.structure.source import check_directory, find_file, is_local
 
 CHOOSE = "choose a causal language model, such as Llama, Qwen or OPT"
 CLASSIFIER = "ForSequenceClassification"
@@ -55,10 +55,8 @@ def read_config(
 
     if isinstance(model, PretrainedConfig):
         return check_model(_with_head(model, head, num_labels))
-    check_name(model)
+    check_directory(model)
     path = Path(model)
-    if path.is_dir() and not (path / "config.json").exists():
-        raise UserError(f"model: {path} has no config.json, so it is not a Hugging Face model directory")
     check_config_file(path / "config.json" if path.is_dir() else find_file(model, "config.json"))
     try:
         found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=is_local(model))

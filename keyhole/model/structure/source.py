@@ -45,6 +45,13 @@ def check_name(model: str | Path) -> None:
         )
 
 
+def check_directory(model: str | Path) -> None:
+    """Refuses, besides, a directory that is no model's."""
+    check_name(model)
+    if os.path.isdir(model) and not (Path(model) / "config.json").exists():
+        raise UserError(f"model: {model} has no config.json, so it is not a Hugging Face model directory")
+
+
 def _nearest(path: Path) -> str:
     """`; did you mean ...?`, from the directories beside a path that is not there."""
     try:

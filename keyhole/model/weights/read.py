@@ -14,6 +14,7 @@ from torch import nn
 
 from keyhole.disk.weight_files import Stored, is_pickled, open_shard, stored_tensors
 from keyhole.errors import UserError
+from keyhole.machine.progress import tell
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import auto_class, saved_buffers
@@ -31,6 +32,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
         return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
     targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
+    done, total = 0, sum(tensor.shape.numel() for tensor in model.layout.tensors) * dtype.itemsize
     for file in sorted({stored[name].file for name in names.values()}):
         shard = open_shard(directory / file)
         for name, in_file in names.items():
@@ -39,6 +41,8 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
                 continue
             if stored[in_file].file == file:
                 _fill(model, targets[name], shard.get_tensor(in_file))
+                done += targets[name].shape.numel() * dtype.itemsize
+                tell("reading weights", done, max(done, total), "bytes")
     return [tensor for tensor in model.layout.tensors if tensor.name not in names]
 
 

@@ -1,7 +1,8 @@
 """The arithmetic of a zeroth-order step on its elements, wherever they are (flat.py, packed.py, rows.py).
 
     update    u = c_0 z_0 + c_1 z_1 + ...  (in order);   w <- round(w - lr (u + wd w))     z at update_step
-    perturb   plus = w + eps z,   minus = w - eps z                                        z at step
+    perturb   plus = w + eps z, and beside it in the same pass                             z at step
+              minus = w - eps z, or w + eps z' of the next direction, or w itself, or nothing  (`beside`)
 
 All arithmetic is float32 in the order written, with no fused multiply-add (the launches switch that off), and one
 rounding at the end. Every pass takes it from here, so that an element gets the same bits in all of them.
@@ -20,13 +21,16 @@ from keyhole.ops.noise.index import check_index, int32, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, stochastic_round_reference
 
+BESIDE = ("minus", "next", "clean", "nothing")
+_MINUS, NEXT, _CLEAN = (tl.constexpr(1 + BESIDE.index(name)) for name in BESIDE[:3])
+
 
 @dataclass(frozen=True)
 class Flags:
     """What a kernel is compiled for."""
 
     Q: int  # directions of the update; 0: none
-    PERTURB: bool
+    PERTURB: int  # 0: not at all; else 1 + the place in BESIDE of what is written beside w + eps z
     GAUSSIAN: bool
     DECAY: bool
     STOCHASTIC: bool
@@ -49,6 +53,7 @@ class ZOStep:
     eps: float = 0.0
     step: int = 0  # the step whose noise the perturbation has, and the direction
     direction: int = 0
+    beside: str = "minus"  # what the second output of a perturbation is: one of BESIDE
 
     @property
     def directions(self) -> int:
@@ -58,7 +63,9 @@ class ZOStep:
     def check(self, n: int, device: torch.device) -> None:
         """Asserts that these settings fit n weights on this device."""
         steps = (self.update_step, self.step)
-        check_index(self.offset, n, self.seed, steps, max(self.directions, self.direction + 1), self.distribution)
+        drawn = self.direction + (2 if self.beside == "next" else 1)
+        check_index(self.offset, n, self.seed, steps, max(self.directions, drawn), self.distribution)
+        assert self.beside in BESIDE, self.beside
         assert self.rounding in ROUNDINGS, self.rounding
         check_scalars(device, torch.int64, self.changed)
         if (coef := self.coef) is not None:
@@ -72,7 +79,8 @@ class ZOStep:
     def flags(self, *, perturb: bool, stochastic: bool, pairs: bool = False) -> Flags:
         """The flags of a kernel for this step."""
         count, decay = self.coef is not None and self.changed is not None, float32(self.weight_decay) != 0
-        return Flags(self.directions, perturb, self.distribution == "gaussian", decay, stochastic, count, pairs)
+        kind = 1 + BESIDE.index(self.beside) if perturb else 0
+        return Flags(self.directions, kind, self.distribution == "gaussian", decay, stochastic, count, pairs)
 
     def numbers(self) -> tuple[int | float, ...]:
         """update_step, step, direction, k0, k1, eps, wd: what every kernel of this folder takes."""
@@ -119,19 +127,31 @@ def store_updated(w_ptr, mask, w, u, bits, lr, wd, changed, HOW: tl.constexpr, M
     return new_fp32, changed
 
 
-def perturb_reference(w: torch.Tensor, z: torch.Tensor, eps: float, plus: torch.Tensor, minus: torch.Tensor) -> None:
-    """plus <- w + eps z, minus <- w - eps z, rounded to nearest in their own dtype. z is used up."""
-    w_fp32, move = w.to(torch.float32), z.mul_(float32(eps))
+def perturb_reference(
+    w: torch.Tensor, draw: Callable[[int], torch.Tensor], how: ZOStep, plus: torch.Tensor, minus: torch.Tensor
+) -> None:
+    """plus <- w + eps z, minus <- what `beside` says, rounded to nearest in their own dtype. `draw(i)` makes z_i."""
+    w_fp32, move = w.to(torch.float32), draw(how.direction).mul_(float32(how.eps))
     plus.copy_(w_fp32 + move)
-    minus.copy_(w_fp32 - move)
+    if how.beside == "minus":
+        minus.copy_(w_fp32 - move)
+    elif how.beside == "next":
+        minus.copy_(w_fp32 + draw(how.direction + 1).mul_(float32(how.eps)))
+    elif how.beside == "clean":
+        minus.copy_(w_fp32)
 
 
 @jit()
-def store_perturbed(plus_ptr, minus_ptr, mask, w, z, eps, MASKED: tl.constexpr = True):
-    """Stores one vector of w + eps z and of w - eps z."""
+def store_perturbed(plus_ptr, minus_ptr, mask, w, z, z_next, eps, HOW: tl.constexpr, MASKED: tl.constexpr = True):
+    """Stores one vector of w + eps z, and beside it w - eps z, w + eps z_next, w or nothing."""
     w_fp32, move = w.to(tl.float32), eps * z
     store(plus_ptr, round_nearest(w_fp32 + move, plus_ptr.dtype.element_ty), mask, MASKED)
-    store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask, MASKED)
+    if HOW.PERTURB == _MINUS:
+        store(minus_ptr, round_nearest(w_fp32 - move, minus_ptr.dtype.element_ty), mask, MASKED)
+    elif HOW.PERTURB == NEXT:
+        store(minus_ptr, round_nearest(w_fp32 + eps * z_next, minus_ptr.dtype.element_ty), mask, MASKED)
+    elif HOW.PERTURB == _CLEAN:
+        store(minus_ptr, round_nearest(w_fp32, minus_ptr.dtype.element_ty), mask, MASKED)
 
 
 @jit()

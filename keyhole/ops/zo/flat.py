@@ -7,6 +7,9 @@ with the perturbation of step t:
     textbook MeZO (perturb, perturb back, restore, update)    4 x (2 read + 2 written) = 16, 4 draws of z
     fused                                                     2 read + 6 written = 8, 2 draws of z
 
+Two one-sided directions take one pass as well (`beside="next"`): the second output is w + eps z' of the next direction,
+for one more draw and no more bytes. An update reads and writes w once, however many directions it sums.
+
 A program owns 8192 elements of the index space: two tiles of noise, one of rounding bits. The programs at both ends
 are masked, so any offset and size work; the others take a branch without masks. Where the offset is a multiple of 8
 elements (and the tensors are 16-byte aligned), memory moves 4 elements at a time.
@@ -23,6 +26,7 @@ from keyhole.ops.noise.tiles import chunk_noise_reference, tile_noise
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits
 from keyhole.ops.rounding.pairs16 import counts_pairs, no_changes, widened
 from keyhole.ops.zo.element import (
+    NEXT,
     ZOStep,
     load,
     noise_words,
@@ -50,8 +54,8 @@ def zo_flat_reference_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.
                 how.changed.add_((new != w[part]).sum())
             w[part] = new
         if plus is not None:
-            z = draw(step=how.step, direction=how.direction)
-            perturb_reference(w[part], z, how.eps, plus[part], minus[part])
+            draw_move = partial(draw, step=how.step)
+            perturb_reference(w[part], lambda i, draw=draw_move: draw(direction=i), how, plus[part], minus[part])
 
 
 @jit()
@@ -92,12 +96,15 @@ def _noise_tile(
         x3, changed = store_updated(w_ptr + i3, m3, w3, u3, b >> 16, lr, wd, changed, HOW, MASKED)
     else:
         x0, x1, x2, x3 = widened(w0), widened(w1), widened(w2), widened(w3)
-    if HOW.PERTURB:
+    if HOW.PERTURB > 0:
         z0, z1, z2, z3 = tile_noise(tile, direction, key, HOW.GAUSSIAN)
-        store_perturbed(plus_ptr + i0, minus_ptr + i0, m0, x0, z0, eps, MASKED)
-        store_perturbed(plus_ptr + i1, minus_ptr + i1, m1, x1, z1, eps, MASKED)
-        store_perturbed(plus_ptr + i2, minus_ptr + i2, m2, x2, z2, eps, MASKED)
-        store_perturbed(plus_ptr + i3, minus_ptr + i3, m3, x3, z3, eps, MASKED)
+        n0, n1, n2, n3 = z0, z1, z2, z3
+        if HOW.PERTURB == NEXT:
+            n0, n1, n2, n3 = tile_noise(tile, direction + 1, key, HOW.GAUSSIAN)
+        store_perturbed(plus_ptr + i0, minus_ptr + i0, m0, x0, z0, n0, eps, HOW, MASKED)
+        store_perturbed(plus_ptr + i1, minus_ptr + i1, m1, x1, z1, n1, eps, HOW, MASKED)
+        store_perturbed(plus_ptr + i2, minus_ptr + i2, m2, x2, z2, n2, eps, HOW, MASKED)
+        store_perturbed(plus_ptr + i3, minus_ptr + i3, m3, x3, z3, n3, eps, HOW, MASKED)
     return changed
 
 
@@ -122,7 +129,7 @@ def _zo_kernel(
     noise = noise_words(update_step, step, direction, k0, k1)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     w_ptr += start
-    if HOW.PERTURB:
+    if HOW.PERTURB > 0:
         plus_ptr += start
         minus_ptr += start
     pointers = (w_ptr, plus_ptr, minus_ptr, coef_ptr)
@@ -140,7 +147,8 @@ def _parts(lead: int, n: int) -> list[tuple[slice, int]]:
 
 
 def zo_flat_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.Tensor | None, how: ZOStep) -> None:
-    """Updates w in place, then writes w + eps z to plus and w - eps z to minus if they are not None.
+    """Updates w in place, then writes w + eps z to plus and w - eps z (or what how.beside says) to minus, if they are
+    not None.
 
     w, plus, minus: flat; float32 | bfloat16 | float16, maybe different ones.
     """

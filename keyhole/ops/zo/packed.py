@@ -1,7 +1,7 @@
 """A zeroth-order step on weights in 8 bits (fp8.py), in one pass: unpack, update, pack, and perturb what was packed.
 
     update    w = unpacked;   x = w - lr (sum_i c_i z_i + wd w), in float32;   packed <- x, each group of 64 scaled anew
-    perturb   w = unpacked;   plus = w + eps z,   minus = w - eps z
+    perturb   w = unpacked;   plus = w + eps z,   minus = w - eps z, or what is wanted beside plus (element.py)
 
 The arithmetic is that of element.py and fp8.py, and so are the bits: the reference below is their ops, one after the
 other. What the kernel saves is memory. Bytes per element, with plus and minus in 16 bit:
@@ -32,7 +32,7 @@ from keyhole.ops.fp8 import (
 from keyhole.ops.noise.index import NUM_WARPS, ROWS, WIDTH, lanes, program_span, span
 from keyhole.ops.noise.tiles import tile_noise
 from keyhole.ops.rounding.bits import TILE, tile_bits, vector_bits
-from keyhole.ops.zo.element import ZOStep, noise_words, store_perturbed
+from keyhole.ops.zo.element import NEXT, ZOStep, noise_words, store_perturbed
 from keyhole.ops.zo.flat import direction_sum, zo_flat_
 
 REGISTERS = 128  # per thread: two programs share a multiprocessor, without spills
@@ -59,7 +59,7 @@ def zo_packed_reference_(
 
 
 @jit()
-def _vector(pointers, bounds, u, z, bits, rates, changed, V: tl.constexpr, HOW: tl.constexpr):
+def _vector(pointers, bounds, u, z, z_next, bits, rates, changed, V: tl.constexpr, HOW: tl.constexpr):
     """Vector V of a tile, of which the elements within bounds exist. Returns the counts of changes."""
     codes_ptr, scales_ptr, plus_ptr, minus_ptr = pointers
     lr, eps, wd = rates
@@ -83,8 +83,8 @@ def _vector(pointers, bounds, u, z, bits, rates, changed, V: tl.constexpr, HOW: 
         if HOW.COUNT:
             changed += ((stored != w) & here).to(tl.int32)
         w = stored
-    if HOW.PERTURB:
-        store_perturbed(plus_ptr + i, minus_ptr + i, here, w, z, eps)
+    if HOW.PERTURB > 0:
+        store_perturbed(plus_ptr + i, minus_ptr + i, here, w, z, z_next, eps, HOW)
     return changed
 
 
@@ -96,10 +96,13 @@ def _packed_tile(pointers, coef_ptr, tile, bounds, words, noise, rates, changed,
     z = u
     if HOW.Q > 0:
         u = direction_sum(coef_ptr, tile, update_key, HOW)
-    if HOW.PERTURB:
+    if HOW.PERTURB > 0:
         z = tile_noise(tile, direction, key, HOW.GAUSSIAN)
+    n = z
+    if HOW.PERTURB == NEXT:
+        n = tile_noise(tile, direction + 1, key, HOW.GAUSSIAN)
     for v in tl.static_range(4):
-        changed = _vector(pointers, bounds, u[v], z[v], vector_bits(words, V + v), rates, changed, V + v, HOW)
+        changed = _vector(pointers, bounds, u[v], z[v], n[v], vector_bits(words, V + v), rates, changed, V + v, HOW)
     return changed
 
 
@@ -111,7 +114,7 @@ def _packed_kernel(
     """One program: 8192 elements of the index space."""
     noise = noise_words(update_step, step, direction, k0, k1)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, _GROUP)
-    if HOW.PERTURB:
+    if HOW.PERTURB > 0:
         plus_ptr += start
         minus_ptr += start
     pointers = (packed_ptr + start, packed_ptr + n + start // _GROUP, plus_ptr, minus_ptr)

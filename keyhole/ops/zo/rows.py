@@ -20,7 +20,15 @@ from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.noise.tiles import noise_at, noise_at_reference
 from keyhole.ops.rounding.bits import bits_at, bits_at_reference
-from keyhole.ops.zo.element import ZOStep, noise_words, perturb_reference, store_perturbed, updated, updated_reference
+from keyhole.ops.zo.element import (
+    NEXT,
+    ZOStep,
+    noise_words,
+    perturb_reference,
+    store_perturbed,
+    updated,
+    updated_reference,
+)
 
 BLOCK = 512  # elements per program
 
@@ -39,7 +47,7 @@ def zo_rows_reference(
         stochastic = how.is_stochastic(rows_TH.dtype)
         bits = bits_at_reference(e_TH, seed=how.seed, step=how.update_step) if stochastic else None
         rows_TH = updated_reference(rows_TH, how, lambda i: draw(how.update_step, i), bits)
-    perturb_reference(rows_TH, draw(how.step, how.direction), how.eps, plus_TH, minus_TH)
+    perturb_reference(rows_TH, lambda i: draw(how.step, i), how, plus_TH, minus_TH)
 
 
 @jit(do_not_specialize=["offset", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
@@ -61,13 +69,17 @@ def _rows_kernel(
         if HOW.STOCHASTIC:
             bits = bits_at(e, update_key)
         w, _ = updated(w, u, bits, tl.load(coef_ptr), wd, HOW)
-    store_perturbed(plus_ptr + at, minus_ptr + at, mask, w, noise_at(e, direction, key, HOW.GAUSSIAN), eps)
+    z = noise_at(e, direction, key, HOW.GAUSSIAN)
+    z_next = z
+    if HOW.PERTURB == NEXT:
+        z_next = noise_at(e, direction + 1, key, HOW.GAUSSIAN)
+    store_perturbed(plus_ptr + at, minus_ptr + at, mask, w, z, z_next, eps, HOW)
 
 
 def zo_rows(
     rows_TH: torch.Tensor, row_ids_T: torch.Tensor, how: ZOStep, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(plus, minus) of gathered rows [T, H], in `dtype` (None: the rows').
+    """(plus, minus, or what how.beside says) of gathered rows [T, H], in `dtype` (None: the rows').
 
     rows_TH: rows row_ids_T of a table, as stored; how.offset: global index of the table's first element. The input is
     left as it is, and no changes are counted.

@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from keyhole.bench.snapshots.run import MODES, bench_snapshots
+from keyhole.bench.snapshots.report import none_of
+from keyhole.bench.snapshots.run import IN_MEMORY, MODES, STREAMED, bench_snapshots
 
 
 def test_runs_on_a_cpu(tmp_path: Path) -> None:
@@ -16,10 +17,14 @@ def test_runs_on_a_cpu(tmp_path: Path) -> None:
         ["1.3B", "2.7B"], out=tmp_path / "out", scratch=scratch, command="t", say=said.append, **how
     )
     found = json.loads(report.paths[0].read_text())
-    assert [row["mode"] for row in found["records"]] == [*MODES, "replay", *MODES]
+    assert [row["mode"] for row in found["records"]] == [*STREAMED, "replay", *IN_MEMORY, *MODES]
     background = next(row for row in found["records"] if row["mode"] == "background")
     assert background["steps"] == 6 and len(background["write_s"]) == 2
     assert background["copies_bytes"] <= background["pool_bytes"] <= background["weights_bytes"] // 2
     text = report.paths[1].read_text()
     assert "| torch.save " in text and "against none" in text and "5 steps in" in text
-    assert list(scratch.iterdir()) == [] and len(said) == 7
+    rows = {row["mode"]: row for row in found["records"] if row["model"] == "2.7B"}
+    none, saved = rows["textbook"], rows["textbook torch.save"]
+    assert none_of(saved, found["records"]) == none and saved["wall_s"] > saved["write_s"][0] > 0
+    assert none["weights_bytes"] == rows["none"]["weights_bytes"] and "against textbook" in text
+    assert list(scratch.iterdir()) == [] and len(said) == 11

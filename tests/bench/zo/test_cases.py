@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from keyhole.bench.zo.cases import SYSTEMS, Case, grouped, read_tables, select
+from keyhole.bench.shapes import SHAPES, fitting_blocks
+from keyhole.bench.zo.cases import SYSTEMS, Case, cut, for_models, grouped, read_tables, select
 from keyhole.bench.zo.floors import companion
 from keyhole.errors import UserError
+from keyhole.machine.sizes import GIB
 from keyhole.model.weights.format import CODECS, PLAIN
 
 TABLES = read_tables()
@@ -69,3 +71,32 @@ def test_selection_by_pattern_and_slip() -> None:
     assert all(case.model in ("13B", "175B") for table in chosen.values() for case in table.cases)
     with pytest.raises(UserError, match="gaint"):
         select(["gaint"], TABLES)
+
+
+def test_the_sizes_are_all_of_them() -> None:
+    """Every OPT in every dtype, by every system."""
+    cases = {(c.model, c.dtype, c.system) for c in TABLES["sizes"].cases}
+    assert cases == {(m, d, s) for m in SHAPES for d in ("fp32", "fp16", "bf16") for s in SYSTEMS}
+
+
+@pytest.mark.parametrize("table", ["ablation", "wire", "batches", "lengths"])
+def test_a_table_runs_on_other_models(table: str) -> None:
+    """The cases of the table once for each, and their floors with them; a slip is told."""
+    found = for_models(TABLES, ["2.7B", "BLOOM-176B"])[table].cases
+    assert len(found) == len(set(found)) == 2 * len(TABLES[table].cases)
+    assert {c.model for c in found} == {"2.7B", "BLOOM-176B"}
+    names = {c.name for c in found}
+    assert all(companion(c, "resident") in names for c in found if c.system == "streamed")
+    with pytest.raises(UserError, match="3B"):
+        for_models(TABLES, ["3B"])
+
+
+def test_a_model_is_cut_alike_for_all_its_cases() -> None:
+    """By the widest format that one of them keeps it in; small models and stated blocks stay, and the cut is said."""
+    tables = for_models({"wire": TABLES["wire"]}, ["1.3B", "66B"]) | {"giant": TABLES["giant"]}
+    found, said = cut(tables, 60 * GIB)
+    blocks = {(c.model, c.dtype): c.blocks for c in found["wire"].cases}
+    assert blocks["66B", "bf16"] == blocks["66B", "fp16"] == fitting_blocks("66B", 4, 60 * GIB)  # wire: fp32
+    assert blocks["1.3B", "bf16"] is None and {c.blocks for c in found["giant"].cases} == {4}
+    assert len({c.blocks for c in found["wire"].cases if c.model == "66B"}) == 1
+    assert len(said) == 2 and all(f"66B in {d}: " in line for d, line in zip(("bf16", "fp16"), said, strict=True))

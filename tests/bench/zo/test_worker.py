@@ -46,3 +46,20 @@ def test_refresh_brings_back_the_first_weights(wire: str | None) -> None:
     after = [x.clone() for _, x in worker.models.ready(case).named_tensors()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     worker.models.close()
+
+
+def test_the_textbook_loop_has_no_weights_but_its_own() -> None:
+    """What keyhole held them in is given back, the loop gets the first ones again, and a resident case loads anew."""
+    cases = {system: Case("13B", system, dtype="fp32") for system in ("resident", "textbook")}
+    worker = ZoWorker(lambda found: None, JOB)
+    first = worker.models.ready(cases["resident"])
+    as_loaded = [p.clone() for p in first.module.parameters()]
+    expected = worker.measure(cases["resident"])["losses"]
+    assert worker.models.ready(cases["textbook"]) is first
+    assert sum(home.untyped_storage().nbytes() for home in first.engine.homes) == 0
+    assert all(torch.equal(a, b) for a, b in zip(as_loaded, first.module.parameters(), strict=True))
+    losses = worker.measure(cases["textbook"])["losses"]
+    assert all(torch.isfinite(torch.tensor(losses))) and worker.models.ready(cases["textbook"]) is first
+    assert all(torch.equal(a, b) for a, b in zip(as_loaded, first.module.parameters(), strict=True))
+    assert worker.measure(cases["resident"])["losses"] == expected and worker.models.model is not first
+    worker.models.close()

@@ -46,6 +46,20 @@ def test_records_come_back_to_the_bit(tmp_path: Path, sync_every: int) -> None:
     assert (tmp_path / "journal").stat().st_size == len(journal.pack_header(HEADER)) + 5 * 60
 
 
+def test_memory_comes_back_in_version_2(tmp_path: Path) -> None:
+    """What an estimator remembers is part of a record; without it a file is what it was before there was any."""
+    path, header = tmp_path / "journal", replace(HEADER, memory=3)
+    records = [replace(record(step), memory=(1.5 * step, 0.0, -2.0)) for step in (1, 2)]
+    writer = Writer(path, create(path, header), 0)
+    for one in records:
+        writer.append(one)
+    writer.close()
+    found = read(path)
+    assert found.header == header and found.records == records and found.fault is None
+    versions = [journal.FRONT.unpack(journal.pack_header(h)[: journal.FRONT.size])[1] for h in (HEADER, header)]
+    assert versions == [1, 2] and b"memory" not in journal.pack_header(HEADER)
+
+
 def test_a_torn_tail_is_detected_at_every_length_and_cut(tmp_path: Path) -> None:
     """Whatever part of the last record reached the disk, the records before it are read, and appending goes on."""
     path = tmp_path / "journal"
@@ -126,7 +140,7 @@ def test_a_full_disk_leaves_no_half_record_and_loses_none(tmp_path: Path, monkey
 def packed(header: dict, length: int | None = None) -> bytes:
     """A header as a file has it, with a right checksum, whatever it says."""
     text = json.dumps(header).encode()
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text) if length is None else length) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text) if length is None else length) + text
     return front + journal.CRC.pack(zlib.crc32(front))
 
 
@@ -177,7 +191,7 @@ def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path) -> None:
             read(path)
     (tmp_path / "deep").write_bytes(b"")
     text = b"[" * 10**5
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text)) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text)) + text
     (tmp_path / "deep").write_bytes(front + journal.CRC.pack(zlib.crc32(front)))
     with pytest.raises(BadJournal, match="cannot be true"):
         read(tmp_path / "deep")

@@ -12,13 +12,14 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 import keyhole
-from keyhole.checkpoint.files import About, save_checkpoint, verify
+from keyhole.checkpoint.files import About, save_checkpoint
 from keyhole.checkpoint.snapshot import page_writer as hand
 from keyhole.checkpoint.snapshot import snapshot as snapshots
 from keyhole.checkpoint.snapshot.background import Background
 from keyhole.checkpoint.snapshot.copy_threads import CopyThreads
 from keyhole.checkpoint.snapshot.snapshot import Snapshot
 from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source
+from keyhole.checkpoint.state import verify
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
 

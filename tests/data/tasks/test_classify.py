@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from keyhole.data import DataSettings, load_data, preview_data
-from keyhole.data.run import load_tokenizer
+from keyhole.data.run import load_data, load_tokenizer, preview_data
+from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.classify import TextEncoder
 from keyhole.data.tasks.labels import Labels
 from keyhole.data.tasks.question import Question

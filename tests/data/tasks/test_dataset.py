@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from keyhole.data import DataSettings, load_data, load_tokenizer, preview_data
 from keyhole.data.loader import Loader
+from keyhole.data.run import load_data, load_tokenizer, preview_data
+from keyhole.data.settings import DataSettings
 from keyhole.errors import UserError
 
 

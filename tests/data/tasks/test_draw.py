@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.tasks.draw import Numbers, check_names, load_task
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.names import check_names
 from keyhole.errors import UserError
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import keyhole
-from keyhole.data import load_tokenizer
+from keyhole.data.run import load_tokenizer
 from keyhole.errors import UserError
 from keyhole.model.structure.tokenizer import read_tokenizer
 from tests.model.decoders import config

@@ -1,0 +1,61 @@
+"""The baseline of first-order tables: torch's own optimizer on the plain Hugging Face module.
+
+master=True is mixed precision as it is usually trained: the optimizer works on fp32 copies of 16-bit weights, whose
+gradients are converted one tensor at a time. Bytes per parameter of the state, with weights of b bytes:
+
+    SGD 0    SGD, master 4    AdamW 2 b    AdamW, master 12
+"""
+
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole.bench.gradient.trials import NATIVE
+from keyhole.methods.base import Method
+
+
+class Native(Method):
+    """The loop anyone would write, with Hugging Face's checkpointing."""
+
+    name = NATIVE
+
+    def __init__(
+        self,
+        model: keyhole.Model,
+        lr: float,
+        optimizer: str,
+        checkpointing: bool = True,
+        master: bool = False,
+        **options: Any,
+    ) -> None:
+        self.module, self.device = model.module, model.device
+        self.module.train()
+        if checkpointing:
+            self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        self.params = list(self.module.parameters())
+        self.masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.params] if master else []
+        self.optimizer = getattr(torch.optim, optimizer)(self.masters or self.params, lr=lr, **options)
+
+    def step(self, batch: dict[str, Any]) -> torch.Tensor:
+        loss = self.module(**{k: v.to(self.device) for k, v in batch.items()}, use_cache=False).loss
+        loss.backward()
+        if self.masters:
+            self._update_masters()
+        else:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    @torch.no_grad()
+    def _update_masters(self) -> None:
+        """One tensor after the other: the optimizer updates what has a gradient."""
+        for param, master in zip(self.params, self.masters, strict=True):
+            master.grad, param.grad = param.grad.float(), None
+            self.optimizer.step()
+            master.grad = None
+            param.copy_(master)
+
+    def state(self) -> list[torch.Tensor]:
+        kept = [value for state in self.optimizer.state.values() for value in state.values()]
+        return [*self.masters, *(value for value in kept if isinstance(value, torch.Tensor))]

@@ -1,0 +1,80 @@
+"""The two loops that checkpoints are timed in: training as keyhole does it, and MeZO's."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole.bench.zo.textbook import Textbook, take_weights
+from keyhole.checkpoint.journal import format as journal
+from keyhole.checkpoint.journal.writer import Writer
+from keyhole.training.metrics import QueuedStep, Recorder
+
+LR = 1e-7
+
+
+class Loop:
+    """Training as the trainer does it: records read a step late, the journal appended."""
+
+    def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
+        self.model, self.batch, self.scratch = model, batch, scratch
+        self.method = keyhole.ZO(model, LR)
+        self.step_count, self.seconds = 0, []
+        header = journal.Header("", 0, "", 0, 1, "gaussian", "stochastic", 1e-3, "", None, [], [], {}, {}, {})
+        self.journal = Writer(scratch / "journal", journal.create(scratch / "journal", header), 0)
+        device = model.device
+        self.recorder = Recorder(device, self._entry, print, lambda: None, self._note)
+
+    def _entry(self, entry: dict[str, Any]) -> None:
+        self.seconds.append(entry["seconds"])
+
+    def _note(self, record: QueuedStep, update: list[float]) -> None:
+        device = self.model.device.type
+        self.journal.append(journal.Record(record.step, 0, 0, record.step, 0.0, device, tuple(update)))
+
+    def step(self) -> None:
+        self.step_count += 1
+        loss = self.method.step(self.batch)
+        record = QueuedStep(self.step_count, loss, LR, 0.0, 0, "", {}, self.method.journal_update())
+        self.recorder.add(record)
+
+    def settle(self, step: int) -> bool:
+        if not self.journal.wait_for(step, 60.0):
+            return False
+        self.journal.sync()
+        return True
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The weights at home, with every update applied."""
+        self.method.flush()
+        return dict(self.model.named_tensors())
+
+    def wait(self) -> None:
+        self.recorder.drain()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+
+class TextbookLoop:
+    """MeZO's loop, which reads its losses in every step."""
+
+    def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
+        take_weights(model)
+        self.model, self.batch, self.scratch = model, batch, scratch
+        self.method = Textbook(model.module, LR)
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            self.method.step(self.batch)
+
+    def wait(self) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return self.model.module.state_dict()

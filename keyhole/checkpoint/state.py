@@ -1,0 +1,127 @@
+"""keyhole_state.json of a checkpoint: what it says, and whether every file beside it is whole.
+
+    step, position in the data, the method's scalars, all settings, versions,
+    size and CRC-32 of every file, and a CRC-32 of its own text
+
+It is read without torch, so that a run that may not go on is refused before torch is imported. The other files of a
+checkpoint, and how they are written: files.py.
+"""
+
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keyhole.disk.files import checksums, read_small
+from keyhole.disk.weights_hash import INDEX, OWN_NAME, stored_weights
+
+FORMAT = 1
+STATE = "keyhole_state.json"
+NAME = re.compile(r"checkpoint-(\d+)")
+STATE_BYTES = 256 * 2**20  # at most; LSP's and GaLore's scalars of a large model take a few megabytes
+MOST_STEPS = 2**32 - 1
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be trusted; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class State:
+    """keyhole_state.json. `config` is flat, by dotted key."""
+
+    step: int
+    loader: dict[str, Any]
+    method: dict[str, Any]
+    config: dict[str, Any]
+    versions: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+    format: int = FORMAT
+    run: str | None = None
+    base: str | None = None
+    selection: dict[str, Any] | None = None
+
+
+def _own_crc(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def dump(content: dict[str, Any]) -> str:
+    """The text of keyhole_state.json, with its own checksum."""
+    content = json.loads(json.dumps(content))  # as it will be read back
+    return json.dumps(content | {"crc32": _own_crc(content)}, indent=1) + "\n"
+
+
+def read_state(path: Path) -> State:
+    """The state of a checkpoint; Damaged when the file is missing, torn or changed."""
+    try:
+        content = json.loads(read_small(path / STATE, STATE_BYTES))
+        if content.pop("crc32") != _own_crc(content):
+            raise Damaged(f"{STATE} was changed (its checksum does not match)")
+        if content["format"] != FORMAT:
+            raise Damaged(f"{STATE} has format {content['format']}; this version reads {FORMAT}")
+        state = State(**content)
+        fault = _fault(state, path)
+    except FileNotFoundError:
+        raise Damaged(f"{STATE} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{STATE} cannot be read: {error}") from None
+    if fault is not None:
+        raise Damaged(f"{STATE} cannot be true: {fault}")
+    return state
+
+
+def _fault(state: State, path: Path) -> str | None:
+    """What no run could have written, though its checksum is right."""
+    name = NAME.fullmatch(path.name)
+    if type(state.step) is not int or not 0 <= state.step <= MOST_STEPS:
+        return f"step is {state.step!r}"
+    if name is not None and int(name[1]) != state.step:
+        return f"step is {state.step}, and the directory is called {path.name}"
+    for key in ("loader", "method", "config", "versions", "files"):
+        if not isinstance(getattr(state, key), dict):
+            return f"{key} is no table"
+    for key in ("run", "base"):
+        if not isinstance(getattr(state, key), str | None):
+            return f"{key} is {getattr(state, key)!r}"
+    if not _is_selection(state.selection):
+        return f"selection is {str(state.selection):.100}"
+    for file, about in state.files.items():
+        if Path(file).is_absolute() or ".." in Path(file).parts or file == STATE:
+            return f"files has {file!r}, which is no file of a checkpoint"
+        if type(about["bytes"]) is not int or not isinstance(about["crc32"], str):
+            return f"files has {about} for {file}"
+    if not any(OWN_NAME.fullmatch(file) for file in state.files):
+        return "files lists no weights"
+    loaded = {"config.json", *stored_weights(path)} | ({INDEX} if (path / INDEX).exists() else set())
+    return next((f"files does not list {file}" for file in sorted(loaded - state.files.keys())), None)
+
+
+def _is_selection(found: Any) -> bool:
+    """Pairs (step, number), and seconds; or nothing."""
+    if found is None:
+        return True
+    pairs, seconds = found["evaluations"], found["seconds"]
+    numbers = [number for pair in pairs for number in pair] + [seconds]
+    return all(len(pair) == 2 for pair in pairs) and all(type(number) in (int, float) for number in numbers)
+
+
+def verify(path: Path) -> State:
+    """The state of a checkpoint whose every file is there, whole and unchanged; Damaged otherwise."""
+    state = read_state(path)
+    try:
+        for name, expected in state.files.items():
+            if not (path / name).is_file():
+                raise Damaged(f"{name} is missing")
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                raise Damaged(f"{name} has {size} bytes, {expected['bytes']} were written")
+        sums = checksums([path / name for name in state.files])
+    except OSError as error:
+        raise Damaged(f"{error.filename} cannot be read: {error.strerror}") from None
+    for (name, expected), crc in zip(state.files.items(), sums, strict=True):
+        if crc != expected["crc32"]:
+            raise Damaged(f"{name} was changed (its checksum does not match)")
+    return state

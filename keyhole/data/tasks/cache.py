@@ -1,0 +1,83 @@
+"""The drawn questions of a task on disk, for the next run on the same files (setting `data_cache`).
+
+Drawing 1,500 questions reads all rows of the files first: which of them have a label decides what is drawn. An entry
+holds what was drawn, found by a hash of all that it depends on: the bytes of the files and of the task file, how many
+questions of each split, the seed, and the code of keyhole/data.
+
+    directory/<32 hex digits>.keyhole-task      JSON: split -> [about, [questions]]; BLAKE2b-128 of it
+
+Tasks that are read from the hub are not kept here: `datasets` has a cache of its own.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keyhole.data.settings import AUTO
+from keyhole.data.tasks.places import Split
+from keyhole.data.tasks.question import Question, Task
+from keyhole.data.tasks.spec import TaskSpec
+from keyhole.disk import user_cache
+from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_files
+from keyhole.errors import UserError
+
+SUFFIX = ".keyhole-task"
+LEAST_BYTES = 2**16  # what is smaller is read in no time
+PACKAGE = Path(__file__).parent.parent
+LISTS = ("candidates", "also", "references", "texts")
+
+Drawn = dict[str, Task]
+
+
+def kept(
+    asked: str | None, spec: TaskSpec, text: str, places: dict[str, Split], how: Any, draw: Callable[[], Drawn]
+) -> Drawn:
+    """What `draw` returns, read from the directory asked for (auto: the user's cache) or drawn and written there.
+    text: of the task file; how: whatever else the draw depends on, as JSON has it."""
+    names = sorted({name for place in places.values() for name in place.names})
+    directory = cache_directory("tasks") if asked == AUTO else None if asked is None else Path(asked)
+    if directory is None or not all(Path(name).is_file() for name in names):
+        return draw()
+    if asked == AUTO and sum(map(os.path.getsize, names)) < LEAST_BYTES:
+        return draw()
+    parts = [spec.name, text, how, {split: dataclasses.astuple(place) for split, place in places.items()}, names]
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16)
+    digest.update(digest_of_code(PACKAGE))
+    digest.update(digest_of_files(names))
+    path = directory / f"{digest.hexdigest()}{SUFFIX}"
+    found = _read(path, spec)
+    if found is None:
+        found = draw()
+        try:
+            user_cache.write_entry(path, [_packed(found)])
+            if asked == AUTO:
+                user_cache.trim(directory)
+        except OSError as error:
+            if asked != AUTO:
+                raise UserError(f"data_cache: cannot write to {directory}: {error.strerror or error}") from None
+    return found
+
+
+def _packed(drawn: Drawn) -> bytes:
+    about = {split: [task.about, [vars(question) for question in task.questions]] for split, task in drawn.items()}
+    return json.dumps(about).encode()
+
+
+def _read(path: Path, spec: TaskSpec) -> Drawn | None:
+    """The tasks of an entry; None where there is none that can be trusted."""
+    content = user_cache.read_entry(path)
+    try:
+        return None if content is None else {
+            split: Task(spec.name, [_question(fields) for fields in questions], spec, about)
+            for split, (about, questions) in json.loads(content).items()
+        }  # fmt: skip
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _question(fields: dict[str, Any]) -> Question:
+    return Question(**fields | {name: tuple(fields[name]) for name in LISTS})

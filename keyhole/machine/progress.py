@@ -1,0 +1,34 @@
+"""How far a long piece of work has come, told by who does it to who may be listening.
+
+    with listening(show):                                 # whoever has a screen
+        ...
+            tell("reading weights", done, total)          # whoever does the work, as often as it likes
+
+Without a listener `tell` costs a lookup. `total` may be a function, called only by a listener that shows it: counting
+the rows of a file costs a pass over it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Total = int | Callable[[], int | None] | None
+Listener = Callable[[str, int, Total, str], None]
+_listener: ContextVar[Listener | None] = ContextVar("keyhole_progress", default=None)
+
+
+def tell(what: str, done: int, total: Total = None, unit: str = "") -> None:
+    """Says that `done` of `total` are done. unit: "rows", or "bytes", which are shown as such."""
+    listener = _listener.get()
+    if listener is not None:
+        listener(what, done, total, unit)
+
+
+@contextmanager
+def listening(to: Listener) -> Iterator[None]:
+    """Inside, what is told goes to this listener."""
+    token = _listener.set(to)
+    try:
+        yield
+    finally:
+        _listener.reset(token)

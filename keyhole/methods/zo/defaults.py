@@ -1,0 +1,40 @@
+"""Names and defaults of the estimators, for whoever reads settings; imports no torch.
+
+A rate of `mezo` and `grzo` multiplies a projected gradient, whose size depends on the model. That of `fzoo` and `meazo`
+multiplies a number of size one: it is the movement of a weight per step, and alike for most models.
+"""
+
+from dataclasses import dataclass
+
+SEARCH_STEPS = 24  # of learning_rate: auto
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Of an estimator, where a setting is null."""
+
+    learning_rate: float
+    sane_rates: tuple[float, float]
+    directions: int = 1
+    eps: float = 1e-3
+    distribution: str = "gaussian"
+    one_sided: bool = False  # each direction costs one pass, beside a clean one; else two
+    splits: bool = False  # directions share the rows of a step
+    clips: bool = True  # zo.clip has a meaning
+    least: int = 1  # directions
+
+    def passes(self, directions: int) -> int:
+        """Forward passes that advance together, per micro-batch."""
+        return directions + 1 if self.one_sided else 2 * directions
+
+    def pairs(self, directions: int) -> int:
+        """Pairs of perturbed copies."""
+        return directions // 2 + 1 if self.one_sided else directions
+
+
+DEFAULTS = {
+    "mezo": Defaults(1e-6, (1e-8, 2e-5)),
+    "fzoo": Defaults(1e-4, (1e-6, 5e-3), directions=7, distribution="rademacher", one_sided=True, clips=False, least=2),
+    "grzo": Defaults(1e-6, (1e-8, 1e-4), directions=4, splits=True),
+    "meazo": Defaults(3e-5, (1e-6, 2e-3)),
+}

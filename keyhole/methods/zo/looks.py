@@ -1,0 +1,71 @@
+"""The looks of one step: where near w its loss is measured, and on which rows (estimators/base.py says what a look is).
+
+Passes are numbered look by look, and within a look batch by batch:
+
+    look 0          look 1          look 2 ...        pair 0 is looks 0 and 1, made in one pass over a unit's weights
+    0 .. m - 1      m .. 2 m - 1    2 m ..
+
+An estimator that splits has fewer, shorter batches in each look: the pieces of one part of the rows.
+
+Of the batches of each look, every rank has its share (keyhole/ranks), which may be none.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from keyhole.methods.zo.estimators.base import Estimator, Pair
+from keyhole.methods.zo.parts import split
+from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.model import Model
+from keyhole.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class Looks:
+    """The places near w at which a step measures its loss, and the batches that are measured at each of them."""
+
+    pairs: list[Pair]
+    batches: list[list[DeviceBatch]]  # by look, those of this rank
+    loss_count: int  # what the loss of the step is a mean of
+    counts: list[int]  # how many batches each look has, on all ranks
+
+    @property
+    def first(self) -> int:
+        """The number of the first pair that is visited: there a unit arrives."""
+        return self.visits[0][0]
+
+    @cached_property
+    def passes(self) -> list[DeviceBatch]:
+        """The batch of every pass."""
+        return [batch for batches in self.batches for batch in batches]
+
+    @cached_property
+    def visits(self) -> list[tuple[int, Pair, list[range]]]:
+        """(number, pair, passes at each of its looks) of the pairs that have any: with fewer rows than directions, the
+        last have none."""
+        found, counts, begin = [], iter(map(len, self.batches)), 0
+        for p, pair in enumerate(self.pairs):
+            passes = []
+            for _ in range(pair.looks):
+                count = next(counts)
+                passes.append(range(begin, begin + count))
+                begin += count
+            found.append((p, pair, passes))
+        return [visit for visit in found if visit[2][0]]
+
+
+def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
+    """Every look on all rows."""
+    sent = model.send(ranks.share(batches))
+    count = ranks.total(sum(batch.loss_count for batch in sent))
+    looks = sum(pair.looks for pair in pairs)
+    return Looks(pairs, [sent] * looks, count, [len(batches)] * looks)
+
+
+def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
+    """Each pair on its part of the rows."""
+    parts = split(batches, estimator.directions)
+    sent = [model.send(ranks.share(part)) for part in parts]
+    count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
+    counts = [len(part) for part in parts for _ in range(2)]
+    return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)

@@ -1,0 +1,125 @@
+"""learning_rate: auto. A rate from losses alone, measured in the first steps of a run, in which nothing moves.
+
+An update u = sum_i c_i z_i at the rate r changes the loss by -r G.u + r^2/2 u^T H u, to second order. On average over
+directions, with an independent estimate g' of each slope, that is
+
+    -r sum_i E[c_i g'_i] + r^2/2 sum_i E[c_i^2] h        h = E[z^T H z]
+
+which falls fastest at r = sum_i E[c_i g'_i] / (h sum_i E[c_i^2]); twice that rate gains nothing. Three numbers tell it
+for every estimator (Estimator.ideal_rate), each a mean over STEPS steps with a direction each:
+
+    signal       E[a b]         a, b: the slopes of the two halves of the step's rows along the same z. Their noises are
+                                independent, so the product is |G|^2 on average, however noisy a batch is
+    power        E[g^2]         g: the slope of the whole step; |G|^2 and the noise of the rows
+    curvature    sqrt(E[h^2])   h = (l(w + eps z) + l(w - eps z) - 2 l(w)) / eps^2, of each row by itself
+
+Why the curvature of single rows, and not that of their mean. On a task that is new to a model, rows that it gets right
+bend one way and rows that it gets wrong the other: noise in the weights makes it less sure of both. Their mean may be
+anything: for stories15M on SST-2 it is -1.5e4, by which any rate would do, and the run diverges at 3e-5. The size of a
+row's curvature, 1.25e5 there, tells how far a step may go until slopes are no longer what they were, and is the same
+from eps = 3e-4 to 3e-3.
+
+Cost: 3 forward passes in each of STEPS steps: w + eps z, w - eps z and w. Small noisy batches make `signal` the weakest
+number: its share of the power is taken to be at least LEAST_SHARE, and never above 1. Rounding in the losses adds to
+the curvature, which errs towards small rates. A gradient shrinks while a model learns and the noise of the rows does
+not, so the run takes CAUTION of what is fastest now.
+
+The sums are four numbers on the device. They are part of every record of the journal and of checkpoints: a run that is
+stopped in its search, or after it, goes on to the bit. The host reads them once, when the search ends.
+"""
+
+import math
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.zo.defaults import SEARCH_STEPS as STEPS
+from keyhole.methods.zo.estimators.base import Estimator, Pair
+from keyhole.methods.zo.parts import sample_count, split
+from keyhole.model.batch import Batch, DeviceBatch, loss_rows
+
+CAUTION, LEAST_SHARE = 0.3, 0.1
+
+
+class RateSearch:
+    """The search of one run; found: the rate, once it is known."""
+
+    remembers = 4  # steps, and sums of a b, g^2, h^2
+    pairs = [Pair(0), Pair(0, "nothing", 0.0)]
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimator, self.taken = estimator, 0
+        self.found: float | None = None
+        self.why = ""
+        self.lines: list[str] = []
+
+    def halves(self, batches: list[Batch]) -> list[Batch]:
+        """The rows of a step in two halves, one after the other."""
+        if sum(map(sample_count, batches)) < 2:
+            raise UserError(
+                "learning_rate: auto compares two halves of a step's rows, and this step has one; raise batch_size or "
+                "gradient_accumulation_steps, or set a number"
+            )
+        first, second = split(batches, 2)
+        self.first_pieces = len(first)
+        return first + second
+
+    def measure(
+        self, nll: list[torch.Tensor], batches: list[DeviceBatch], tally: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(mean losses of the three looks, the sums with this step in them). nll: of the passes, look by look."""
+        eps, pieces = self.estimator.eps, len(batches)
+        looks = [nll[i : i + pieces] for i in range(0, len(nll), pieces)]
+        rows = [[loss_rows(x, b) for x, b in zip(look, batches, strict=True)] for look in looks]
+        halves = []
+        for part in (slice(None, self.first_pieces), slice(self.first_pieces, None)):
+            count = max(1, sum(b.loss_count for b in batches[part]))
+            plus, minus, _ = (torch.cat(look[part]).sum() for look in rows)
+            halves.append((plus - minus) / (2 * eps * count))
+        plus_R, minus_R, clean_R = (torch.cat(look) for look in rows)
+        count = max(1, sum(b.loss_count for b in batches))
+        losses = torch.stack([plus_R.sum(), minus_R.sum(), clean_R.sum()]) / count
+        g = (losses[0] - losses[1]) / (2 * eps)
+        of_row = plus_R.numel() / count  # a row's share of a mean over tokens is its sum over the tokens of a row
+        h_R = (plus_R + minus_R - 2 * clean_R) / eps**2 * of_row
+        return losses, tally + torch.stack([torch.ones_like(g), halves[0] * halves[1], g * g, h_R.square().mean()])
+
+    def note(self, tally: torch.Tensor) -> None:
+        """A step of the search was made. The last one reads the sums (steps with a loss that was not finite are not in
+        them, and are made up for)."""
+        self.taken += 1
+        if self.taken >= STEPS:
+            self.read(tally)
+            if self.found is not None:
+                self.lines = [f"learning rate: {self.found:.2e}, found in {STEPS} steps: {self.why}"]
+
+    def read(self, tally: torch.Tensor) -> None:
+        """Takes the sums as they are, of this run or of one that it goes on from."""
+        steps, *sums = tally.tolist()
+        self.taken = int(steps)
+        if self.taken >= STEPS:
+            self.found, self.why = chosen_rate(self.estimator, *(total / steps for total in sums))
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        if self.found is not None:
+            return [f"learning rate: {self.found:.2e}, as found by this run: {self.why}"]
+        left = STEPS - self.taken
+        return [f"learning rate: found in the first {left} steps from losses alone (3 passes each; nothing moves)"]
+
+    def news(self) -> list[str]:
+        """What was found in the last step, told once."""
+        told, self.lines = self.lines, []
+        return told
+
+
+def chosen_rate(estimator: Estimator, product: float, square: float, bend: float) -> tuple[float, str]:
+    """(rate, why), from the means of a b, g^2 and h^2."""
+    power, curvature = max(square, 1e-30), math.sqrt(max(bend, 1e-30))
+    share = min(max(product / power, LEAST_SHARE), 1.0)
+    rate = CAUTION * estimator.ideal_rate(share * power, power, curvature)
+    why = (
+        f"slope {math.sqrt(power):.3g}, of whose square {share:.0%} is shared by both halves of the rows; curvature "
+        f"of a row {curvature:.3g}; {CAUTION:g} of the rate at which the loss falls fastest"
+    )
+    return rate, why

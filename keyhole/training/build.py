@@ -1,0 +1,326 @@
+"""What a run is built of, once nothing is left to refuse without torch (start.py): data, model, method, journal, loop.
+
+    data -> model, method -> start block -> directory -> journal -> loop
+
+Everything is checked before anything is written, and cheap checks come first. The config is read here and nowhere
+below: each part gets the few values that it needs.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers.modeling_utils  # noqa: F401  every model needs it: counted with the imports
+
+from keyhole.checkpoint import select
+from keyhole.checkpoint.files import About, method_state
+from keyhole.checkpoint.journal.replay import apply_records
+from keyhole.checkpoint.journal.resume_point import Origin
+from keyhole.config import TrainConfig, to_yaml
+from keyhole.data.loader import EvalBatches, Loader
+from keyhole.data.padding import longest_row
+from keyhole.data.run import Data, load_data
+from keyhole.errors import UserError
+from keyhole.loading import choose_device, load
+from keyhole.machine.probe import environment, versions
+from keyhole.methods import METHODS
+from keyhole.methods.base import AUTO_RATE, Method, Shared, Workload
+from keyhole.model.classification import name_labels
+from keyhole.model.model import Model
+from keyhole.model.structure.added_loss import check_loss
+from keyhole.model.structure.skeleton import build, read_config
+from keyhole.model.weights.format import Wire
+from keyhole.model.weights.read import check_weights
+from keyhole.model.weights.save import add_end_tokens
+from keyhole.model.weights.save_parts import check_names
+from keyhole.plan.dtype import AUTO, choose_dtype
+from keyhole.plan.placement import place
+from keyhole.ranks import Ranks
+from keyhole.training import rundir, start_block, tracker
+from keyhole.training.display import Display
+from keyhole.training.follow import Follower
+from keyhole.training.journaling import Journaling, open_journal
+from keyhole.training.lock import Lock
+from keyhole.training.loop import Run
+from keyhole.training.metrics import MetricsFile
+from keyhole.training.reports import Reports
+from keyhole.training.resume import flat_config
+from keyhole.training.saving import Saver, SaveSettings
+from keyhole.training.schedule import Schedule
+from keyhole.training.selection import Selection, SelectionSettings
+from keyhole.training.start import Parts, Request
+from keyhole.training.validation import Judge
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known before the model is loaded."""
+
+    config: TrainConfig
+    directory: rundir.RunDir
+    origin: Origin
+    notes: list[str]
+    data: Data
+    schedule: Schedule
+    display: Display
+    run_id: str | None
+    parts: Parts
+    judge: Judge
+    base: Callable[[], str | None]
+
+    def lines(self) -> list[str]:
+        steps_per_epoch = self.data.train.steps_per_epoch
+        return start_block.plan_lines(self.config, self.origin.step, self.schedule, steps_per_epoch)
+
+
+def find_job(request: Request) -> Job:
+    """Reads and checks the data. Writes nothing: whoever made a mistake hears of it in seconds."""
+    config, origin, parts = request.config, request.origin, request.parts
+    with parts.waiting.phase("reading data"):
+        data = (parts.load_data or load_data)(request.settings)
+    same_everywhere(parts.ranks, config, data)
+    judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
+    judge.check()
+    chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
+    judge.check_choice(config.metric_for_best_model, chooses, bool(data.eval), bool(data.labels))
+    if origin.state is not None:
+        data.train.load_state_dict(origin.loader)
+    total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
+    rate, warmup = config.learning_rate, config.warmup_ratio
+    peak = 1.0 if rate == AUTO_RATE else rate  # of a rate that is found, the schedule is a factor
+    schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio)
+    goes_on = origin.state is not None and not origin.elsewhere
+    run_id = origin.state.run if goes_on else rundir.new_run_id()
+    display = parts.display(total, config.logging_steps)
+    where = {"directory": request.directory, "origin": origin, "notes": request.notes, "base": request.base}
+    made = {"data": data, "schedule": schedule, "display": display, "judge": judge}
+    return Job(config=config, run_id=run_id, parts=parts, **where, **made)
+
+
+def dry_run(job: Job) -> int:
+    """Says what would run; returns the exit code."""
+    config = job.config
+    lines = [*dry_lines(config, job.origin.choice, job.data), job.data.report, job.lines(), job.notes]
+    lines.append(["dry run: nothing was written"])
+    job.display.lines(start_block.block(config.method, config.model, lines))
+    return 0
+
+
+def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
+    """max_steps, or the steps of so many passes over the data, rounded up as Hugging Face does."""
+    return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
+
+
+def same_everywhere(ranks: Ranks, config: TrainConfig, data: Data) -> None:
+    """Refuses ranks that would train on something else than the leader."""
+    if not ranks.several:
+        return
+    ranks.set_limit(config.rank_timeout)
+    everyone = ranks.objects((to_yaml(replace(config, data_cache=None)), data.train.fingerprint))
+    for rank, (its_config, its_data) in enumerate(everyone):
+        what = "the config" if its_config != everyone[0][0] else "train_data" if its_data != everyone[0][1] else None
+        if what is not None:
+            raise UserError(f"rank {rank}: {what} differs from that of rank 0; the files must be the same everywhere")
+
+
+def build_run(job: Job, lock: Lock) -> Run | Follower:
+    """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
+    torch.manual_seed(job.config.seed)
+    with ExitStack() as opened:  # what is closed again when something below fails
+        with job.parts.waiting.phase("loading the model"):
+            model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load, job.parts.ranks)
+        opened.callback(model.close)
+        run = _build(job, lock, model, opened)
+        opened.pop_all()
+    return run
+
+
+def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follower:
+    config, origin, data, ranks = job.config, job.origin, job.data, job.parts.ranks
+    if config.packing:
+        model.check_packing(config.max_length)
+    add_end_tokens(model.module, data.end_token_ids)
+    if data.labels:
+        name_labels(model.config, data.labels, data.train.dataset.pad_token_id)
+    if data.chat_template is not None:
+        model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
+    with job.parts.waiting.phase("making the method"):
+        method = make_method(model, config, origin)
+    ranks_lines = ranks.describe(model.device)
+    check_names(model)
+    if not ranks.is_leader:
+        if origin.tail:
+            apply_records(method, origin.tail, job.display.line)
+        shared = {"data": data, "schedule": job.schedule, "first": origin.step, "judge": job.judge}
+        return Follower(root=job.directory.root, model=model, method=method, **shared)
+    with job.parts.waiting.phase("hashing the weights"):
+        base = job.base() if origin.state is None else origin.base
+    about = About(0, {}, flat_config(config), versions(), job.run_id, base)
+    # homes that ranks share, or keep parts of, stand still for a save
+    behind = config.background_save and not model.engine.shared and not model.sharded
+    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
+    saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
+    machine = start_block.machine_lines(config.device, model, method)
+    groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
+    groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
+    job.display.lines(start_block.block(config.method, config.model, groups))
+    saver.refuse_full_disk()
+    rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
+    job.display.log_to(job.directory.log)
+    with rundir.writing_to(job.directory.root):
+        select.rename_damaged(origin.choice.damaged)
+    saver.went_on_from(origin.choice.path, origin.step)
+    if origin.tail:
+        seconds = apply_records(method, origin.tail, job.display.line)
+        job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
+    with rundir.writing_to(job.directory.root):
+        reports = _reports(job)
+        opened.callback(reports.close)
+        journal = _journal(job, method, about)
+        opened.callback(journal.close)
+    saver.flush_journal = journal.flush_up_to
+    return Run(
+        directory=job.directory,
+        display=job.display,
+        reports=reports,
+        data=data,
+        schedule=job.schedule,
+        first=origin.step,
+        here=not origin.elsewhere,
+        eval_steps=config.eval_steps,
+        model=model,
+        method=method,
+        saver=saver,
+        journal=journal,
+        selection=_selection(config, origin, reports, job.judge.metric),
+        judge=job.judge,
+    )
+
+
+def load_model(
+    config: TrainConfig,
+    choice: select.Choice,
+    data: Data,
+    load: Callable[..., Model] = load,
+    ranks: Ranks | None = None,
+) -> Model:
+    """The weights of the checkpoint, or of the model the config names, placed as the config says."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of a run before this one
+    where: dict[str, Any] = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    if ranks is not None and ranks.several:
+        where |= {"device": ranks.device(config.device), "ranks": ranks}
+    source = weights_source(config, choice)
+    how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
+    how |= _head(config, data)
+    how["adapter"] = source == config.model  # of a checkpoint, adapters are in the method's state
+    return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
+
+
+def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
+    """The head that the config asks for, as loading a model takes it."""
+    return {} if config.head is None else {"head": config.head, "num_labels": len(data.labels)}
+
+
+def weights_source(config: TrainConfig, choice: select.Choice) -> str:
+    """Where the weights come from: the checkpoint to go on from, or the model that the config names."""
+    original = choice.path is None or METHODS[config.method].keeps_base
+    return config.model if original else str(choice.path)
+
+
+def make_method(model: Model, config: TrainConfig, origin: Origin) -> Method:
+    """The method on the model, with the state of the checkpoint."""
+    row = METHODS[config.method]
+    shared = Shared(**{each.name: getattr(config, each.name) for each in fields(Shared)})
+    method = row.load().make(model, shared, getattr(config, row.section))
+    if origin.choice.state is not None:
+        path = origin.choice.path
+        try:
+            method.load_state_dict(method_state(path, origin.choice.state))
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OSError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"--resume: the optimizer's state in {path} does not fit this run: {said}") from error
+    return method
+
+
+def workload(config: TrainConfig, data: Data) -> Workload:
+    """What will run, for the memory plan: passes over the largest micro-batch that the data can make."""
+    row = METHODS[config.method]
+    own = getattr(config, row.section)
+    tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
+    searches = config.learning_rate == AUTO_RATE
+    passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches)
+
+
+def _tokens(batches: Loader | EvalBatches) -> int:
+    """Tokens of the largest micro-batch, padding included."""
+    width = batches.padding.width(longest_row(batches.dataset))
+    return batches.dataset.most_samples(batches.batch_size) * width
+
+
+def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[list[str]]:
+    """The lines of the start block about model and machine, from the model's config and the headers of its weight
+    files; no weight is read, and nothing is downloaded."""
+    source = weights_source(config, choice)
+    hf_config, device = read_config(source, **_head(config, data)), choose_device(config.device)
+    check_loss(hf_config)
+    chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
+    module = build(hf_config, chosen.dtype)
+    formats = Wire(chosen.dtype, config.wire)
+    layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
+    where = [start_block.device_line(config.device, device), str(chosen)]
+    weights = "weights: on the hub, not checked"
+    if Path(source).is_dir():
+        weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
+    model = [*start_block.model_lines(module, layout, chosen.dtype), weights]
+    return [model, [*where, *placed.reasons, start_block.kernels()]]
+
+
+def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: str | None) -> Selection:
+    """What a run of this directory has evaluated so far. metric: of its tasks."""
+    settings = SelectionSettings(
+        best=config.load_best_model_at_end,
+        metric=config.metric_for_best_model or metric or "loss",
+        greater=config.greater_is_better,
+        patience=config.early_stopping_patience,
+        minutes=config.max_minutes,
+    )
+    made = Selection(settings, None if origin.choice.state is None else origin.choice.state.selection)
+    made.add_before(reports.metrics.kept, 0 if origin.choice.state is None else origin.choice.state.step)
+    return made
+
+
+def _reports(job: Job) -> Reports:
+    """The files and lines that tell of the run."""
+    config, directory, first = job.config, job.directory, job.origin.step
+    track = tracker.tracker(config.report_to, directory.run, first)
+    title = start_block.title(config.method, config.model)
+    return Reports(MetricsFile(directory.metrics, first), track, job.display, directory.curve, title)
+
+
+def _journal(job: Job, method: Method, about: About) -> Journaling:
+    """The journal of this run, new or continued; empty for methods that have none."""
+    config, origin = job.config, job.origin
+    if not METHODS[config.method].journaled:
+        return Journaling(None, None, job.display.line)
+    return open_journal(
+        method,
+        origin,
+        job.directory.journal,
+        source=config.model if origin.choice.path is None else str(origin.choice.path),
+        wire=config.wire,
+        data=job.data,
+        config=about.config,
+        versions=about.versions,
+        run=about.run,
+        base=about.base if origin.choice.path is None else None,
+        sync_every=config.journal_sync,
+        say=job.display.line,
+    )

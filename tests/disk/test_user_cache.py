@@ -1,0 +1,66 @@
+"""Files that the next run starts from: whole, trusted only if they are, and bounded."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from keyhole.disk.user_cache import cache_directory, digest_of_files, read_entry, trim, write_entry
+
+
+def test_an_entry_comes_back_and_a_changed_one_does_not(tmp_path: Path) -> None:
+    """One bit is enough; so is a byte less. No temporary file stays."""
+    path = tmp_path / "deep" / "entry"
+    write_entry(path, [b"hello ", memoryview(b"world")])
+    assert read_entry(path) == b"hello world" and os.listdir(path.parent) == ["entry"]
+    content = path.read_bytes()
+    for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], b""):
+        path.write_bytes(damaged)
+        assert read_entry(path) is None
+    assert read_entry(tmp_path / "absent") is None
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    """A process that is stopped in the middle leaves no entry, and its temporary file goes with it."""
+
+    def parts():
+        yield b"half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_entry(tmp_path / "entry", parts())
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_least_recently_used_go_first(tmp_path: Path) -> None:
+    """Reading counts as use."""
+    for i, name in enumerate("abc"):
+        write_entry(tmp_path / name, [b"x" * 84])  # 100 bytes with its hash
+        os.utime(tmp_path / name, ns=(i, i))
+    assert read_entry(tmp_path / "a") is not None
+    trim(tmp_path, 250)
+    assert sorted(os.listdir(tmp_path)) == ["a", "c"]
+    trim(tmp_path / "absent", 0)
+
+
+def test_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own variable, then the desktop's, then the home directory; a relative path is no place."""
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("KEYHOLE_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_directory("data") == Path("/home/me/.cache/keyhole/data")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_directory("data") == Path("/x/keyhole/data")
+    monkeypatch.setenv("KEYHOLE_CACHE", "/y")
+    assert cache_directory("data") == Path("/y/data")
+    monkeypatch.setenv("KEYHOLE_CACHE", "y")
+    assert cache_directory("data") is None
+
+
+def test_a_digest_tells_files_apart(tmp_path: Path) -> None:
+    """Two files are not the one that holds both."""
+    for name, text in (("a", "ab"), ("b", "c"), ("ab", "abc")):
+        (tmp_path / name).write_text(text)
+    paths = {name: tmp_path / name for name in ("a", "b", "ab")}
+    assert digest_of_files([paths["a"], paths["b"]]) != digest_of_files([paths["ab"]])
+    assert digest_of_files([paths["a"], paths["b"]]) != digest_of_files([paths["b"], paths["a"]])

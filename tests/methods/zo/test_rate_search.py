@@ -1,0 +1,84 @@
+"""The rate that losses alone tell: known surfaces give the known answer."""
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.zo.defaults import DEFAULTS, SEARCH_STEPS
+from keyhole.methods.zo.estimators import ESTIMATORS
+from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate
+from keyhole.model.batch import loss_rows, to_device
+from keyhole.model.objective import loss_sum
+from tests.methods.zo.loops import EPS, equal, load, weights
+from tests.model.decoders import batch
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_the_ideal_rate_falls_fastest(name: str) -> None:
+    """On a quadratic bowl, a step at the ideal rate lowers the loss more, on average, than at a third or thrice it."""
+    d, q, eps, trials = 400, 7, 1e-4, 300
+    estimator, generator = ESTIMATORS[name](q, eps), torch.Generator().manual_seed(0)
+    w = torch.randn(d, generator=generator, dtype=torch.float64)
+    power, curvature = float(w @ w), float(d)  # of slopes along z, and of z^T H z with H = 1
+    best = estimator.ideal_rate(power, power, curvature)
+    falls = dict.fromkeys((best / 3, best, best * 3), 0.0)
+    for _ in range(trials):
+        z = torch.randn(q, d, generator=generator, dtype=torch.float64)
+        if name == "fzoo":
+            z = z.sign()
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return x @ x / 2
+
+        looks = []
+        for pair in estimator.pairs:
+            looks.append(loss(w + eps * z[pair.direction]))
+            if pair.beside == "minus":
+                looks.append(loss(w - eps * z[pair.direction]))
+            elif pair.beside == "next":
+                looks.append(loss(w + eps * z[pair.direction + 1]))
+            elif pair.beside == "clean":
+                looks.append(loss(w))
+        measured = torch.stack(looks) / (q if estimator.splits else 1)
+        memory = torch.tensor([power, 1.0], dtype=torch.float64)[: estimator.remembers]
+        c = estimator.estimate(measured, memory).coefficients
+        for rate in falls:
+            falls[rate] += float(loss(w) - loss(w - rate * (c @ z))) / trials
+    assert falls[best] > falls[best / 3] > 0 and falls[best] > falls[best * 3]
+
+
+def test_noise_lowers_the_rate_to_a_floor() -> None:
+    """Where halves disagree the signal is small, but never taken for nothing; agreement above 1 is chance."""
+    estimator = ESTIMATORS["mezo"](1, 1e-3)
+    rates = [chosen_rate(estimator, product, 4.0, 100.0)[0] for product in (8.0, 4.0, 2.0, -3.0)]
+    expected = [CAUTION * share / 10 for share in (1.0, 1.0, 0.5, LEAST_SHARE)]
+    assert rates == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("candidates", [False, True])
+def test_losses_of_rows_add_up(candidates: bool) -> None:
+    """To the loss of the batch."""
+    whole = dict(batch(rows=4))
+    if candidates:
+        whole |= {"question": torch.tensor([0, 0, 1, 1]), "answer": torch.tensor([1, 0, 0, 1])}
+    sent = to_device(whole, torch.device("cpu"))
+    nll_N = torch.rand(sent.token_count, generator=torch.Generator().manual_seed(0))
+    rows = loss_rows(nll_N, sent)
+    assert rows.shape == (2 if candidates else 4,)
+    torch.testing.assert_close(rows.sum(), loss_sum(nll_N, sent.candidates))
+
+
+@pytest.mark.parametrize("estimator", DEFAULTS)
+def test_nothing_moves_until_a_rate_is_found_by_which_it_learns(estimator: str) -> None:
+    """With every estimator: weights are still for the whole search, and then the loss of the batch falls."""
+    model, half = load(), batch(rows=4)
+    one = {name: torch.cat([x, x]) for name, x in half.items()}  # halves that agree: what is learnt is this batch
+    before = weights(model)
+    opt = keyhole.ZO(model, "auto", estimator=estimator, eps=EPS, weight_decay=0.1)
+    for _ in range(SEARCH_STEPS):
+        assert opt.rate == 0.0
+        opt.step(one)
+    opt.flush()
+    assert equal(before, weights(model)) and opt.rate > 0 and len(opt.news()) == 1 and not opt.news()
+    losses = [float(opt.step(one)) for _ in range(40)]
+    assert sum(losses[-5:]) < sum(losses[:5])
