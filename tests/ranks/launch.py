@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.training.children import server
@@ -88,6 +89,7 @@ def _live(target: Callable[..., Any], args: tuple, env: dict[str, str], writer: 
     writer.close()
     sys.stdout, sys.stderr = (open(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))
     os.environ.update(env)
+    torch.backends.mkldnn.enabled = False
     code = target(*args)
     sys.stdout.flush()
     sys.exit(code)

@@ -18,13 +18,12 @@ RANK_TIMEOUT_S = 5.0
 MOST_S = 30.0  # from a kill to the end of all ranks, on a busy machine
 
 
-def killed(make: Make, tmp_path: Path, kills: int, seed: int) -> None:
-    """One run, killed so many times, at any instant from the start of its processes on."""
+def killed(make: Make, tmp_path: Path, kills: int, seed: int, life_s: float = 4.0) -> None:
+    """One run, killed so many times, at any instant of the first life_s seconds of its processes, and later each time."""
     rng, done = random.Random(seed), 0
     settings = ZO | {"max_steps": 12, "batch_size": 1, "save_steps": 3, "placement": "stream", "dtype": "bfloat16"}
     alone, config = (make(name, **settings, rank_timeout=RANK_TIMEOUT_S) for name in ("alone", "killed"))
     assert train_alone(alone) == 0
-    life_s = 4.0
     while done < kills:
         size = rng.choice((2, 4))
         launch = Launch(size, train, [written(tmp_path, config), "--resume"])
@@ -48,7 +47,7 @@ def killed(make: Make, tmp_path: Path, kills: int, seed: int) -> None:
 
 @pytest.mark.slow
 def test_two_kills(make: Make, tmp_path: Path) -> None:
-    killed(make, tmp_path, kills=2, seed=0)
+    killed(make, tmp_path, kills=2, seed=0, life_s=2.0)
 
 
 @pytest.mark.kills

@@ -3,10 +3,12 @@
 import ast
 from pathlib import Path
 
+import pytest
 import torch
 
 import keyhole
-from keyhole.ranks import Ranks
+from keyhole.errors import UserError
+from keyhole.ranks import Ranks, join
 from tests.training.children import server
 from tests.training.runs import Make
 
@@ -60,3 +62,22 @@ def test_a_run_in_one_process_does_not_load_the_group(make: Make) -> None:
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+def test_who_this_process_is_comes_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without all of them, or with one process, nothing is joined; other verbs than train are refused; nonsense is
+    said."""
+    for name in join.NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert join.size() == 1 and not join.follows()
+    with join.joined() as ranks:
+        assert type(ranks) is Ranks
+    for name, value in zip(join.NEEDED, ("1", "4", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert join.size() == 4 and join.follows()
+    with pytest.raises(UserError, match="keyhole eval runs in one process: start it without torchrun"):
+        join.refuse_several("keyhole eval")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(UserError, match="WORLD_SIZE=many"):
+        join.size()

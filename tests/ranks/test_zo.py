@@ -13,7 +13,7 @@ from tests.ranks.workers import write_zo_results, zo_results
 @pytest.mark.slow
 def test_two_ranks_have_the_bits_of_one_on_twelve_families(tmp_path: Path) -> None:
     """Three micro-batches of different sizes over two ranks, streamed: losses and weights of both ranks are those of
-    one process with resident weights."""
+    one process with resident weights; of every estimator, and of a search for a rate, too."""
     launch = Launch(2, write_zo_results, tmp_path)
     torch.set_num_threads(1)
     alone = zo_results(Ranks())

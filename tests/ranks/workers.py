@@ -12,6 +12,7 @@ from keyhole.data.tasks.question import Question
 from keyhole.eval.generate import generate_answers
 from keyhole.eval.rows import score_rows
 from keyhole.methods.zo import update
+from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
 from tests.model.decoders import TWELVE, batch, config
@@ -29,15 +30,18 @@ def zo_results(ranks: Ranks) -> dict[str, Any]:
     """Losses and weights after two steps of zo, of every family: resident in one process, streamed on several ranks, in
     single matrices through a poisoned slot, with write-backs every second step."""
     found: dict[str, Any] = {}
-    for name in TWELVE:
+    cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in TWELVE}
+    cases |= {estimator: ("llama", {"estimator": estimator}) for estimator in DEFAULTS}
+    cases |= {"searched": ("llama", {"lr": "auto"})}
+    for case, (name, settings) in cases.items():
         model = keyhole.load(config(name), init="random", device="cpu", dtype="float32")
         if ranks.several:
             model = streamed(model, max_unit_numel=1, slot_count=1, chaos=random.Random(ranks.rank))
             model.ranks = ranks
-        method = keyhole.ZO(model, LR, write_back_every=2 if ranks.several else None)
+        method = keyhole.ZO(model, **{"lr": LR} | settings, write_back_every=2 if ranks.several else None)
         losses = [method.step(micro_batches(step)) for step in range(STEPS)]
         method.flush()
-        found[name] = {"losses": torch.stack(losses), **{n: t.clone() for n, t in model.named_tensors()}}
+        found[case] = {"losses": torch.stack(losses), **{n: t.clone() for n, t in model.named_tensors()}}
         model.close()
     return found
 
