@@ -19,7 +19,7 @@ MOST_S = 30.0  # from a kill to the end of all ranks, on a busy machine
 
 
 def killed(make: Make, tmp_path: Path, kills: int, seed: int, life_s: float = 4.0) -> None:
-    """One run, killed so many times, at any instant of the first life_s seconds of its processes, and later each time."""
+    """One run, killed so many times, at any instant of the first life_s seconds of its processes, later each time."""
     rng, done = random.Random(seed), 0
     settings = ZO | {"max_steps": 12, "batch_size": 1, "save_steps": 3, "placement": "stream", "dtype": "bfloat16"}
     alone, config = (make(name, **settings, rank_timeout=RANK_TIMEOUT_S) for name in ("alone", "killed"))
