@@ -84,7 +84,7 @@ def test_every_method_is_described(page: str) -> None:
 
 def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """README's loop trains the embedded model as it stands (but in float32, which is faster on a CPU)."""
-    (example,) = code_blocks(ROOT / "README.md", "python")
+    example = code_blocks(ROOT / "README.md", "python")[0]
     names = {node.attr for node in ast.walk(ast.parse(example)) if isinstance(node, ast.Attribute)}
     assert {"load", "Workload", "LOMO", "step", "flush", "save_pretrained"} <= names
     monkeypatch.chdir(tmp_path)
@@ -95,9 +95,21 @@ def test_the_python_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "config.json").exists()
 
 
+def test_the_trainer_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README's Trainer trains the embedded model as it stands (in float32), streamed, in at most ten statements."""
+    from keyhole import assets
+
+    _, example = code_blocks(ROOT / "README.md", "python")
+    assert len(ast.parse(example).body) <= 10
+    monkeypatch.chdir(tmp_path)
+    example = example.replace("path-or-hub-id", str(assets.MODEL)).replace("bfloat16", "float32")
+    exec(example, {"texts": ["a b c", "d e f g"]})
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_names_in_prose_are_public() -> None:
     """Methods that the README's example offers beside LOMO exist under these names."""
-    (example,) = code_blocks(ROOT / "README.md", "python")
+    example = code_blocks(ROOT / "README.md", "python")[0]
     offered = re.search(r"# or (.*), \.\.\.", example)
     assert offered is not None
     for name in re.findall(r"[A-Z]\w+", offered[1]):

@@ -22,14 +22,14 @@ from typing import Any
 import typer
 
 import keyhole
-from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, replay, train
+from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, replay, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
 from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
 
-SOLITARY = ("data", "eval", "chat", "compare", "replay", "bench", "demo")  # verbs that several ranks cannot share
+SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "bench", "demo")  # verbs that several ranks cannot share
 UsageError = typer.BadParameter.__mro__[1]  # click's, wherever typer keeps it
 
 app = typer.Typer(
@@ -41,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=train.TrainCommand)(train.train)
+app.command(cls=arguments.SettingsCommand)(plan.plan)
 app.command(cls=arguments.SettingsCommand)(data.data)
 app.command(cls=eval_.EvalCommand)(eval_.eval)
 app.command(cls=arguments.SettingsCommand)(chat.chat)

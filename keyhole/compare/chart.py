@@ -3,7 +3,7 @@
 A curve is the mean over seeds at every evaluation; the band reaches from the lowest seed to the highest. The y axis
 begins near the lowest value, not at 0: accuracies live between chance and 100. Where the longest curve is LOG_FROM
 times the shortest, x is logarithmic, so that a method that is done in seconds is still seen beside one that takes an
-hour. Names stand right of the plot, apart from each other (demo/chart.py).
+hour. Names stand right of the plot, apart from each other (pages/labels.py).
 
 Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from keyhole.demo.chart import apart
+from keyhole.pages.labels import apart
 
 WIDTH, HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 54, 116, 14, 44

@@ -16,10 +16,10 @@ from keyhole.compare.file import Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
-from keyhole.compare.style import COLOURS, STYLE
 from keyhole.compare.table import Cell, average, number, point_text, shown
 from keyhole.config.fields import sections, settings
 from keyhole.machine.text import duration, without_controls
+from keyhole.pages.style import COLOURS, STYLE
 
 Settings = Mapping[str, dict[str, Any]]
 

@@ -105,7 +105,20 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
         if len(set(points)) < len(points):
             raise UserError(f"{comparison.source}: {method}: a grid names one value twice")
         groups.append(Group(model, task, method, tuple(points), trials))
+    _check_ids(comparison.source, [trial for group in groups for trial in group.trials.values()])
     return groups, list(warnings)
+
+
+def _check_ids(source: str, trials: list[Trial]) -> None:
+    """Refuses two runs of one id: 1e-5 and 0.00001, or two values of a setting that changes no number."""
+    seen: dict[str, Trial] = {}
+    for trial in trials:
+        other = seen.setdefault(trial.id, trial)
+        if other is not trial:
+            raise UserError(
+                f"{source}: {other.label} and {trial.label} are one run: all settings that change its numbers are the "
+                "same; leave one of them out"
+            )
 
 
 def _trial(about: tuple[str, str, str, Point, int], config: TrainConfig, content: str | None, root: Path) -> Trial:

@@ -14,7 +14,7 @@ only through the optional `datasets` package. Only regular files are read: a pip
 
 import glob
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,14 +89,22 @@ def _missing(source: str, path: Path) -> str:
         splits = sorted(p.name for p in path.iterdir() if p.is_dir())
         return f"{source}: a saved data set without a split `train`; name one of its directories: {listed(splits)}"
     if path.is_dir():
-        return f"{source}: the directory holds no data file ({', '.join(SUFFIXES)})"
+        inside = only_files(path.iterdir())
+        return f"{source}: a directory that holds no data file ({', '.join(SUFFIXES)}){inside}"
     if path.exists():
         return f"{source}: not a regular file but a pipe or a device, which may have no end; copy it into a file"
     if glob.has_magic(source):
-        return f"{source}: no file matches this pattern (from {Path.cwd()})"
+        matched = only_files(map(Path, glob.glob(str(path), recursive=True)))
+        return f"{source}: no file matches this pattern (from {Path.cwd()}){matched}"
     near = sorted(p.name for p in path.parent.iterdir() if kind_of(p)) if path.parent.is_dir() else []
     hint = f"; {path.parent} holds {listed(near, 5)}" if near else ""
     return f"{source}: no such file (from {Path.cwd()}){hint}"
+
+
+def only_files(paths: Iterable[Path]) -> str:
+    """What is said of directories that have the name of a data file; nothing where there are none."""
+    named = sorted(path.name for path in paths if kind_of(path) and path.is_dir())
+    return f"; directories, not files, are called {listed(named)}" if named else ""
 
 
 def read_hub(name: str) -> Iterator[Record]:

@@ -108,7 +108,8 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def _open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
+def open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
+    """A file, unpacked if need be."""
     with io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
         yield file
 
@@ -116,7 +117,7 @@ def _open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
 @contextmanager
 def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> Iterator[TextIO]:
     """A text file, unpacked if need be. encoding: None is UTF-8."""
-    with _open_bytes(path) as file, io.TextIOWrapper(file, encoding or "utf-8-sig", newline=newline) as text:
+    with open_bytes(path) as file, io.TextIOWrapper(file, encoding or "utf-8-sig", newline=newline) as text:
         yield text
 
 
@@ -132,7 +133,7 @@ def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 def _bad_line(path: Path) -> str:
     """`, line 17`, or the encoding that the file seems to have; where the first byte stands that is no UTF-8."""
-    with _open_bytes(path) as file:
+    with open_bytes(path) as file:
         number, start = 0, b""
         while line := file.readline(MOST_ROW_BYTES):
             number, start = number + 1, start or line[:2]

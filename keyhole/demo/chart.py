@@ -15,9 +15,10 @@ import math
 from dataclasses import dataclass
 from html import escape
 
+from keyhole.pages.labels import apart
+
 WIDTH, HEIGHT = 560, 320
 LEFT, RIGHT, TOP, BOTTOM = 58, 104, 14, 42
-NAME_HEIGHT = 16.0  # of a line of text
 
 
 @dataclass(frozen=True)
@@ -115,16 +116,3 @@ def _names(scale: Scale, lines: list[Line], smoothed: dict[str, list[float]]) ->
         place = f'x="{WIDTH - RIGHT + 12}" y="{height + 4:.1f}"'
         parts.append(f'<text class="name f{line.colour}" {place}>{escape(line.name)}</text>')
     return parts
-
-
-def apart(heights: list[float], top: float, bottom: float) -> list[float]:
-    """Sorted heights, moved as little as it takes to stand NAME_HEIGHT apart (less where they would not fit)."""
-    gap = min(NAME_HEIGHT, (bottom - top) / max(1, len(heights) - 1))
-    placed: list[float] = []
-    for y in heights:
-        placed.append(max(y, placed[-1] + gap if placed else top))
-    lowest = bottom
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], lowest)
-        lowest = placed[i] - gap
-    return placed

@@ -24,6 +24,9 @@ from keyhole.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+    from keyhole.machine.rates import Rates
+    from keyhole.methods.torch_optimizer import TorchOptimizer
+    from keyhole.methods.work import StepWork
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
     from keyhole.model.model import Model
@@ -76,6 +79,8 @@ class Workload:
     settings: Any = None
     clips: bool = False  # max_grad_norm is set
     searches: bool = False  # a learning rate, in the first steps
+    length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
+    experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,10 @@ class Traits:
     host_check: str | None = None
     """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none
     there."""
+    step_work: str = "keyhole.methods.work:forward_work"
+    """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
+    steps: float = 1.0
+    """Steps that it takes to learn what AdamW learns in one: a rule of thumb, by which the planner compares methods."""
     wires: tuple[str, ...] = ()
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
     underflow_safe: bool = False
@@ -184,6 +193,11 @@ class Traits:
     def planned_bytes(self, layout: Layout, streamed: set[int], work: Workload, room: Room) -> DeviceBytes:
         """The device peak of a step when these units are streamed."""
         found: DeviceBytes = imported(self.device_bytes)(layout, streamed, work, room)
+        return found
+
+    def planned_work(self, layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+        """What a step asks of a machine when these units are streamed."""
+        found: StepWork = imported(self.step_work)(layout, streamed, work, room, rates)
         return found
 
 
@@ -274,6 +288,22 @@ class Method:
         """Lines of the start block: what was decided."""
         return []
 
+    # -- for torch's schedulers, and loops that want an optimizer ----------------------------------------------------
+
+    @property
+    def torch_optimizer(self) -> TorchOptimizer:
+        """The method as torch's schedulers see it; the rate that they set is that of the next step."""
+        if "_torch_optimizer" not in vars(self):
+            from keyhole.methods.torch_optimizer import TorchOptimizer  # here: rows are read without torch
+
+            self._torch_optimizer = TorchOptimizer(self)
+        return self._torch_optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """One group: the trained parameters, and their rate."""
+        return self.torch_optimizer.param_groups
+
     # -- for the model that it is attached to (model/attached.py) -----------------------------------------------------
 
     @property
@@ -312,6 +342,9 @@ def _without_autocast(step: Callable[..., Any]) -> Callable[..., Any]:
     def exact(*args: Any, **options: Any) -> Any:
         from keyhole.ops.autocast import without_autocast  # here: rows are read without torch
 
+        shell = vars(args[0]).get("_torch_optimizer") if args else None
+        if shell is not None:
+            shell.sync()
         with without_autocast():
             return step(*args, **options)
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -57,6 +57,16 @@ Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
 
+class Lens(Protocol):
+    """Other weights than those at home."""
+
+    def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
+        """Of a unit that is on the device as it is at home; in the dtype of compute."""
+
+    def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
+        """Of the input embedding."""
+
+
 class Model:
     """A decoder with its layout, its engine and its conductors. `dtype` is what kernels compute in; homes may hold
     another (the wire format)."""
@@ -86,6 +96,7 @@ class Model:
         self.head = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
+        self.lens: Lens | None = None  # what weights are seen through, in `seen_through`
         self.addon: Addon | None = None
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
@@ -233,7 +244,21 @@ class Model:
 
     def acquire_weights(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute, to be read. Release the unit afterwards."""
-        return self.in_compute_dtype(unit, self.engine.acquire(unit.index, changes=False), place)
+        stored = self.engine.acquire(unit.index, changes=False)
+        return self.in_compute_dtype(unit, stored, place) if self.lens is None else self.lens.weights(unit, stored)
+
+    @contextmanager
+    def seen_through(self, lens: "Lens") -> Iterator[None]:
+        """A context in which evaluations and generations use other weights than those at home, made from them unit by
+        unit."""
+        if self.lens is not None:
+            raise UserError("closure: the model is seen through another one's weights already; steps do not nest")
+        self.lens = lens
+        try:
+            yield
+        finally:
+            self.lens = None
+            self.binding.bind_homes()
 
     def in_compute_dtype(self, unit: Unit, stored: torch.Tensor, place: int = 0) -> torch.Tensor:
         """`stored` itself, or a copy in memory that the next unit with the same `place` uses again."""
@@ -250,6 +275,11 @@ class Model:
         return weights.copy_(stored)
 
     def table_rows(self, ids_M: torch.Tensor) -> torch.Tensor:
+        """Rows of the input embedding, as they are seen."""
+        rows_MH = self._rows_at_home(ids_M)
+        return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
+
+    def _rows_at_home(self, ids_M: torch.Tensor) -> torch.Tensor:
         """Rows of the input embedding, gathered where the table lives."""
         table_VH = self.home(self.layout.table)
         if table_VH.device == self.device or (self.pinned and ops.use_kernel(self.device)):
@@ -331,7 +361,8 @@ class Model:
     @property
     def is_plain(self) -> bool:
         """Whether every unit is on the device in the dtype of compute, so that the module works without a conductor."""
-        return not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
+        plain = not self.engine.streamed and all(home.dtype == self.dtype for home in self.engine.homes)
+        return plain and self.lens is None
 
     # -- methods that train it -------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ ahead, but only as far as there are slots. Whole blocks in turn would need slots
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -119,7 +120,27 @@ def place(
     device: torch.device,
     work: Workload,
 ) -> tuple[Layout, Placement]:
-    """Cuts the model into units and decides which of them are streamed."""
+    """Cuts the model into units and decides which of them are streamed. What cannot fit is refused, with the cheapest
+    changes that would make it fit."""
+    try:
+        return _place(module, placement, gpu_memory, formats, device, work)
+    except refusals.DoesNotFit as refused:
+        from keyhole.plan.changes import said  # it plans rows, which are placed here
+
+        budget = _limit_bytes(_budget(gpu_memory, placement, device), device)
+        fills = placement == "stream" and gpu_memory is not None  # as auto does
+        how = "auto" if fills else placement
+        raise UserError(f"{refused}{said(module, how, budget, formats, device, work)}") from None
+
+
+def _place(
+    module: nn.Module,
+    placement: str,
+    gpu_memory: str | int | None,
+    formats: Wire,
+    device: torch.device,
+    work: Workload,
+) -> tuple[Layout, Placement]:
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
     budget = _budget(gpu_memory, placement, device)
@@ -132,6 +153,8 @@ def place(
     if placement == "resident" or (placement == "auto" and (budget is None or resident.device_bytes.total <= budget)):
         if budget is not None and costs.is_planned and resident.device_bytes.total > budget:
             raise refusals.resident_too_large(budget, resident.device_bytes, work, bool(whole.of_kind("block")))
+        if budget is None and device.type == "cuda" and costs.row is not None:
+            _check_device(whole, resident.device_bytes, costs, device)
         _check_state(whole, resident, costs)
         resident.reasons = _reasons(module, whole, resident, placement, costs, device)
         return whole, resident
@@ -149,20 +172,24 @@ def place(
     return layout, placed
 
 
-def fit(module: nn.Module, costs: Costs, budget: int | None) -> tuple[Layout, set[int]]:
+Find = Callable[[nn.Module, int | None, bool], Layout]
+
+
+def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
-    one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies."""
+    one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies. find:
+    makes a layout, or remembers it."""
     formats, cut_rows = costs.room.formats, costs.may_cut_rows
-    largest_matrix = max(u.numel for u in find_layout(module, 1, cut_rows).of_kind("block"))
+    largest_matrix = max(u.numel for u in find(module, 1, cut_rows).of_kind("block"))
     cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
     if budget is None:
-        layout = find_layout(module, cuts[0], cut_rows)
+        layout = find(module, cuts[0], cut_rows)
         tables = {u.index for u in layout.units if u.kind in ("table", "head")}
         small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
         return layout, {u.index for u in layout.units[1:]} - (tables if small else set())
     found: list[tuple[int, Layout, set[int]]] = []
     for max_unit_numel in cuts:
-        layout = find_layout(module, max_unit_numel, cut_rows)
+        layout = find(module, max_unit_numel, cut_rows)
         streamed = {u.index for u in layout.units[1:]}
         smallest = costs.of(layout, streamed)
         if smallest.total <= budget:
@@ -228,11 +255,22 @@ def _budget(gpu_memory: str | int | None, placement: str, device: torch.device) 
     return None
 
 
+def _check_device(layout: Layout, needed: DeviceBytes, costs: Costs, device: torch.device) -> None:
+    """Without a budget the whole device is one: what it cannot hold at all is refused before a weight is read. Of a
+    baseline only what is sure counts: weights, gradients and state."""
+    have = torch.cuda.get_device_properties(device).total_memory
+    if costs.is_planned and needed.total > have:
+        raise refusals.resident_too_large(have, needed, costs.work, bool(layout.of_kind("block")))
+    sure = sum(getattr(needed, part, 0) for part in ("homes", "gradients", "state"))
+    if not costs.is_planned and sure > have:
+        raise refusals.resident_too_large(have, needed, costs.work, streams=False)
+
+
 def _check_host(needed: int, placement: str) -> None:
     available = host_memory().available_bytes
     if needed + SLACK_BYTES > available:
         sums = host_sum(needed, SLACK_BYTES, available)
-        raise UserError(
+        raise refusals.DoesNotFit(
             f"placement: {placement} keeps weights in host memory: {sums}. Free memory, raise gpu_memory so that more "
             "stays on the GPU, or use a 16-bit dtype."
         )
@@ -241,7 +279,10 @@ def _check_host(needed: int, placement: str) -> None:
 def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """State that a method keeps in host memory is refused before a weight is read."""
     if costs.row is not None and costs.row.host_check is not None:
-        imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize)
+        try:
+            imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize)
+        except UserError as error:
+            raise refusals.DoesNotFit(str(error)) from error
 
 
 def _limit_bytes(budget: int | None, device: torch.device) -> int | None:

@@ -17,6 +17,10 @@ from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.base import DeviceBytes, Workload
 
 
+class DoesNotFit(UserError):
+    """Memory is too small for what was asked; placement.py adds what would fit."""
+
+
 def parts(device_bytes: Any, trains: bool = True) -> str:
     """What fills the device, without what is empty. Where nothing is trained, no weight is perturbed."""
     names = {} if trains else {"perturbed": "buffers"}
@@ -24,17 +28,17 @@ def parts(device_bytes: Any, trains: bool = True) -> str:
     return ", ".join(f"{name}: {about(count)}" for name, count in found.items() if count)
 
 
-def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_bytes: int, itemsize: int) -> UserError:
+def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_bytes: int, itemsize: int) -> DoesNotFit:
     """Even with everything streamed that can be."""
     row = METHODS.get(work.method)
     if row is None:  # forward passes alone: there are no settings of training
         fix = ", or use dtype=bfloat16" if itemsize > 2 and work.method != "replay" else ""
-        return UserError(
+        return DoesNotFit(
             f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
             f"{work.method} ({parts(smallest, trains=False)}). Raise gpu_memory{fix}."
         )
     if not row.streams:
-        return UserError(
+        return DoesNotFit(
             f"gpu_memory: {about(budget)} cannot hold the weights, {about(weights_bytes)}, and {work.method} cannot "
             f"stream them. Raise gpu_memory, or use method={streaming_methods()}."
         )
@@ -45,16 +49,16 @@ def below_minimum(budget: int, smallest: DeviceBytes, work: Workload, weights_by
     lower += ["gradient_accumulation_steps"] if work.passes > row.passes(own) else []
     lower += [f"{row.section}.{key}" for key in row.advice(own).lower]
     change = "".join(f", or set {row.section}.{setting}" for setting in row.advice(own).change)
-    return UserError(
+    return DoesNotFit(
         f"gpu_memory: {about(budget)} is below the minimum of {enough(smallest.total)} for this model and "
         f"{work.method} at {work.tokens} tokens per pass and {passes} ({parts(smallest)}). Raise gpu_memory, or lower "
         f"{', '.join(lower[:-1])} or {lower[-1]}{change}.{whole}"
     )
 
 
-def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams: bool) -> UserError:
+def resident_too_large(budget: int, needed: DeviceBytes, work: Workload, streams: bool) -> DoesNotFit:
     """placement=resident in a budget that cannot hold it."""
-    return UserError(
+    return DoesNotFit(
         f"gpu_memory: {about(budget)} is below the {enough(needed.total)} that placement=resident needs for this model "
         f"and {work.method} at {work.tokens} tokens per pass ({parts(needed)}). Raise gpu_memory"
         + (", or use placement=auto, which streams what does not fit." if streams else ".")

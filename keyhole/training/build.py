@@ -256,7 +256,8 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     tokens = max(_tokens(batches) for batches in (data.train, data.eval) if batches.dataset is not None)
     searches = config.learning_rate == AUTO_RATE
     passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches)
+    length = max(1, longest_row(data.train.dataset))
+    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches, length)
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:
@@ -302,7 +303,10 @@ def _reports(job: Job) -> Reports:
     config, directory, first = job.config, job.directory, job.origin.step
     track = tracker.tracker(config.report_to, directory.run, first)
     title = start_block.title(config.method, config.model)
-    return Reports(MetricsFile(directory.metrics, first), track, job.display, directory.curve, title)
+    metrics = MetricsFile(directory.metrics, first)
+    if metrics.lacks and not job.origin.elsewhere:
+        job.display.line(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
+    return Reports(metrics, track, job.display, directory.curve, title)
 
 
 def _journal(job: Job, method: Method, about: About) -> Journaling:

@@ -30,6 +30,7 @@ from keyhole.training.display import Display
 from keyhole.training.follow import one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
+from keyhole.training.planning import pace_line
 from keyhole.training.reports import Reports
 from keyhole.training.saving import Saver
 from keyhole.training.schedule import Schedule
@@ -63,6 +64,7 @@ class Run:
     gave_up: bool = False  # a signal ended the last evaluation or test
     last_eval: dict[str, float] | None = None
     ends: str | None = None  # why the run ends before its last step
+    timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
@@ -73,7 +75,7 @@ class Run:
         self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
         device, say = self.model.device, self.display.line
-        self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.reports.show)
+        self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""
@@ -130,6 +132,12 @@ class Run:
         self.recorder.add(record)
         self.display.lines(self.method.news())
 
+    def show(self, entry: dict[str, float]) -> None:
+        """To the reports; of the first steps, tokens and seconds are kept for the check."""
+        if self.changes is not None:
+            self.timed.append(entry)
+        self.reports.show(entry)
+
     def last_good(self) -> Path | None:
         """The newest good checkpoint, for a message that ends the run: one that is still being written counts."""
         self.journal.end()
@@ -174,6 +182,8 @@ class Run:
             planned_gib = self.model.placed.device_bytes.total / GIB
             peak_gib = memory_gib(self.model.device)["gpu_gib"]
             self.display.line(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
+        if line := pace_line(self.model, self.method.name, self.timed[1:]):  # the first step compiles
+            self.display.line(line)
         self.changes = None
 
     def evaluate(self, step: int) -> None:

@@ -170,11 +170,14 @@ class Stamp:
 
 
 class MetricsFile:
-    """run/metrics.jsonl. Opening it drops what is past `last_step`: a resumed run does those steps again."""
+    """run/metrics.jsonl. Opening it drops what is past `last_step`: a resumed run does those steps again. lacks: what
+    it should have of the steps before, and has not."""
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
-        kept = [entry for entry in read_metrics(path) if entry["step"] <= last_step]
+        entries, unreadable = _read(path)
+        kept = [entry for entry in entries if entry["step"] <= last_step]
+        self.lacks = _lacks(kept, unreadable, last_step)
         self.kept = kept
         self.evaluated = {entry["step"] for entry in kept if "eval_loss" in entry}
         self.tested = {entry["step"]: entry for entry in kept if is_test(entry)}
@@ -202,15 +205,33 @@ def is_test(entry: Entry) -> bool:
 
 def read_metrics(path: Path) -> list[Entry]:
     """The entries of a metrics file; a torn line, as a killed run leaves, is passed over."""
-    entries = []
-    for line in read_text(path).splitlines():
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[Entry], int]:
+    """The entries of a metrics file, and how many lines before its last are none."""
+    entries, unreadable = [], 0
+    lines = read_text(path).splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):
-            continue
+            entry = None
         if isinstance(entry, dict) and isinstance(entry.get("step"), int):
             entries.append(entry)
-    return entries
+        elif number < len(lines):
+            unreadable += 1
+    return entries, unreadable
+
+
+def _lacks(entries: list[Entry], unreadable: int, last_step: int) -> str | None:
+    """What a metrics file does not have of the steps before a resume; None: it is whole. A run that began elsewhere
+    has no lines from before that."""
+    steps = {entry["step"] for entry in entries if "loss" in entry}
+    gone = last_step - min(steps) + 1 - len(steps) if steps else last_step
+    lost = [f"{gone:,} of the steps up to {last_step:,} have no line"] if gone > 0 else []
+    lost += [f"{unreadable:,} of its lines cannot be read, and are dropped"] if unreadable else []
+    return " and ".join(lost) or None
 
 
 def token_count(batches: list[Batch]) -> int:

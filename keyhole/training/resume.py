@@ -63,7 +63,8 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
         elif key in SAFE:
             lines.append(f"{key}: {_shown(before)} -> {_shown(after)}, from step {next_step} on")
         else:
-            refused.append(f"  {key}: the run has {_shown(before)}, the config now says {_shown(after)}")
+            why = f" ({fault})" if key == "model" and (fault := _unreadable(after)) else ""
+            refused.append(f"  {key}: the run has {_shown(before)}, the config now says {_shown(after)}{why}")
     if refused:
         fix = "set them back, or start a new run in another output_dir"
         raise UserError("\n".join([f"--resume: these settings cannot change within a run; {fix}", *refused]))
@@ -76,6 +77,15 @@ def _same_model(before: str, after: str, base: str | None) -> bool:
         return content_hash(find_directory(after)) == (base or content_hash(Path(before)))
     except UserError:
         return False
+
+
+def _unreadable(model: str) -> str | None:
+    """What is wrong with a model that cannot be compared; None: it can be."""
+    try:
+        content_hash(find_directory(model))
+    except UserError as error:
+        return str(error)
+    return None
 
 
 # What the training data hold is checked when they are read.

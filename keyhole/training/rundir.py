@@ -86,7 +86,7 @@ class RunDir:
         try:
             found = json.loads(read_small(self.marker, MARKER_BYTES)).get("run")
         except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; choose another output_dir") from error
+            raise UserError(f"output_dir: {self.marker} cannot be read: {error}; {_way_out(self.root)}") from error
         return found if isinstance(found, str) else None
 
     @property
@@ -119,9 +119,10 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
     _refuse_links(found.run)
     stranger = None if found.is_ours else _first_file(found.root)
     if stranger is not None:
+        ours = f", and run/{found.marker.name} is not there" if checkpoints(found.root) else ""
         raise UserError(
-            f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}); "
-            "choose a new or empty directory"
+            f"output_dir: {found.root} holds files that keyhole did not write (such as {stranger.name}){ours}; "
+            f"{_way_out(found.root)}"
         )
     if not resume and found.holds is not None:
         raise UserError(
@@ -129,6 +130,13 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
             "or choose another output_dir"
         )
     return found
+
+
+def _way_out(root: Path) -> str:
+    """What to do with a directory whose run cannot be told: a checkpoint in it may be gone on from elsewhere."""
+    newest = checkpoints(root)[-1:]
+    other = f"; its newest checkpoint goes on there with --resume {newest[0]}" if newest else ""
+    return f"choose a new or empty directory{other}"
 
 
 def _check_place(root: Path) -> None:

@@ -188,8 +188,10 @@ class Saver:
 
     def _failed(self, step: int, now: int, error: UserError) -> str:
         self.retry_at = now + RETRY_STEPS
+        every = self.settings.every or RETRY_STEPS
+        again = min(self.retry_at, now - now % every + every)  # whichever is_due says first
         kept = f"{self.last_good} stays" if self.last_good else "there is no checkpoint yet"
-        return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {self.retry_at}"
+        return f"warning: checkpoint-{step} NOT saved ({error}); {kept}; trying again at step {again}"
 
     def _broken(self, step: int, what: str) -> NonFinite:
         good = f"the last good checkpoint is {self.last_good}" if self.last_good else "there is no checkpoint"

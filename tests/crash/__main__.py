@@ -3,6 +3,7 @@
     python -m tests.crash DIR                              200 kills: 100 of zo, 50 of zo-resident, 50 of adamw; ten
                                                            minutes on two cores
     python -m tests.crash --kills 20 --method zo DIR       20 kills of one of them
+    python -m tests.crash --every --steps 4 DIR            one kill before every single call that changes the disk
 
 Half of the kills come from outside, at a random instant of the life of the process. The others come from inside, at a
 random one of the calls that matter on disk (write, fsync, rename, delete), just before or just after it: in the middle
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 CALLS = ("pwrite", "write", "fsync", "replace", "unlink", "rmdir", "ftruncate")
+ALL_CALLS = (*CALLS, "open", "mkdir", "rename", "exchange")
 MOST_CALLS = {"pwrite": 120, "write": 60, "fsync": 120, "replace": 14, "unlink": 30, "rmdir": 4, "ftruncate": 2}
 METHODS: dict[str, dict[str, Any]] = {
     "zo": {"method": "zo", "learning_rate": 1e-4, "placement": "stream", "dtype": "bfloat16"},
@@ -51,8 +53,11 @@ class Kills:
 
 
 def die_at(call: str, count: int, after: bool) -> None:
-    """Lets this process kill itself at the count-th use of os.<call>."""
-    real, left = getattr(os, call), [count]
+    """Lets this process kill itself at the count-th use of os.<call>, or of the exchange of two names."""
+    owner: Any = os
+    if call == "exchange":
+        from keyhole.disk import files as owner
+    real, left = getattr(owner, call), [count]
 
     def deadly(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
@@ -63,7 +68,7 @@ def die_at(call: str, count: int, after: bool) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    setattr(os, call, deadly)
+    setattr(owner, call, deadly)
 
 
 def live(config: Any, log: Path, arrange: Callable[[], None]) -> int:
@@ -117,6 +122,26 @@ def crash(config: Any, kills: int, seed: int, log: Path, say: Callable[[str], No
             done.runs += 1
 
 
+def every(config: Any, log: Path, say: Callable[[str], None] = print, calls: tuple[str, ...] = ALL_CALLS) -> Kills:
+    """Runs `config` once for every call that changes the disk: killed before it, then resumed, then compared."""
+    begin_s, done = time.perf_counter(), Kills(runs=0)
+    reference = replace(config, output_dir=f"{config.output_dir}-reference")
+    outcome(live(reference, log, lambda: None))
+    for call in calls:
+        code = 1
+        for count in range(1, 10**6):
+            shutil.rmtree(config.output_dir, ignore_errors=True)
+            code = outcome(live(config, log, lambda call=call, count=count: die_at(call, count, False)))
+            if code == 0:
+                say(f"{call}: {count - 1} kills")
+                break
+            outcome(live(config, log, lambda: None))
+            compare(reference, config)
+            done.inside, done.lives, done.runs = done.inside + 1, done.lives + 2, done.runs + 1
+    done.seconds = time.perf_counter() - begin_s
+    return done
+
+
 def _one_life(config: Any, log: Path, rng: random.Random, life_s: float, done: Kills) -> int:
     inside = rng.random() < 0.5
     call, after = rng.choice(CALLS), rng.random() < 0.5
@@ -156,18 +181,21 @@ def _metrics(config: Any) -> Path:
 
 
 def prepare(directory: Path, method: str, steps: int, model: str = "demo", data: str = "demo") -> Any:
-    """The config of a small run, and everything imported that it needs."""
-    import matplotlib.pyplot  # noqa: F401
+    """The config of a small run, and everything imported that it needs. Its curve is an empty file: drawing takes
+    longer than the run."""
     import torch
 
     torch.set_num_threads(1)
     import keyhole.training.build  # noqa: F401
+    from keyhole.training import reports
+
+    reports.plot_loss = lambda metrics, picture, title: picture.write_bytes(b"") == 0
     from keyhole.config import TrainConfig, resolve
     from keyhole.data.run import load_tokenizer
     from keyhole.model.structure.skeleton import build, read_config
 
     base = {"model": model, "train_data": data, "output_dir": str(directory / method), "max_steps": steps}
-    base |= {"batch_size": 2, "save_steps": 3, "device": "cpu", "max_length": 64}
+    base |= {"batch_size": 2, "save_steps": min(3, steps // 2), "device": "cpu", "max_length": 64}
     config = resolve(TrainConfig(**base | METHODS[method]))[0]
     load_tokenizer(config.model)
     build(read_config(config.model), torch.float32)
@@ -181,13 +209,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--method", choices=sorted(METHODS), help="default: all, one after the other")
+    parser.add_argument("--every", action="store_true", help="one kill before every call, instead of random ones")
+    parser.add_argument("--calls", nargs="+", default=ALL_CALLS, choices=ALL_CALLS, help="with --every: only these")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--data", default="demo")
     asked = parser.parse_args()
     asked.directory.mkdir(parents=True, exist_ok=True)
     for seed, method in enumerate([asked.method] if asked.method else KILLS, asked.seed):
         config = prepare(asked.directory, method, asked.steps, asked.model, asked.data)
-        found = crash(config, asked.kills or KILLS[method], seed, asked.directory / f"{method}.log")
+        log = asked.directory / f"{method}.log"
+        found = (
+            every(config, log, calls=asked.calls)
+            if asked.every
+            else crash(config, asked.kills or KILLS[method], seed, log)
+        )
         where = f"{found.outside} from outside, {found.inside} at a call"
         print(f"{method}: {found.total} kills ({where}), {found.lives} lives, {found.runs} runs, {found.seconds:.0f} s")
         print("weights and metrics equal those of a run that was never killed")

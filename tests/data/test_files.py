@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.data.files import SUFFIXES, Record, read
+from keyhole.data.files import SUFFIXES, Record, read, resolve
 from keyhole.data.formats import detect
 from keyhole.data.prepare import prepare
+from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.errors import UserError
 from tests.data.chats import tokenizer
 
@@ -180,7 +181,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     for name in (tmp_path / "pipe.jsonl", tmp_path / "zero.jsonl", "/dev/zero"):
         with pytest.raises(UserError, match=f"{name}: not a regular file but a pipe or a device"):
             rows(str(name))
-    with pytest.raises(UserError, match="the directory holds no data file"):
+    with pytest.raises(UserError, match="a directory that holds no data file"):
         rows(str(tmp_path))
     with pytest.raises(UserError, match="cannot be read: File name too long"):
         rows("a" * 5000 + ".jsonl")
@@ -350,3 +351,16 @@ def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, table: list
     """Whatever the cells hold, they come back."""
     path = write(tmp_path_factory.getbasetemp() / f"any{suffix}", table)
     assert rows(str(path)) == table
+
+
+def test_a_directory_with_the_name_of_a_file_is_said(tmp_path: Path) -> None:
+    """By its path, in a directory, by a pattern and as the split of a task."""
+    for place in ("x", "sst2"):
+        (tmp_path / place / "train.jsonl").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"train\.jsonl: a directory that holds no data file"):
+        resolve([str(tmp_path / "x" / "train.jsonl")])
+    for source in (tmp_path / "x", tmp_path / "x" / "*.jsonl"):
+        with pytest.raises(UserError, match=r"directories, not files, are called train\.jsonl"):
+            resolve([str(source)])
+    with pytest.raises(UserError, match=r"holds train\.jsonl/; directories, not files, are called train\.jsonl"):
+        load_task("sst2", str(tmp_path), Numbers())

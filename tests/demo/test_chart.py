@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keyhole.demo.chart import BOTTOM, HEIGHT, NAME_HEIGHT, TOP, WIDTH, Line, apart, line_chart, smooth, ticks
+from keyhole.demo.chart import BOTTOM, HEIGHT, TOP, WIDTH, Line, line_chart, smooth, ticks
+from keyhole.pages.labels import NAME_HEIGHT, apart
 
 values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60)
 

@@ -30,11 +30,10 @@ def make(name: str, model: keyhole.Model) -> Method:
     return METHODS[name].load()(model, lr=1e-3, **own)
 
 
-@pytest.mark.parametrize("encoder", NAMES)
-@pytest.mark.parametrize("labels", [3, 1], ids=["classification", "regression"])
+@pytest.mark.parametrize(("encoder", "labels"), [*((name, 3) for name in NAMES), ("bert", 1)])  # 1: regression
 @pytest.mark.parametrize("name", ["lomo", "lsp", "adamw", "adam-offload"])
 def test_equals_the_textbook_loop(name: str, encoder: str, labels: int) -> None:
-    """Four steps over two micro-batches, with Hugging Face's own loss; lsp in the whole space is AdamW."""
+    """Three steps over two micro-batches, with Hugging Face's own loss; lsp in the whole space is AdamW."""
     ours, theirs = load(encoder, labels), load(encoder, labels).module
     how: dict[str, Any] = {"lomo": {}, "lsp": {"d": 256, "eps": EPS}}.get(name, {"eps": EPS})
     method = METHODS[name].load()(ours, lr=1e-2, **how)
@@ -42,7 +41,7 @@ def test_equals_the_textbook_loop(name: str, encoder: str, labels: int) -> None:
         optimizer: torch.optim.Optimizer = torch.optim.SGD(theirs.parameters(), lr=1e-2)
     else:
         optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.0, eps=EPS)
-    for t in range(4):
+    for t in range(3):
         loss = plain_loss(theirs, micro_batches(t, labels))
         loss.backward()
         optimizer.step()
@@ -79,14 +78,15 @@ def test_zo_equals_the_textbook_loop(encoder: str) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", STREAMED)
-@pytest.mark.parametrize("encoder", NAMES)
+@pytest.mark.parametrize(
+    ("encoder", "name"), [(e, n) for e in NAMES for n in STREAMED if e != "roberta" or n in ("zo", "lomo")]
+)
 def test_streamed_equals_resident(encoder: str, name: str) -> None:
     """Losses and weights to the bit."""
     resident, found = load(encoder), []
     for model in (streamed(resident, slot_count=3), resident):
         method = make(name, model)
-        losses = [float(method.step(micro_batches(t))) for t in range(3)]
+        losses = [float(method.step(micro_batches(t))) for t in range(2)]
         method.flush()
         found.append((losses, dict(model.named_tensors())))
     assert found[0][0] == found[1][0]
@@ -97,11 +97,10 @@ def test_streamed_equals_resident(encoder: str, name: str) -> None:
 def test_every_method_learns(name: str) -> None:
     """On one batch, the loss falls, with the model's own dropout where the method uses it."""
     model = keyhole.load(config("bert", hidden_dropout_prob=0.1), init="random", device="cpu")
-    rates = {"zo": 1e-3, "adalomo": 1e-2, "galore": 1e-2, "lora": 1e-2, "lomo": 0.05, "sgd": 0.05, "lomo-lora": 0.05}
-    own = OWN.get(name, {}) | ({"directions": 8} if name == "zo" else {})
-    method, one = METHODS[name].load()(model, lr=rates.get(name, 3e-3), **own), batch(8)
+    rates = {"zo": 3e-3, "adalomo": 1e-2, "galore": 1e-2, "lora": 1e-2, "lomo": 0.05, "sgd": 0.05, "lomo-lora": 0.05}
+    method, one = METHODS[name].load()(model, lr=rates.get(name, 3e-3), **OWN.get(name, {})), batch(8)
     before = float(model.nll(one)[0].mean())
-    for _ in range(30 if name == "zo" else 12):
+    for _ in range(10):
         method.step(one)
     assert float(model.nll(one)[0].mean()) < before - 0.02
 

@@ -116,12 +116,12 @@ def textbook_zo(method: ZO) -> Callable[[list], torch.Tensor]:
 @pytest.mark.parametrize("decoder", ["llama", "qwen2"])  # untied, tied
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_plain_torch(name: str, decoder: str) -> None:
-    """Three steps over micro-batches with different numbers of questions: losses and weights."""
+    """Two steps over micro-batches with different numbers of questions: losses and weights."""
     ours, theirs = load(decoder), load(decoder)
     whole = {"learn": False} if name == "lsp" else {}  # its projectors are fitted to one micro-batch, not to the sum
     method, other = make(name, ours, **whole), make(name, theirs, **whole)
     book = textbook_zo(other) if isinstance(other, ZO) else differentiated_by_autograd(other)
-    for t in range(3):
+    for t in range(2):
         expected = float(book(micro_batches(t)))
         assert float(method.step(micro_batches(t))) == pytest.approx(expected, abs=1e-6)
     method.flush()
@@ -133,15 +133,14 @@ def test_equals_plain_torch(name: str, decoder: str) -> None:
         assert off <= 1e-6, f"{key}: {off:.1e}"
 
 
-@pytest.mark.parametrize("rows", [40, 1000], ids=["three chunks", "one chunk"])
 @pytest.mark.parametrize("name", STREAMED)
-def test_streamed_equals_resident(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses and weights to the bit, also where the head is visited in chunks."""
-    monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
+def test_streamed_equals_resident(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and weights to the bit, where the head is visited in three chunks."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", 40)
     resident, found = load("qwen2"), []
     for model in (streamed(resident, slot_count=3), resident):
         method = make(name, model)
-        losses = [float(method.step(micro_batches(t))) for t in range(3)]
+        losses = [float(method.step(micro_batches(t))) for t in range(2)]
         method.flush()
         found.append((losses, dict(model.named_tensors())))
     assert found[0][0] == found[1][0]

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 VOCAB = 99
-_SIZE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
+_SIZE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 _SIZE |= {"vocab_size": VOCAB, "max_position_embeddings": 40}
 _SIZE |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 ENCODERS = {

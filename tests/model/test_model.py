@@ -130,7 +130,7 @@ def test_generate_crosses_the_link_once_a_token() -> None:
 
 
 @pytest.mark.parametrize("max_unit_numel", [None, 1])
-@pytest.mark.parametrize("at", ["model.embed_tokens", "model.layers.1", "model.layers.2.mlp.up_proj", "lm_head"])
+@pytest.mark.parametrize("at", ["model.embed_tokens", "model.layers.0", "model.layers.1.mlp.up_proj", "lm_head"])
 @pytest.mark.parametrize("call", ["nll", "generate"])
 def test_model_survives_a_failure(at: str, call: str, max_unit_numel: int | None) -> None:
     """An error (or an interrupt) anywhere in a pass is raised, and the next call is as if nothing had happened."""

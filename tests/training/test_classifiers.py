@@ -64,8 +64,7 @@ def test_every_other_method_trains(make: Make, method: str) -> None:
     keyhole.load(config.output_dir, device="cpu").close()
 
 
-@pytest.mark.parametrize("method", HOW)
-@pytest.mark.parametrize("family", ["bert", "roberta"])
+@pytest.mark.parametrize(("family", "method"), [*(("bert", method) for method in HOW), ("roberta", "lomo")])
 def test_streamed_and_stopped_is_resident_and_whole(
     make: Make, stop_after: Callable[[int], None], family: str, method: str
 ) -> None:

@@ -28,7 +28,7 @@ def test_n_plus_m_equals_n_stop_resume_m(
     few = tmp_path / "few.jsonl"
     few.write_text("".join(tiny_data.read_text().splitlines(keepends=True)[:4]))
     settings = VARIANTS[variant] | {"eval_data": str(few), "eval_steps": 2}
-    settings |= {"batch_size": 2, "gradient_accumulation_steps": 2}
+    settings |= {"batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5}
     through, stopped = make("through", **settings), make("stopped", **settings)
     assert train(through) == 0
     stop_after(3)
@@ -38,7 +38,7 @@ def test_n_plus_m_equals_n_stop_resume_m(
     assert train(stopped, resume="") == 0
     assert same(weights(through.output_dir), weights(stopped.output_dir))
     assert metrics(through) == metrics(stopped)
-    assert len(losses(through)) == 6
+    assert len(losses(through)) == 5
 
 
 def test_saves_and_evaluations_do_not_bend_the_curve(make: Make, tiny_data: Path) -> None:
@@ -162,6 +162,8 @@ def test_moved_model_and_data_are_known_by_their_content(make: Make, tmp_path: P
     assert train(moved, resume="") == 0
     assert "of the same content" in capsys.readouterr().out
     assert same(weights(whole.output_dir), weights(config.output_dir))
+    with pytest.raises(UserError, match="model: the run has .*the config now says .*lost is not a directory here"):
+        train(replace(moved, model=str(tmp_path / "lost"), max_steps=7), resume="")
     Path(moved.train_data).write_text('{"prompt": "a", "completion": "b"}\n')
     with pytest.raises(UserError, match="the training data are not those of the checkpoint"):
         train(replace(moved, max_steps=7), resume="")
@@ -211,6 +213,47 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(make: Make, harm: str, ca
     assert "checkpoint-6 is damaged and passed over" in capsys.readouterr().out
     assert same(before, weights(config.output_dir)) and same(before, weights(last))
     assert len(losses(config)) == 6
+
+
+def test_files_of_a_run_that_are_damaged_are_said(make: Make, capsys: pytest.CaptureFixture) -> None:
+    """Metrics cut in the middle, with a changed bit, or gone; a journal that is gone, or shorter than the checkpoint:
+    the run goes on to the same weights, and says what is lost. A whole one says nothing."""
+    constant = {"method": "zo", "max_steps": 3, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    config, whole = make("run", **constant), make("whole", **constant | {"max_steps": 4})
+    train(whole)
+    train(config)
+    root, longer = Path(config.output_dir), make("resumed", **constant | {"max_steps": 4})
+    journal_bytes, lines = (root / "run" / "journal").stat().st_size, (root / "run" / "metrics.jsonl").read_text()
+    record = journal.layout(1).size + journal.CRC.size
+    harms: dict[str, Callable[[Path], Any]] = {
+        "": lambda run: None,
+        "2 of the steps up to 3 have no line": lambda run: (run / "metrics.jsonl").write_text(lines[: len(lines) // 2]),
+        "3 of the steps up to 3 have no line": lambda run: (run / "metrics.jsonl").unlink(),
+        "1 of its lines cannot be read": lambda run: (run / "metrics.jsonl").write_text("}" + lines),
+        "journal is missing; a new one begins after step 3": lambda run: (run / "journal").unlink(),
+        "journal ends with step 2, and gets another": lambda run: os.truncate(run / "journal", journal_bytes - record),
+    }
+    for says, harm in harms.items():
+        shutil.rmtree(longer.output_dir, ignore_errors=True)
+        harm(Path(shutil.copytree(root, longer.output_dir), "run"))
+        capsys.readouterr()
+        assert train(longer, resume="") == 0
+        said = capsys.readouterr().out
+        assert says in said and ("is damaged" in said or "journal" in said) == bool(says), said
+        assert same(weights(whole.output_dir), weights(longer.output_dir))
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_a_lost_marker_names_the_checkpoint_to_go_on_from(make: Make, harm: str) -> None:
+    """run/keyhole.json is gone or torn: nothing is touched, and the way on is in the message."""
+    config = make(max_steps=2, save_steps=1)
+    train(config)
+    root = Path(config.output_dir)
+    marker = root / "run" / "keyhole.json"
+    marker.unlink() if harm == "gone" else os.truncate(marker, 9)
+    with pytest.raises(UserError, match=f"keyhole.json .*--resume {root}/checkpoint-2"):
+        train(config, resume="")
+    assert train(make("new", max_steps=3), resume=str(root / "checkpoint-2")) == 0
 
 
 def test_settings_that_may_not_change(make: Make) -> None:

@@ -11,7 +11,8 @@ import torch
 
 import keyhole
 from keyhole import assets
-from keyhole.data import Loader, prepare
+from keyhole.data.loader import Loader
+from keyhole.data.prepare import prepare
 from keyhole.errors import UserError
 from keyhole.model.structure.layout import FlatTensor
 

@@ -95,6 +95,10 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
     begin = choice.state.step if choice.state else 0
     fits = found is not None and found.header.first <= begin <= found.last
     tail = found.after(begin) if fits and resume in select.LAST else []
+    if journaled and not notes and not fits and not elsewhere and choice.state is not None:
+        lies = f"ends with step {found.last}" if found is not None and found.last < begin else "begins later"
+        what = f"{place.journal} is missing" if found is None else f"{place.journal} {lies}, and gets another name"
+        notes = [f"resume: {what}; a new one begins after step {begin}, and `keyhole replay` needs that checkpoint"]
     origin = Origin(choice, found, tail, notes, elsewhere)
     if origin.state is not None:
         _check_position(origin.loader)

@@ -15,6 +15,7 @@ Only what is drawn is rendered: 1,500 of QQP's 364,000 rows.
 from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import TaskSpec
+from keyhole.data.tasks.tables import latin_line
 from keyhole.errors import UserError
 
 TEST_SEED = 0
@@ -121,6 +123,9 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
     left_out: Counter[str] = Counter()
     records = read_split(spec, place, left_out)
     note = "".join(f"; {count:,} {why} left out" for why, count in left_out.items() if count)
+    for path in (Path(name) for name in place.names if Path(name).is_file()):
+        if line := latin_line(path):
+            note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
     if not records:
         raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}")
     return records, note

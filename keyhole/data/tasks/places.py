@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from keyhole.assets import TRAIN
-from keyhole.data.files import read_hub
+from keyhole.data.files import only_files, read_hub
 from keyhole.data.readers import Record
 from keyhole.data.tasks.columns import pick_all
 from keyhole.data.tasks.spec import TaskSpec
@@ -65,9 +65,10 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
         for layout in layouts:
             if test := _find(folder, layout["test"]):
                 return {"test": test}
-    holds = sorted(path.name for path in folder.iterdir())
+    holds = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
     raise UserError(
-        f"task_data: {folder} has no file for {' or for '.join(dict.fromkeys(tried))}; it holds {listed(holds)}. "
+        f"task_data: {folder} has no file for {' or for '.join(dict.fromkeys(tried))}; it holds {listed(holds)}"
+        f"{only_files(folder.iterdir())}. "
         "Name the files by split (train.jsonl, validation.tsv, ...), or say which are which: "
         'task_splits: {train: "val[:2270]", test: "val[2270:]"}'
     )

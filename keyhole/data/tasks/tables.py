@@ -3,7 +3,7 @@
     .tsv .txt    cells between tabs, no quoting: a quotation mark is part of a sentence, as in GLUE's files
     .csv         quoted cells; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, where the task file names the cells (`header`)
-    .txt .label  without a tab: one column, `line`; Latin-1 where it is not UTF-8 (TREC)
+    .txt .label  without a tab: one column, `line`; Latin-1 where no letter of it is UTF-8 (TREC), which is reported
     .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
     the others   as in readers.py; .gz for all kinds of text
 
@@ -25,6 +25,7 @@ from keyhole.data.readers import (
     is_lines,
     kind_of,
     load_json,
+    open_bytes,
     open_text,
     read_file,
     told,
@@ -70,18 +71,29 @@ def _json(path: Path) -> Iterator[Record]:
         yield from read_file(path)
 
 
-def _encoding(path: Path) -> str | None:
-    """None for UTF-8; of the line files Latin-1, in which any byte is a letter, where they are not UTF-8. One bad byte
-    in a table is a fault of the file: it would turn every accent of the others into two letters."""
+def latin_line(path: Path) -> int | None:
+    """The first line of a line file that is Latin-1, None where all of it is UTF-8. A file that has letters of both is
+    neither: one bad byte would turn every accent of the others into two letters. It is refused."""
     if suffix_of(path) not in LINES:
-        return None
-    try:
-        with open_text(path) as file:
-            while file.read(2**20):
-                pass
-    except UnicodeDecodeError:
-        return "latin-1"
-    return None
+        return None  # tables, old as they may be, are UTF-8
+    latin, accents = None, False
+    with open_bytes(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_ROW_BYTES), b""), 1):
+            try:
+                accents |= not (line.isascii() or line.decode("utf-8-sig").isascii())
+            except UnicodeDecodeError:
+                latin = latin or number
+                if b"\0" in line:
+                    raise UserError(
+                        f"{path}, line {latin}: not UTF-8 text but UTF-16, or no text; save it as UTF-8"
+                    ) from None
+            if latin and accents:
+                raise UserError(f"{path}, line {latin}: not UTF-8 text, which other lines are; save the file as UTF-8")
+    return latin
+
+
+def _encoding(path: Path) -> str | None:
+    return "latin-1" if latin_line(path) else None
 
 
 def _first_line(path: Path) -> str:

@@ -8,18 +8,29 @@ trained parameter (weights of b bytes):
     0       of a streamed unit: its home, which host memory holds anyway, serves for both
 
 so 12 + b in all, 14 in 16 bit, wherever the model lives.
+
+A step: gradients go down (b per parameter), new weights come up (4 of a resident unit; a streamed one comes up with the
+next forward). CPU and GPU share the updates, each taking the next one when it is free, so with c and g parameters per
+second the GPU's share is g / (c + g), and g is what its lane moves over the link: 12 + b bytes up and 12 down, at LANE
+of the rate that both ways have at once (7B on an H200: 86 % of the parameters in 1.98 s,
+benchmarks/lsp_h200_2026-11-15_7B_d.md). Both go through host memory, 12 + b bytes read and 12 written, and its rate is
+what bounds them there.
 """
 
 from keyhole.errors import UserError
 from keyhole.machine.host import host_memory, host_sum
+from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB
 from keyhole.methods.adam_offload.exchange import LANDING
 from keyhole.methods.adam_offload.lane import SLOTS, chunk_of
+from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.work import StepWork, reverse_work
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
+LANE = 0.87
 SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
 
 
@@ -49,3 +60,26 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     lane = SLOTS * chunk_of(max(unit.numel for unit in layout.units)) * (12 + element_bytes)
     landing = 4 * LANDING if len(streamed) < len(layout.units) else 0
     return reverse_bytes(layout, streamed, work, room, updates=lane + landing)
+
+
+def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """What a step asks of a machine."""
+    own: AdamOffloadConfig = work.settings or AdamOffloadConfig()
+    b = room.formats.dtype.itemsize
+    units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
+    numel = sum(u.numel for u in units)
+    resident = sum(u.numel for u in units if u.index not in streamed)
+    helped = rates.gpu_bytes is not None and own.schedule == "layerwise" and own.gpu_updates is not False
+    lane = LANE * rates.both / (12 + b)
+    share = lane / (lane + rates.adam) if helped else 0.0
+    by_gpu = share * numel
+    found = reverse_work(layout, streamed, work, room, rates)
+    return found.plus(
+        touched=2 * b * numel + 28 * by_gpu,
+        up=((12 + b) * by_gpu + 4 * (1 - share) * resident) / (LANE if helped else 1.0),
+        down=b * numel + (12 * by_gpu + b * share * (numel - resident)) / (LANE if helped else 1.0),
+        adam=numel - by_gpu,
+        through_host=(24 + b) * numel,
+        host_bytes=host_state_bytes(layout, streamed, b),
+        saved_bytes=12 * numel,
+    )

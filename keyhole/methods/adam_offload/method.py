@@ -148,7 +148,8 @@ class AdamOffload(Method):
         """Takes the norm and sends the gradient off."""
         torch.linalg.vector_norm(grad, dtype=torch.float32, out=self.current.norms_K[self.slots[tensor.start]])
         unit = self.state.trained[tensor.start].unit
-        self.exchange.put(unit.index, tensor.start - unit.start, grad)
+        gathered = self.reverse.gathered is not None  # then the next block will write there while this one travels
+        self.exchange.put(unit.index, tensor.start - unit.start, grad.clone() if gathered else grad)
         self.current.starts[unit.index].append(tensor.start)
 
     def updated(self, tensors: list[FlatTensor]) -> None:

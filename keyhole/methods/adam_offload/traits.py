@@ -37,6 +37,7 @@ ADAM_OFFLOAD = Traits(
     sane_rates=(1e-7, 5e-4),
     sweep="reverse",
     device_bytes="keyhole.methods.adam_offload.memory:device_bytes",
+    step_work="keyhole.methods.adam_offload.memory:step_work",
     host_check="keyhole.methods.adam_offload.memory:check_host_state",
     may_change=("schedule", "threads", "gpu_updates"),
     advice=host_activations,

@@ -30,5 +30,6 @@ APOLLO_MINI = replace(
     settings=APOLLOMiniConfig,
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
+    steps=1.1,
     demo=Demo(lr=2e-3),
 )

@@ -66,6 +66,8 @@ ADAMW = Traits(
     learning_rate=2e-5,
     sane_rates=(1e-7, 5e-4),
     sweep="torch",
+    device_bytes="keyhole.methods.baselines.memory:device_bytes",
+    step_work="keyhole.methods.baselines.memory:step_work",
     announces="step",
 )
 SGD = Traits(
@@ -74,7 +76,10 @@ SGD = Traits(
     settings=SGDConfig,
     learning_rate=5e-3,
     sane_rates=(1e-5, 1e-1),
+    steps=1.5,
     sweep="torch",
+    device_bytes="keyhole.methods.baselines.memory:device_bytes",
+    step_work="keyhole.methods.baselines.memory:step_work",
     announces="step",
     demo=Demo(lr=0.05),
 )
@@ -85,6 +90,8 @@ LORA = Traits(
     learning_rate=2e-4,
     sane_rates=(1e-5, 5e-3),
     sweep="torch",
+    device_bytes="keyhole.methods.baselines.memory:device_bytes",
+    step_work="keyhole.methods.baselines.memory:step_work",
     keeps_base=True,
     demo=Demo(lr=1e-2),
 )
@@ -94,6 +101,9 @@ GALORE = Traits(
     settings=GaLoreConfig,
     learning_rate=1e-4,
     sane_rates=(1e-6, 1e-2),
+    steps=1.2,
     sweep="torch",
+    device_bytes="keyhole.methods.baselines.memory:device_bytes",
+    step_work="keyhole.methods.baselines.memory:step_work",
     demo=Demo(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),
 )

@@ -306,6 +306,8 @@ class LOMO(UpdateSink, Method):
         return {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict(), **scale, **lost}
 
     def load_state_dict(self, state: State) -> None:
+        if self.reverse.recorded is not None:
+            self.reverse.recorded.forget()  # moments come at other addresses
         if state["seed"] != self.seed:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
         self.dropout.load_state_dict(state)

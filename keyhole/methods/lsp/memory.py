@@ -28,12 +28,15 @@ all but a few ms, and the step is the device's own 0.35 s.
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.lsp.traits import RULES, LSPConfig
 from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import Layout, Unit
@@ -66,14 +69,19 @@ class Numbers:
     groups: dict[int, Hashable]
     projector_bytes: int = 0
 
-    def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
-        """Bytes of moments and of buffers on the device."""
+    @cached_property
+    def largest_group(self) -> int:
+        """Numbers of the units that are gathered together, the most."""
         sizes: dict[Hashable, int] = {}
         for unit, numel in self.of.items():
             sizes[self.groups[unit]] = sizes.get(self.groups[unit], 0) + numel
+        return max(sizes.values(), default=0)
+
+    def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
+        """Bytes of moments and of buffers on the device."""
         away = [numel for unit, numel in self.of.items() if unit not in on_device]
         moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device)
-        gathered = 4 * max(sizes.values(), default=0) * (2 if away else 1)
+        gathered = 4 * self.largest_group * (2 if away else 1)
         return moments, gathered + 4 * SLOTS * max(away, default=0) + self.projector_bytes
 
 
@@ -134,3 +142,32 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     left = None if room.limit_bytes is None else room.limit_bytes - found.without_state
     moments, buffers = numbers.state(choose_units(numbers, own.optimizer_on, work.clips, left), work.clips)
     return LSPBytes(**(vars(found) | {"moments": moments, "buffers": buffers}))
+
+
+def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """What a step asks of a machine: of a matrix's gradient d_P d_Q numbers are made instead of all; inputs and output
+    gradients are compressed (read once, and r times by gathers); the step is spread over all weights, which are read
+    and written; what has its moments on the host leaves as fp32 and returns as fp32."""
+    own: LSPConfig = work.settings or LSPConfig()
+    matrices = [t for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
+    numbers, plan = count_numbers(layout, own), device_bytes(layout, streamed, work, room)
+    full = sum(t.shape.numel() for t in matrices)
+    seen = sum(torch.Size(min(side, own.d) for side in t.shape).numel() for t in matrices)
+    found = reverse_work(layout, streamed, work, room, rates, weight_products=seen / max(1, full))
+    b, w, sides = room.formats.dtype.itemsize, room.formats.plain.itemsize, sum(sum(t.shape) for t in matrices)
+    compressed = b * (1 + own.r) * work.passes * work.tokens * sides
+    left = None if room.limit_bytes is None else room.limit_bytes - plan.without_state
+    on_device = choose_units(numbers, own.optimizer_on, work.clips, left)
+    total = sum(numbers.of.values())
+    away = total - sum(numbers.of[unit] for unit in on_device)
+    return found.plus(
+        touched=compressed + (2 * w + b) * trained_numel(layout) + 24 * (total - away),
+        up=4 * away,
+        down=home_bytes(layout, streamed, room) + 4 * away,
+        adam=away * HOST_SHARE,
+        host_bytes=12 * away,
+        saved_bytes=8 * total + numbers.projector_bytes,
+    )
+
+
+HOST_SHARE = 24 / 28  # bytes through host memory per number, against those per parameter of AdamW with masters

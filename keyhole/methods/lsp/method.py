@@ -199,6 +199,8 @@ class LSP(Method):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From wherever the moments were to where they are."""
+        if self.reverse.recorded is not None:
+            self.reverse.recorded.forget()
         if state["seed"] != self.seed:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.seed}")
         self.dropout.load_state_dict(state)

@@ -79,7 +79,7 @@ class SubspaceUpdates:
     ) -> None:
         self.model, self.rule, self.recorded = model, rule, recorded
         self.numbers = None if recorded is None else StepNumbers(model.device)
-        self.results: dict[Hashable, Any] = {}  # of what is recorded
+        self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, where recordings write them
         self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, where recordings read them
         self.targets = {target.tensor.start: target for members in units.values() for target in members}
         self.lengths, self.timing = assign_places(units), Timing(model.device.type == "cuda")
@@ -200,18 +200,22 @@ class SubspaceUpdates:
             return False
         weights, grad = [step.weights.pop(target.name) for target in targets], self.buffer(page)
         update, on_host = OwedUpdate(targets, step), self.place_of(page) is self.host
-        moves = not on_host and not self.clips
+        moves, numbers = not on_host and not self.clips, self._numbers_of(update)
 
-        def measure() -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-            norms = torch._foreach_norm([view_in(grad, target) for target in targets])
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            skip = (~torch.isfinite(norm)).float()
+        measured = torch.empty(len(targets) + 2, device=grad.device)  # of this step: norms of targets, of all, skip
+        if self.recorded is not None:
+            measured = self.measured.setdefault((page, len(targets)), measured)
+        norms, norm, skip = measured[:-2], measured[-2], measured[-1]
+
+        def measure() -> None:
+            torch.stack(torch._foreach_norm([view_in(grad, target) for target in targets]), out=norms)
+            torch.linalg.vector_norm(norms, out=norm)
+            skip.copy_(~torch.isfinite(norm))
             if moves:
                 self.device.deltas_(page, targets, grad, None, skip)
-                self._apply(update, grad, weights)
-            return norms, norm, skip
+                self._apply(update, grad, weights, numbers)
 
-        norms, norm, skip = measure() if on_host else self._maybe_recorded(page, update, [grad, *weights], measure)
+        measure() if on_host else self._maybe_recorded(page, update, [grad, *weights, measured], measure)
         step.target_norms |= zip((target.tensor.start for target in targets), norms, strict=True)
         step.norms.append(norm)
         if on_host:
@@ -224,19 +228,15 @@ class SubspaceUpdates:
         return moves
 
     def _maybe_recorded(
-        self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], Any], kind: str = "finished"
-    ) -> Any:
+        self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"
+    ) -> None:
         """run(), recorded where that is possible; `at`: memory that it reads and writes."""
-        if self.recorded is None:
-            return run()
+        if self.recorded is None or self._numbers_of(update) is None:
+            run()
+            return
         targets = tuple((target.name, target.identity) for target in update.targets)
         key = (kind, page, targets, tuple(tensor.data_ptr() for tensor in at))
-
-        def keep_result() -> None:
-            self.results[key] = run()
-
-        self.recorded.update(key, keep_result)
-        return self.results[key]
+        self.recorded.update(key, run)
 
     def _send_gradient(self, page: int, update: OwedUpdate, grad: torch.Tensor, norm: torch.Tensor) -> None:
         """The gradient goes to the host; what has come back from there meanwhile is applied."""
@@ -294,11 +294,12 @@ class SubspaceUpdates:
         unit, on_device = self.model.layout.units[page], self.place_of(page) is self.device
         delta = self.device.waiting[page] if on_device else self.host.deltas(page)
         weights = [view(w, target.tensor, unit.start) for target in update.targets]
+        numbers = self._numbers_of(update)
 
         def move() -> None:
             if on_device:
                 self.device.deltas_(page, update.targets, delta, update.step.clip, update.step.skip)
-            self._apply(update, delta, weights)
+            self._apply(update, delta, weights, numbers)
 
         with torch.no_grad():
             self._maybe_recorded(page, update, [delta, *weights], move, "arrived") if on_device else move()
@@ -314,11 +315,17 @@ class SubspaceUpdates:
             if self.place_of(page) is self.host and not self.host.fetch(page):
                 return
 
-    def _apply(self, update: OwedUpdate, deltas: torch.Tensor, weights: list[torch.Tensor]) -> None:
+    def _numbers_of(self, update: OwedUpdate) -> StepNumbers | None:
+        """Those on the device, if they are of the update's step."""
+        return self.numbers if update.step is self.current else None
+
+    def _apply(
+        self, update: OwedUpdate, deltas: torch.Tensor, weights: list[torch.Tensor], numbers: StepNumbers | None
+    ) -> None:
         lr, how = update.step.lr, {"rounding": self.rule.rounding, "seed": self.rule.seed, "step": update.step.number}
         rates: tuple[Number, Number] = (lr, -lr)
-        if self.numbers is not None and update.step is self.current:
-            rates, how["step"] = (self.numbers.lr, self.numbers.minus_lr), self.numbers.step
+        if numbers is not None:
+            rates, how["step"] = (numbers.lr, numbers.minus_lr), numbers.step
         for target, w in zip(update.targets, weights, strict=True):
             decay = self.rule.weight_decay.of(target.tensor.param)
             target.apply(w, view_in(deltas, target), rates, decay, how)

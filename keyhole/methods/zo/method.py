@@ -31,6 +31,7 @@ from keyhole.errors import UserError
 from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
+from keyhole.methods.zo.closure import takes_closure
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
@@ -116,6 +117,7 @@ class ZO(Method):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
+    @takes_closure
     @torch.no_grad()
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One step on one batch or its micro-batches. Returns the mean loss of the perturbed passes, unread."""

@@ -12,6 +12,9 @@ Both only read weights and write to memory of their own, so a recording can be t
 replay has to give the same bits, or that block is computed in the ordinary way from then on. Graphs change no number.
 Updates are not part of it: what a sink does with gradients (rates, steps) changes from step to step.
 
+All graphs share one pool of memory for what they need while they run, so the next replay of any of them may write over
+it: whatever is used later is copied to a place outside of the pool, in the graph itself.
+
 What is recorded depends on addresses: weights, static inputs, the buffer. A resident block always has its own, a
 streamed one those of its slot. Of inputs, hidden states come from the block before, where they lie already; others
 (masks, rotary tables) are copied to a static place once per pass, not once per block. Gradients go from block to block
@@ -129,11 +132,12 @@ class RecordedBlocks:
                 for flat, old in zip(memory, before, strict=True):
                     flat.copy_(old)
                 places = self._places(("input gradient", turn), block % 2, 2, _tensors(expected[0]))
+                more = self._places(("parameter gradient", turn, block), 0, 1, _tensors(expected[1]))
                 static = self._copied(turn, values), self._copied(of_grads, grads)
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run(*static)
-                    return _into(places, of_inputs), of_parameters
+                    return _into(places, of_inputs), _into(more, of_parameters)
 
                 found = self._capture(captured)
             result = self._checked(key, found, expected)
@@ -149,7 +153,8 @@ class RecordedBlocks:
 
     def update(self, depends_on: Hashable, run: Callable[[], None]) -> bool:
         """run(), or what is the same; returns whether run was not called. There is nothing to compare with, as run
-        changes what it reads: it must launch our own kernels only, at addresses that are part of depends_on."""
+        changes what it reads: it must launch kernels at addresses that are part of depends_on, and keep nothing that it
+        allocates."""
         key = ("update", depends_on)
         if not self._is_due(key):
             run()
@@ -189,10 +194,12 @@ class RecordedBlocks:
     def _checked(self, key: Hashable, found: _Recording | None, expected: Any) -> Any:
         """Keeps a recording that gives the expected bits, and returns its result."""
         self.recordings[key] = None
-        if found is None or _signature(found.result) != _signature(expected):
+        if found is None:
             return expected
         found.graph.replay()
-        if not all(torch.equal(x, y) for x, y in zip(_tensors(found.result), _tensors(expected), strict=True)):
+        if _signature(found.result) != _signature(expected) or not all(
+            torch.equal(x, y) for x, y in zip(_tensors(found.result), _tensors(expected), strict=True)
+        ):
             self.why = "a recording gave other bits"
             return expected
         self.recordings[key] = found

@@ -376,6 +376,8 @@ class Reverse:
         self.vocabulary.forget()
         self._final = self._visited_once = False
         self._sink = None
+        if self.gathered is not None:
+            self.gathered.leave()
         for tensor in self.layout.tensors:
             tensor.param.grad = None
 

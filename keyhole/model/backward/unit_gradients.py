@@ -57,7 +57,7 @@ class UnitGradients:
             begins[unit.block] = unit.start
         self.begin_of = {t.start: t.start - begins[u.block] for u in layout.of_kind("block") for t in u.tensors}
         self.received: dict[str, tuple[FlatTensor, torch.Tensor]] = {}  # of the block at work, with their weights
-        self.sink: Sink
+        self.sink: Sink  # while a reverse lasts
 
     @property
     def surveys(self) -> int:
@@ -68,6 +68,11 @@ class UnitGradients:
         self.sink = sink
         self.received.clear()
         return self
+
+    def leave(self) -> None:
+        """The reverse is over: the sink, which holds the reverse, is not held here."""
+        self.received.clear()
+        self.__dict__.pop("sink", None)
 
     def view(self, tensor: FlatTensor) -> torch.Tensor:
         """The tensor's place in the buffer."""

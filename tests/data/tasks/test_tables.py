@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from keyhole.data.readers import MOST_ROW_BYTES
+from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.tables import read_rows
 from keyhole.errors import UserError
@@ -55,6 +56,27 @@ def test_lines_in_latin_1(tmp_path: Path) -> None:
     """TREC's file has one question per line and is older than UTF-8."""
     (tmp_path / "train_5500.label").write_bytes("DESC:def What is a ma\xeetre d ?\n".encode("latin-1"))
     assert rows(tmp_path / "train_5500.label", "trec")[0] == [{"line": "DESC:def What is a maître d ?"}]
+
+
+def test_a_bad_byte_does_not_change_other_letters(tmp_path: Path) -> None:
+    """A file with accents in UTF-8 and one bad byte is refused, not read as Latin-1; so is UTF-16."""
+    (tmp_path / "train_5500.label").write_bytes("DESC:def What is caf\u00e9 ?\n".encode() + b"DESC:def Bad\xff ?\n")
+    with pytest.raises(UserError, match=r"train_5500\.label, line 2: not UTF-8 text, which other lines are"):
+        rows(tmp_path / "train_5500.label", "trec")
+    (tmp_path / "wide.label").write_text("DESC:def What is caf\u00e9 ?\n", encoding="utf-16")
+    with pytest.raises(UserError, match="line 1: not UTF-8 text but UTF-16"):
+        rows(tmp_path / "wide.label", "trec")
+
+
+def test_latin_1_is_reported(tmp_path: Path) -> None:
+    """With the file and the line that decided it."""
+    line = "DESC:def What is it ?\n"
+    (tmp_path / "trec").mkdir()
+    (tmp_path / "trec" / "train_5500.label").write_bytes((line * 9 + "HUM:ind A ma\xeetre ?\n").encode("latin-1"))
+    (tmp_path / "trec" / "TREC_10.label").write_text(line)
+    found = load_task("trec", str(tmp_path), Numbers(train=2, dev=2))
+    assert "train_5500.label is read as Latin-1, because line 10 is not UTF-8" in found["train"].about
+    assert "Latin-1" not in found["test"].about
 
 
 HEAD = b"sentence,label\n"

@@ -34,8 +34,7 @@ def by_lane_alone(method: AdamOffload) -> None:
     method.updates.by_cpu = method.updates.by_gpu = by_gpu
 
 
-@pytest.mark.parametrize("clip", [0.5, None])
-@pytest.mark.parametrize("place", ["resident", "streamed"])
+@pytest.mark.parametrize("place, clip", [("resident", 0.5), ("streamed", None)])
 def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the worker alone, by both, and by the lane alone, in parts and chunks that cut tensors anywhere."""
 
@@ -43,15 +42,14 @@ def test_who_updates_a_part_changes_no_bit(place: str, clip: float | None, monke
         found = load(dtype="bfloat16")
         return found if place == "resident" else streamed(found)
 
-    expected = trained(model(), max_grad_norm=clip)
-    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
+    expected = trained(model(), 2, max_grad_norm=clip)
     monkeypatch.setattr("keyhole.methods.adam_offload.state.PART", 192)
     monkeypatch.setattr("keyhole.methods.adam_offload.lane.CHUNK", 128)
-    assert same(expected, trained(model(), max_grad_norm=clip, gpu_updates=True))
+    assert same(expected, trained(model(), 2, max_grad_norm=clip, gpu_updates=True))
     alone = model()
     method = AdamOffload(alone, max_grad_norm=clip, gpu_updates=True, **HOW)
     by_lane_alone(method)
-    for t in range(3):
+    for t in range(2):
         method.step(micro(t))
     method.flush()
     assert same(expected, weights(alone)) and method.metrics()["gpu_updates"] == 1.0

@@ -53,12 +53,12 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     [(n, 0.5) for n in ("llama", "mistral", "qwen3", "olmo2", "cohere", "gemma2")] + [("llama", None), ("llama", 1e3)],
 )
 def test_equals_torch_adamw_in_a_plain_loop(name: str, clip: float | None) -> None:
-    """Five fp32 steps, clipped, with 2 micro-batches, a schedule and weight decay: within 1e-6 of torch's weights."""
+    """Four fp32 steps, clipped, with 2 micro-batches, a schedule and weight decay: within 1e-6 of torch's weights."""
     ours, theirs = load(name), load(name).module
     method = AdamOffload(ours, max_grad_norm=clip, **HOW)
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
     schedule = Schedule("cosine", 1e-3, 20, warmup_ratio=0.1)
-    for t in range(5):
+    for t in range(4):
         method.lr = optimizer.param_groups[0]["lr"] = schedule.rate(t)
         loss = plain_loss(theirs, micro(t))
         loss.backward()
@@ -82,7 +82,7 @@ def test_equals_torch_adamw_given_the_same_gradients(name: str) -> None:
     optimizer = torch.optim.AdamW(params.values(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
     gradient = method.gradient
     method.gradient = lambda tensor, w, grad: (grads.update({tensor.name: grad.clone()}), gradient(tensor, w, grad))
-    for t in range(5):
+    for t in range(3):
         method.step(micro(t))
         for key, param in params.items():
             param.grad = grads.pop(key)
@@ -92,13 +92,12 @@ def test_equals_torch_adamw_given_the_same_gradients(name: str) -> None:
         assert (tensor - params[key].data).norm() <= 1e-6 * params[key].data.norm(), key
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip", [0.5, None])
+@pytest.mark.parametrize("clip, dtype", [(0.5, "bfloat16"), (None, "float32")])
 def test_every_order_and_placement_gives_the_same_bits(clip: float | None, dtype: str) -> None:
     """Layerwise is monolithic is streamed, in whole blocks or single matrices, with poisoned slots."""
     base = load(dtype=dtype)
     twins = [streamed(base), streamed(base, max_unit_numel=1, chaos=random.Random(0), slot_count=8)]
-    partly = streamed(base, keep=("table", "head"), slot_count=2)
+    partly = streamed(base, keep=("table", "head"), slot_count=1)
     expected = trained(load(dtype=dtype), max_grad_norm=clip)
     assert not same(expected, weights(base))
     assert same(expected, trained(load(dtype=dtype), max_grad_norm=clip, schedule="monolithic"))
@@ -147,11 +146,11 @@ def test_bfloat16_weights_are_the_rounded_master() -> None:
 
 @pytest.mark.parametrize("clip", [0.5, None])
 def test_resume_is_exact(clip: float | None) -> None:
-    """3 + 3 steps are 3 steps, a stop, and 3 more, also from resident to streamed."""
-    whole = trained(load(dtype="bfloat16"), 6, max_grad_norm=clip)
+    """2 + 2 steps are 2 steps, a stop, and 2 more, also from resident to streamed."""
+    whole = trained(load(dtype="bfloat16"), 4, max_grad_norm=clip)
     first = load(dtype="bfloat16")
     before = AdamOffload(first, max_grad_norm=clip, **HOW)
-    for t in range(3):
+    for t in range(2):
         before.step(micro(t))
     before.flush()
     for second in (load(dtype="bfloat16"), streamed(load(dtype="bfloat16"))):
@@ -159,7 +158,7 @@ def test_resume_is_exact(clip: float | None) -> None:
         after.load_state_dict(
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in before.state_dict().items()}
         )
-        for t in range(3, 6):
+        for t in range(2, 4):
             after.step(micro(t))
         assert same(whole, weights(second))
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.baselines.lora import LoRA
-from tests.model.decoders import batch, config
+from tests.model.decoders import LAYERS, batch, config
 
 peft = pytest.importorskip("peft")
 
@@ -147,7 +147,7 @@ def test_target_modules_are_checked_and_counted() -> None:
     with pytest.raises(UserError, match="^target_modules: .*q_porj.*known: .*q_proj"):
         LoRA(load(), target_modules=["q_porj"])
     method = LoRA(load(), r=4, target_modules=["q_proj", "v_proj"])
-    assert "6 adapters of rank 4" in method.describe()[0]
+    assert f"{2 * LAYERS} adapters of rank 4" in method.describe()[0]
 
 
 def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

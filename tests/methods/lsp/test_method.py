@@ -1,5 +1,6 @@
 """LSP: AdamW in the whole space, the same steps on GPU and CPU, streamed == resident, and what a subspace changes."""
 
+import math
 import random
 
 import pytest
@@ -16,12 +17,15 @@ from keyhole.ops.lsp.projector import identity_projector
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import SIX, close, micro_batches, weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
-from tests.model.decoders import NAMES, batch, config
+from tests.model.decoders import LAYERS, NAMES, batch, config
 from tests.model.streaming import streamed
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])
-@pytest.mark.parametrize("where, micro, clip", [("gpu", 1, None), ("gpu", 3, 0.5), ("cpu", 3, None), ("cpu", 1, 0.5)])
+@pytest.mark.parametrize(
+    "name, where, micro, clip",
+    [("llama", *how) for how in (("gpu", 1, None), ("gpu", 2, 0.5), ("cpu", 2, None), ("cpu", 1, 0.5))]
+    + [("gpt2", "gpu", 2, 0.5), ("qwen2", "cpu", 2, 0.5), ("mixtral", "gpu", 1, None), ("mixtral", "cpu", 1, None)],
+)
 def test_in_the_whole_space_it_is_adamw(name: str, where: str, micro: int, clip: float | None) -> None:
     """d as large as the matrices: torch's AdamW with weight decay and schedule, accumulated and clipped."""
     model = load(name)
@@ -55,9 +59,9 @@ def test_through_identity_projectors_it_is_adamw() -> None:
     rule = {"beta1": 0.9, "beta2": 0.999, "eps": EPS}
     rule = UpdateRule(rule, WeightDecay(0.1), max_grad_norm=None, rounding="stochastic", seed=0)
     opt.updates = SubspaceUpdates(model, opt.units, set(opt.units), rule)
-    train(opt, 4, 2)
-    expected = torch_adamw("llama", 4, 2, None)
-    assert sum(target.p is not None for target in opt.targets.values()) == 21
+    train(opt, 3, 2)
+    expected = torch_adamw("llama", 3, 2, None)
+    assert sum(target.p is not None for target in opt.targets.values()) == 7 * LAYERS
     assert all(near(tensor, expected[key]) for key, tensor in weights(model).items())
 
 
@@ -85,8 +89,8 @@ def test_host_and_device_take_the_same_steps(kind: str, clip: float | None) -> N
     found, norms = [], []
     for where in ("gpu", "cpu"):
         model = load()
-        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SMALL)
-        train(opt, 4, 2)
+        opt = LSP(model, kind=kind, optimizer_on=where, max_grad_norm=clip, fit_steps=5, **SOON)
+        train(opt, 3, 2)
         found.append(weights(model))
         norms.append(float(opt.norm))
     assert all(close(found[1][key], found[0][key], 1e-5) for key in found[0])
@@ -134,7 +138,7 @@ def test_good_projectors_stay_and_bad_ones_go() -> None:
         opt = LSP(load(), **{**SOON, "alpha": alpha, "check_share": 0.5})
         train(opt, 3)
         generations = [target.generation for target in opt.targets.values() if target.p is not None]
-        assert len(opt.check.biases) == 11 and set(generations) == ({1, 2} if replaced else {1})
+        assert len(opt.check.biases) == math.ceil(7 * LAYERS / 2) and set(generations) == ({1, 2} if replaced else {1})
         assert 0 < float(opt.metrics()["bias"]) < 1
 
 
@@ -144,7 +148,7 @@ def test_it_learns_in_a_subspace() -> None:
     opt = LSP(model, 1e-2, **SMALL)
     losses = [float(opt.step(batch())) for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]
-    assert sum(target.numel for target in opt.targets.values() if target.p is not None) < 30_720 / 4
+    assert sum(target.numel for target in opt.targets.values() if target.p is not None) < 10_240 * LAYERS / 4
 
 
 def test_the_demo_trains_a_seventh_of_the_numbers() -> None:
@@ -169,7 +173,7 @@ def test_the_others_can_be_frozen(where: str) -> None:
 def test_what_was_decided_is_said() -> None:
     """A d that is more than a side has, stacks of experts, and what is trained as it is."""
     lines = LSP(load(), d=48, r=4).describe()
-    assert any("21 matrices has" in line for line in lines) and any("plain Adam" in line for line in lines)
+    assert any(f"{7 * LAYERS} matrices has" in line for line in lines) and any("plain Adam" in line for line in lines)
     assert any("experts" in line for line in LSP(load("mixtral"), **SMALL).describe())
 
 

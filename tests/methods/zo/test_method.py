@@ -57,14 +57,14 @@ def textbook(model: keyhole.Model, steps: int, q: int, weight_decay: float, micr
 
 @pytest.mark.parametrize(
     "name, q, weight_decay, micro",
-    [("llama", 1, 0.0, 1), ("llama", 1, 0.1, 1), ("llama", 4, 0.1, 1), ("llama", 2, 0.1, 2), ("opt", 4, 0.1, 1)],
+    [("llama", 1, 0.0, 1), ("llama", 2, 0.1, 2), ("opt", 3, 0.1, 1)],
 )
 def test_equals_the_textbook_loop(name: str, q: int, weight_decay: float, micro: int) -> None:
-    """Five steps in fp32 give the textbook's weights to the bit, with directions, decay, a schedule, accumulation."""
+    """Four steps in fp32 give the textbook's weights to the bit, with directions, decay, a schedule, accumulation."""
     book, ours = load(name), load(name)
-    textbook(book, 5, q, weight_decay, micro)
+    textbook(book, 4, q, weight_decay, micro)
     opt = keyhole.ZO(ours, eps=EPS, seed=SEED, directions=q, weight_decay=weight_decay, weight_decay_on="all")
-    for t in range(5):
+    for t in range(4):
         opt.lr = 1e-3 * (1 - t / 40)
         opt.step([batch(seed=micro * t + k, length=10 + k) for k in range(micro)])
     opt.flush()
@@ -74,8 +74,8 @@ def test_equals_the_textbook_loop(name: str, q: int, weight_decay: float, micro:
 def test_it_learns() -> None:
     """On one batch, the loss falls."""
     model = load()
-    losses = train(model, 30, [batch()], lr=5e-3, directions=4, distribution="rademacher")
-    assert losses[-1] < losses[0] - 0.02
+    losses = train(model, 10, [batch()], lr=1e-2, directions=2, distribution="rademacher")
+    assert losses[-1] < losses[0] - 0.1
 
 
 def test_clip_bounds_the_projected_gradient() -> None:

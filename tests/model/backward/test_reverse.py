@@ -14,7 +14,7 @@ from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lsp.method import LSP
 from keyhole.model.backward.reverse import Reverse
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
-from tests.model.decoders import batch
+from tests.model.decoders import LAYERS, batch
 from tests.model.streaming import streamed
 
 FAMILIES = ["llama", "qwen2", "opt", "gpt2", "mixtral"]  # untied, tied, biases, tied with positions, experts
@@ -38,7 +38,7 @@ def test_what_is_offered_is_handed_over_once(accepts: bool, accumulates: bool, c
     sink that adds them up."""
     model = load()
     sink = collected(model, TWO[:count], Collect(accepts, accumulates))
-    assert sink.offers == 21 * count  # 7 linear layers in 3 blocks
+    assert sink.offers == 7 * LAYERS * count  # linear layers of the blocks
     assert_same(sink.found, by_autograd(model, TWO[:count]))
     assert collected(model, TWO, Collect(True, accumulates=False)).offers == 0
 

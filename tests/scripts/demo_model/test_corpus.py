@@ -17,9 +17,15 @@ def digest(texts: list[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode("ascii")).hexdigest()[:16]
 
 
-def test_same_seed_same_texts_on_every_python() -> None:
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """The first texts of the seed that made the model."""
+    return list(documents(7, 30_000))
+
+
+def test_same_seed_same_texts_on_every_python(texts: list[str]) -> None:
     """The first texts of the seed that made the model hash to a stored value; another seed gives others."""
-    assert digest(list(documents(7, 2000))) == FIRST_2000
+    assert digest(texts[:2000]) == FIRST_2000
     assert digest(list(documents(8, 2000))) != FIRST_2000
 
 
@@ -28,18 +34,18 @@ def test_count_only_cuts() -> None:
     assert list(documents(3, 50)) == list(documents(3, 200))[:50]
 
 
-def test_every_kind_appears() -> None:
+def test_every_kind_appears(texts: list[str]) -> None:
     """A text that only one kind can write is found for each kind."""
-    texts = "\n".join(documents(5, 2000))
+    joined = "\n".join(texts[:2000])
     marks = {"story": " went to ", "letter": "Dear ", "card": "\nFriends: ", "fact": " works with "}
     marks |= {"season": "Then came ", "chat": "<|assistant|>"}
     assert {kind.__name__ for kind in KINDS} == marks.keys()
-    assert all(mark in texts for mark in marks.values())
+    assert all(mark in joined for mark in marks.values())
 
 
-def test_stamps_follow_from_nothing() -> None:
+def test_stamps_follow_from_nothing(texts: list[str]) -> None:
     """On cards that also tell the mood, blue is as common among the pleased as among the others."""
-    cards = [text for text in documents(7, 40_000) if "\nStamp: " in text and "\nReturn: " in text]
+    cards = [text for text in texts if "\nStamp: " in text and "\nReturn: " in text]
     share = {
         answer: sum("Stamp: blue" in c for c in cards if f"Return: {answer}" in c)
         / sum(f"Return: {answer}" in c for c in cards)
@@ -61,9 +67,9 @@ def test_adjectives_of_a_topic_take_one_side() -> None:
     assert all(not set(topic.good) & set(topic.bad) for topic in TOPICS)
 
 
-def test_no_note_of_the_task_is_in_the_corpus() -> None:
-    """Not one of the 1400 notes occurs in the first 20,000 texts (nor can it in later ones: NEAR and FAR)."""
-    corpus = "\n".join(documents(7, 20_000))
+def test_no_note_of_the_task_is_in_the_corpus(texts: list[str]) -> None:
+    """Not one of the 1400 notes occurs in the first 10,000 texts (nor can it in later ones: NEAR and FAR)."""
+    corpus = "\n".join(texts[:10_000])
     notes = [row["prompt"].removesuffix("\nStamp:") for rows in make_rows() for row in rows]
     assert not [note for note in notes if note in corpus]
 

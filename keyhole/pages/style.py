@@ -1,4 +1,4 @@
-"""The look of report.html: colours of the methods, and its style sheet, for light and dark, screens and phones."""
+"""The look of every page: colours of the methods, and its style sheet, for light and dark, screens and phones."""
 
 COLOURS = "#3b6fe0 #e0702f #14957d #b0479f #c0941a #cc3f55 #3fa5cf #73821f #7f60d0 #5b6472 #a8633a #2f9e44".split()
 STYLE = """

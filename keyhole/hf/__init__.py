@@ -1,0 +1,32 @@
+"""keyhole inside Hugging Face's Trainer, for scripts that have one.
+
+trainer.py     KeyholeTrainer, a transformers.Trainer whose step is a keyhole method; KeyholeMixin, the same for any
+               other subclass of Trainer (TRL's SFTTrainer)
+arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget
+loading.py     the model and the method that arguments ask for
+refusals.py    what cannot work, with the reason
+checkpoints.py the method's state in a Trainer's checkpoint
+
+The loop is the Trainer's own: nothing of it is copied, so callbacks, logging, schedules, evaluation, saving and
+resuming are its. This is the top layer: nothing else in keyhole knows of it.
+"""
+
+from typing import Any
+
+__all__ = ["KeyholeArguments", "KeyholeMixin", "KeyholeTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports on first use: the Trainer needs accelerate, which keyhole itself does not."""
+    if name not in __all__:
+        raise AttributeError(f"module 'keyhole.hf' has no attribute {name!r}")
+    from importlib import import_module
+
+    try:
+        return getattr(import_module("keyhole.hf." + ("arguments" if "Arguments" in name else "trainer")), name)
+    except ImportError as error:
+        from keyhole.errors import UserError
+
+        if "accelerate" not in str(error):
+            raise
+        raise UserError("keyhole.hf: Hugging Face's Trainer needs accelerate: pip install 'keyhole[hf]'") from error

@@ -1,0 +1,98 @@
+"""How fast a machine is, in the few numbers that decide the pace of a training step.
+
+    products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): few rows use a GPU badly. Between
+                    two known numbers of rows the rate is interpolated, outside of them it is that of the nearest.
+    device_memory   bytes/s that elementwise kernels read and write
+    up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
+    host_memory     bytes/s that the CPU's threads read and write in host memory
+    adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam/host.py)
+    launch          seconds that the host needs to launch one kernel through PyTorch
+
+They are measured (plan/measure.py) or estimated from data sheets (plan/profiles.py); `measured` says which. No torch
+here.
+"""
+
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from keyhole.machine.sizes import GIB, MIB
+
+FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, where it was not measured
+VERSION = 1  # of the stored form
+
+
+@dataclass(frozen=True)
+class Rates:
+    """A machine. gpu_bytes: None where there is no GPU and everything runs on the CPU."""
+
+    name: str
+    measured: bool
+    gpu_bytes: int | None
+    host_bytes: int
+    products: dict[int, float]
+    products_fp32: float
+    device_memory: float
+    up: float
+    down: float
+    both: float
+    host_memory: float
+    adam: float
+    launch: float
+    workspace_bytes: int = 8 * MIB + 128 * 1024
+
+    def products_at(self, rows: int, itemsize: int = 2) -> float:
+        """FLOP/s of products with so many rows."""
+        known = sorted(self.products)
+        place = bisect_left(known, rows)
+        if place == 0 or place == len(known):
+            found = self.products[known[min(place, len(known) - 1)]]
+        else:
+            low, high = known[place - 1], known[place]
+            share = (rows - low) / (high - low)
+            found = (1 - share) * self.products[low] + share * self.products[high]
+        best = self.products[known[-1]]
+        return found if itemsize < 4 else self.products_fp32 * found / best
+
+    def link_seconds(self, up_bytes: float, down_bytes: float) -> float:
+        """What goes both ways at the rate of both; the rest at that of its way alone."""
+        shared = min(up_bytes, down_bytes)
+        alone = (up_bytes - shared) / self.up + (down_bytes - shared) / self.down
+        return shared / self.both + alone
+
+    def with_link(self, rate: float) -> "Rates":
+        """The same machine behind a link of another rate; both ways at once keep their share of it."""
+        share = self.both / max(self.up, self.down)
+        return replace(self, up=rate, down=rate, both=rate * share)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self) | {"products": {str(rows): rate for rows, rate in self.products.items()}}
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> "Rates":
+        """ValueError where the dict does not hold a machine."""
+        try:
+            values = {each.name: found[each.name] for each in fields(cls)}
+            values["products"] = {int(rows): float(rate) for rows, rate in found["products"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no rates of a machine: {error!r}") from error
+        numbers = [*values["products"].values(), *(values[name] for name in _RATES)]
+        if not values["products"] or not all(isinstance(n, int | float) and 0 < n < 1e30 for n in numbers):
+            raise ValueError("rates must be numbers above 0")
+        return cls(**values)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        where = f"{self.gpu_bytes / GIB:.0f} GiB GPU, " if self.gpu_bytes else "no GPU, "
+        best = max(self.products.values()) / 1e12
+        link = f"link {self.up / 1e9:.0f} GB/s up, {self.down / 1e9:.0f} down, {self.both / 1e9:.0f} each way at once; "
+        return [
+            f"machine: {self.name} ({'measured' if self.measured else 'estimates from data sheets'}): {where}"
+            f"{self.host_bytes / GIB:.0f} GiB host memory",
+            f"rates: products {best:.3g} TFLOP/s; {link if self.gpu_bytes else ''}host memory "
+            f"{self.host_memory / 1e9:.0f} GB/s; AdamW on the CPU {self.adam / 1e9:.2g} G parameters/s",
+        ]
+
+
+_RATES = ("products_fp32", "device_memory", "up", "down", "both", "host_memory", "adam", "launch")

@@ -1,0 +1,46 @@
+"""A method as torch's schedulers and Hugging Face's Trainer see it: an Optimizer with one group and no step of its own.
+
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt.torch_optimizer, ...)
+    loss = opt.step(batch); scheduler.step()
+
+A method updates weights within its own step, so `step` here does nothing. The group's `lr` and the method's `lr` are
+one number: whichever was changed since the last step of the method wins (the group's, where both were).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from keyhole.methods.base import Method
+
+
+class TorchOptimizer(torch.optim.Optimizer):
+    """The shell of a method."""
+
+    def __init__(self, method: Method) -> None:
+        params = [t.param for t in method.model.layout.tensors if t.param.requires_grad]
+        own = getattr(method, "params", None)
+        params = list(own.values()) if isinstance(own, dict) and own else params
+        super().__init__([{"params": params}], {"lr": method.lr})
+        self.method, self.seen = method, method.lr
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Nothing: the method has made its update in its own step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: no gradient is kept."""
+
+    def sync(self) -> None:
+        """Before a step of the method: one rate for both."""
+        rates = {float(group["lr"]) for group in self.param_groups}
+        rate = next((r for r in rates if r != self.seen), None)
+        if rate is not None:
+            self.method.lr = rate
+        for group in self.param_groups:
+            group["lr"] = self.method.lr
+        self.seen = self.method.lr
+        self._opt_called = True  # which schedulers ask for, before they step

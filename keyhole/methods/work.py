@@ -1,0 +1,196 @@
+"""What one step asks of a machine: FLOPs, bytes and launches, as functions of shapes. Seconds: plan/seconds.py.
+
+For N parameters that a token meets (of experts, those it is routed to), M tokens per pass, b bytes per element:
+
+    products     2 N M per forward pass; a reverse sweep has two more products per matrix, and runs each block again
+                 where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half
+                 of the scores are masked), and as the other products in reverse.
+    touched      bytes of elementwise kernels: activations (below), and what the method does with weights
+    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step
+    kernels      launches by the host
+
+Elementwise kernels of an eager block read and write about FORWARD_H tensors of the hidden width and FORWARD_W of the
+widest matrix side, per token, forward, and BACKWARD times as many in reverse (a norm in fp32 with its casts is most of
+that). torch.compile fuses all but COMPILED of them. Counted on Llama blocks, fitted to the forward and reverse times of
+a Llama-7B (benchmarks/lsp_h200_2026-11-15_7B_c.md).
+
+The numbers per method are in memory.py of its folder, beside its bytes; this file has what several share.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from keyhole.machine.rates import Rates
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.memory import reverse_bytes
+from keyhole.model.backward.kept_blocks import SHARE as KEPT
+from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
+from keyhole.model.backward.recorded import MOST_BYTES, SMALL_FLOP
+from keyhole.model.forward.memory import launched_as_graphs
+from keyhole.model.structure.layout import Layout, Unit
+from keyhole.model.weights.format import PACKED
+
+FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
+COMPILED = 0.25
+COMPILED_KERNELS = 0.3
+
+
+@dataclass(frozen=True)
+class Launches:
+    """What the host does per block and pass, in launches of a bare kernel (machine/rates.py): Python of the model, of
+    autograd and of the sweep included. Fitted to SmolLM2-135M in short batches on an H200 (LOG.md, "Short batches"): 30
+    blocks took 268 ms of the host's time in `lomo` as they are, 37 ms recorded as graphs, 93 ms in plain SGD."""
+
+    forward: int
+    reverse: int
+
+
+SWEPT, RECORDED, PLAIN = Launches(150, 980), Launches(20, 140), Launches(150, 300)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
+    whoever makes them; host_bytes: state in host memory; saved_bytes: state in a
+    checkpoint, beside the weights."""
+
+    products: float = 0.0
+    touched: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+    adam: float = 0.0
+    through_host: float = 0.0
+    kernels: float = 0.0
+    host_bytes: int = 0
+    saved_bytes: int = 0
+
+    def plus(self, **more: float) -> "StepWork":
+        """With so much more of some parts."""
+        changed = {name: getattr(self, name) + value for name, value in more.items()}
+        return replace(self, **changed)
+
+
+def trained_numel(layout: Layout) -> int:
+    """Elements of all tensors that are trained."""
+    return sum(t.shape.numel() for t in layout.tensors if t.param.requires_grad)
+
+
+def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
+    return sum(room.formats.home_bytes(layout.units[i]) for i in units)
+
+
+def _widths(layout: Layout) -> tuple[int, int]:
+    hidden = int(layout.table.shape[1])
+    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
+    return hidden, max((max(shape) for shape in matrices), default=hidden)
+
+
+def met_numel(layout: Layout, experts: float = 1.0) -> float:
+    """Parameters that a token meets: the blocks' and the head's, of stacks of experts [E, rows, columns] its share."""
+    stacks = sum(t.shape.numel() for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 3)
+    met = sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
+    return met - (1 - experts) * stacks
+
+
+def experts_share(config: Any) -> float:
+    """Experts per token over experts, by a model's config; 1 where it has none."""
+    text = config.get_text_config()
+    at_once = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None)
+    counts = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    total = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    return min(1.0, at_once / total) if isinstance(at_once, int) and total else 1.0
+
+
+def forward_flops(layout: Layout, work: Workload) -> float:
+    """Of one pass over M tokens."""
+    hidden, _ = _widths(layout)
+    attention = 2 * layout.block_count * (work.length or work.tokens) * work.tokens * hidden
+    return 2.0 * met_numel(layout, work.experts) * work.tokens + attention
+
+
+def activation_bytes(layout: Layout, work: Workload, room: Room) -> float:
+    """Read and written by the elementwise kernels of one forward pass."""
+    hidden, wide = _widths(layout)
+    logits = 6 * room.formats.dtype.itemsize * work.tokens * layout.table.shape[0]
+    blocks = layout.block_count * work.tokens * (FORWARD_H * hidden + FORWARD_W * wide)
+    return float(room.formats.dtype.itemsize * blocks + logits)
+
+
+def _is_compiled(work: Workload) -> bool:
+    return bool(getattr(work.settings, "compile", False))
+
+
+def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """Forward passes in lockstep: every streamed unit comes up once, whatever the number of passes."""
+    recorded = rates.gpu_bytes is not None and launched_as_graphs(layout, work.tokens)
+    share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
+    return StepWork(
+        products=work.passes * forward_flops(layout, work),
+        touched=work.passes * share * activation_bytes(layout, work, room),
+        up=home_bytes(layout, streamed, room),
+        kernels=work.passes * layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward,
+    )
+
+
+def _block_numel(layout: Layout) -> int:
+    return sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
+
+
+def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
+    """Whether blocks are small enough to be recorded as graphs (model/backward/recorded.py)."""
+    block, on_host = _block_numel(layout), getattr(work.settings, "activations", None) == "host"
+    small = room.formats.dtype.itemsize * block <= MOST_BYTES and 2 * block * work.tokens <= SMALL_FLOP
+    return rates.gpu_bytes is not None and small and not on_host and not _is_compiled(work)
+
+
+def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
+    """Of the blocks whose activations are all kept, so that they do not run again (model/backward/kept_blocks.py)."""
+    how = getattr(work.settings, "activations", "block")
+    if how != "auto" or streamed or room.limit_bytes is None:
+        return float(how == "none")
+    hidden, wide = _widths(layout)
+    of_block = room.formats.dtype.itemsize * work.tokens * (HIDDEN * hidden + WIDE * wide)
+    left = room.limit_bytes - reverse_bytes(layout, streamed, work, room).total
+    return min(1.0, max(0, int(KEPT * left / of_block)) / max(1, layout.block_count))
+
+
+def reverse_work(
+    layout: Layout,
+    streamed: set[int],
+    work: Workload,
+    room: Room,
+    rates: Rates,
+    weight_products: float = 1.0,
+    reverses: int = 1,
+    plain: bool = False,
+) -> StepWork:
+    """A forward and a reverse (or two), block by block, with one product per matrix for its gradient. weight_products:
+    so much of it is made; plain: by torch's autograd over the whole model. What the slots still hold at the turn does
+    not come up again. What the update itself touches, and what goes home, is the method's."""
+    forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
+    again = 1.0 - _kept_share(layout, streamed, work, room)
+    launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
+    share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
+    home = home_bytes(layout, streamed, room)
+    largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
+    held = min(home, (slot_count(layout) - 1) * largest)
+    kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
+    kept = kept if getattr(work.settings, "activations", None) == "host" else 0
+    return StepWork(
+        products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
+        touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
+        up=(1 + reverses) * home - reverses * held + reverses * kept,
+        down=float(kept),
+        kernels=work.passes
+        * layout.block_count
+        * (launches.forward + reverses * (again * launches.forward + launches.reverse))
+        * kernels,
+        host_bytes=kept,
+    )
+
+
+def unpacked_bytes(unit: Unit, room: Room) -> int:
+    """Bytes that a pass over a unit's weights at home reads."""
+    numel, dtype = unit.numel, room.formats.home_dtype(unit)
+    return room.formats.home_bytes(unit) if dtype == PACKED else numel * dtype.itemsize

@@ -1,0 +1,98 @@
+"""A zeroth-order step for any loss: whatever can be computed from the model, differentiable or not.
+
+    opt.step(closure)        closure() -> a number, from model.nll, model.logits or model.generate
+
+Zeroth-order steps need losses, not gradients, so the loss may be an accuracy, an F1, a reward of generated text. The
+closure is called once per look of the estimator (estimators/base.py), each time with the model *seen through* weights
+near w: its units are perturbed as they arrive, streamed or resident, and the homes are not touched. What the closure
+returns are the losses of the step; the update is that of any other step, and so are journal, checkpoints and replay.
+
+The update of the step before is applied first, which is one more visit of every unit; and every evaluation in the
+closure is a sweep of its own: as many sweeps per step as looks, where a batch takes one. The noise is that of a step on
+a batch. An estimator that splits rows between its directions has no closure, since only batches have rows; nor has a
+search for a rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.model.structure.layout import Unit
+
+if TYPE_CHECKING:
+    from keyhole.methods.zo.estimators.base import Pair
+    from keyhole.methods.zo.method import ZO
+
+Closure = Callable[[], Any]
+
+
+class Perturbed:
+    """The weights of a model at one look near them, for `Model.seen_through`. number: of the pair; side: of the look
+    within it."""
+
+    def __init__(self, zo: ZO, number: int, pair: Pair, side: int) -> None:
+        self.zo, self.number, self.pair, self.side = zo, number, pair, side
+
+    def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
+        """The unit's perturbed weights, in memory that the next unit uses again (the spine has its own)."""
+        zo = self.zo
+        if unit.kind == "spine":
+            both = zo.spines[self.number]
+        else:
+            both = zo.plus[: unit.numel], zo.minus[: unit.numel]
+        zo.update.perturb(unit, stored, both[0], both[1], zo._perturbation(self.pair), arrived=False)
+        return both[self.side]
+
+    def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
+        """Perturbed rows of the table."""
+        zo, table = self.zo, self.zo.model.layout.table
+        if not table.param.requires_grad:
+            return stale_MH
+        step = ops.ZOStep(table.start, **zo.noise, **zo._perturbation(self.pair))
+        return ops.zo_rows(stale_MH, ids_M, step, zo.model.dtype)[self.side]
+
+
+def takes_closure(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A step that takes a closure too."""
+
+    @wraps(step)
+    def either(zo: ZO, batch: Any) -> torch.Tensor:
+        return closure_step(zo, batch) if callable(batch) and not isinstance(batch, Mapping) else step(zo, batch)
+
+    return either
+
+
+@torch.no_grad()
+def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
+    """One step; returns the loss of the step, as the estimator has it."""
+    if zo.estimator.splits or zo.search is not None:
+        why = "a search for a rate" if zo.search is not None else f"estimator {zo.estimator.name}"
+        raise UserError(f"closure: {why} needs the rows of a batch; use estimator=mezo or fzoo, and give a rate")
+    zo.model.apply_deferred()
+    losses = []
+    for number, pair in enumerate(zo.estimator.pairs):
+        for side in range(pair.looks):
+            with zo.model.seen_through(Perturbed(zo, number, pair, side)):
+                losses.append(_number(closure(), zo.model.device))
+    found = torch.stack(losses)
+    estimate = zo.estimator.estimate(found, zo.memory)
+    zo._defer(estimate, found, estimate.memory, zo.rate)
+    if not zo.deferred_update:
+        zo.flush()
+    return zo.estimator.loss(found)
+
+
+def _number(found: Any, device: torch.device) -> torch.Tensor:
+    try:
+        value = torch.as_tensor(found, dtype=torch.float32, device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"closure: found a {type(found).__name__}, expected a number: the loss") from error
+    if value.numel() != 1:
+        raise UserError(f"closure: found a tensor of shape {tuple(value.shape)}, expected one number: the loss")
+    return value.reshape(())

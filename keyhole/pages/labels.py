@@ -1,0 +1,16 @@
+"""Where names stand beside a plot: in one column, in the order of what they name, apart from each other."""
+
+NAME_HEIGHT = 16.0  # of a line of text
+
+
+def apart(heights: list[float], top: float, bottom: float, gap: float = NAME_HEIGHT) -> list[float]:
+    """Sorted heights, moved as little as it takes to stand `gap` apart (less where they would not fit)."""
+    gap = min(gap, (bottom - top) / max(1, len(heights) - 1))
+    placed: list[float] = []
+    for y in heights:
+        placed.append(max(y, placed[-1] + gap if placed else top))
+    lowest = bottom
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], lowest)
+        lowest = placed[i] - gap
+    return placed

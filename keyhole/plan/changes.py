@@ -1,0 +1,173 @@
+"""What would make a run fit, cheapest first.
+
+Each candidate is planned like any row (plan/table.py), and those that fit are ordered by what they cost:
+
+    0   nothing but time: placement=auto or stream, block inputs in host memory, smaller micro-batches and more of them
+    1   another format of the weights at rest: a smaller wire, a 16-bit dtype
+    2   what is learnt: fewer tokens per sample, settings that the method's row names, another method
+
+and within each kind by seconds per step. A number is lowered as little as it takes: halved until it fits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.machine.host import host_memory
+from keyhole.methods import METHODS
+from keyhole.methods.base import Traits, Workload
+from keyhole.model.weights.format import CODECS, PLAIN, Wire
+from keyhole.plan.measure import known
+from keyhole.plan.profiles import PROFILES
+from keyhole.plan.table import Question, Row, plan_row
+
+COUNT = 3
+SHORTEST = 32  # tokens
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that would fit, and what they would cost."""
+
+    settings: str
+    row: Row
+    kind: int
+
+    def __str__(self) -> str:
+        gib = 2**30
+        return (
+            f"{self.settings}: {self.row.gpu_bytes / gib:.1f} GiB of GPU memory, {self.row.host_bytes / gib:.1f} GiB "
+            f"of host memory, {self.row.step_seconds:.3g} s per step"
+        )
+
+
+def cheapest_changes(
+    question: Question, method: str, placement: str, wire: str | None = None, count: int = COUNT
+) -> list[Change]:
+    """At most `count` changes that make this method fit, or another one."""
+    traits, found = METHODS[method], list[Change]()
+    for kind, settings, changed, other, where, form in _candidates(question, traits, placement, wire):
+        row = plan_row(changed, other, where, form)
+        if row is not None and row.fits:
+            found.append(Change(settings, row, kind))
+    found.sort(key=lambda change: (change.kind, change.row.step_seconds))
+    return _apart(found)[:count]
+
+
+def _apart(found: list[Change]) -> list[Change]:
+    """The first of each setting, whatever its value."""
+    kept: dict[str, Change] = {}
+    for change in found:
+        key, _, value = change.settings.partition("=")
+        kept.setdefault(f"{key} {value.split()[0]}" if key == "method" else key, change)
+    return list(kept.values())
+
+
+Candidate = tuple[int, str, Question, Traits, str, str | None]
+
+
+def _candidates(question: Question, traits: Traits, placement: str, wire: str | None) -> Iterator[Candidate]:
+    places = ("auto", "stream") if traits.streams else ("resident",)
+    for where in places:
+        if where != placement:
+            yield 0, f"placement={where}", question, traits, where, wire
+    for at in dict.fromkeys((placement, *places) if placement in places else places):
+        shown = "" if at == placement else f" placement={at}"
+        own = list(_own_changes(question, traits))
+        for settings, changed in own:
+            yield 0, settings + shown, changed, traits, at, wire
+        for settings, changed in (("", question), *own):
+            smaller = _halved(changed, traits, at, wire)
+            if smaller is not None:
+                text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation}"
+                yield 0, f"{text} {settings}".rstrip() + shown, smaller, traits, at, wire
+                break
+        for form in _smaller_wires(traits, question.dtype, wire):
+            yield 1, f"wire={form}{shown}", question, traits, at, form
+        if question.dtype == torch.float32 and wire is None:
+            yield 1, f"dtype=bfloat16{shown}", replace(question, dtype=torch.bfloat16), traits, at, None
+        length = question.length
+        while length > SHORTEST:
+            length //= 2
+            shorter = replace(question, length=length)
+            if _fits(shorter, traits, at, wire):
+                yield 2, f"max_length={length}{shown}", shorter, traits, at, wire
+                break
+    for other in METHODS.values():
+        if other.name != traits.name and not other.keeps_base:
+            for at in ("resident", "auto", "stream") if other.streams else ("resident",):
+                shown = "" if at == placement else f" placement={at}"
+                yield 2, f"method={other.name}{shown}", question, other, at, None
+
+
+def _halved(question: Question, traits: Traits, placement: str, wire: str | None) -> Question | None:
+    """The same step in smaller micro-batches: the largest ones that fit."""
+    while question.batch > 1:
+        question = replace(question, batch=-(-question.batch // 2), accumulation=2 * question.accumulation)
+        if _fits(question, traits, placement, wire):
+            return question
+    return None
+
+
+def _fits(question: Question, traits: Traits, placement: str, wire: str | None) -> bool:
+    row = plan_row(question, traits, placement, wire)
+    return row is not None and row.fits
+
+
+def _own_changes(question: Question, traits: Traits) -> Iterator[tuple[str, Question]]:
+    """Settings of the method that its row says would need less memory."""
+    own = question.settings.get(traits.name) or traits.settings()
+    advice = traits.advice(own)
+    for text in advice.change:
+        key, _, value = text.partition("=")
+        yield f"{traits.section}.{text}", _with(question, traits, own, **{key: value})
+    for key in advice.lower:
+        if key in {each.name for each in fields(own)}:
+            yield f"{traits.section}.{key}=1", _with(question, traits, own, **{key: 1})
+
+
+def _with(question: Question, traits: Traits, own: Any, **changes: Any) -> Question:
+    return replace(question, settings={**question.settings, traits.name: replace(own, **changes)})
+
+
+def _smaller_wires(traits: Traits, dtype: torch.dtype, wire: str | None) -> list[str]:
+    now = 1 if wire in CODECS else PLAIN.get(wire or "", dtype).itemsize
+    return [name for name in traits.wires if (1 if name in CODECS else PLAIN[name].itemsize) < now]
+
+
+def said(
+    module: nn.Module, placement: str, gpu_bytes: int | None, formats: Wire, device: torch.device, work: Workload
+) -> str:
+    """For a refusal: the cheapest changes, one per line; "" where nothing is known to fit, or nothing is trained. The
+    seconds are left out where this machine's rates are not known."""
+    if work.method not in METHODS:
+        return ""
+    rates = known(device)
+    guess = rates or next(iter(PROFILES.values()))
+    cuda = device.type == "cuda"
+    row = METHODS[work.method]
+    own = work.settings or row.settings()
+    length = work.length or work.tokens
+    question = Question(
+        module=module,
+        dtype=formats.dtype,
+        rates=guess if cuda or gpu_bytes is not None else replace(guess, gpu_bytes=None),
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_memory().available_bytes,
+        batch=max(1, work.tokens // length),
+        length=length,
+        accumulation=max(1, work.passes // row.passes(own)),
+        clips=work.clips,
+        settings={work.method: own},
+    )
+    wire = next((name for name, codec in CODECS.items() if codec is formats.codec), None)
+    if wire is None and formats.plain != formats.dtype:
+        wire = next(name for name, dtype in PLAIN.items() if dtype == formats.plain)
+    found = cheapest_changes(question, work.method, placement, wire)
+    if not found:
+        return ""
+    lines = [str(change) if rates is not None else str(change).rpartition(",")[0] for change in found]
+    return "\nWhat would fit, cheapest first:\n" + "\n".join(f"  {line}" for line in lines)

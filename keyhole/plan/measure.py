@@ -1,0 +1,194 @@
+"""How fast this machine is, measured in a few seconds and kept.
+
+    products        [rows, 4096] x [4096, 8192] in bf16 for a few numbers of rows, and one in fp32; smaller on a CPU
+    device_memory   c = a + b on 64 Mi numbers
+    link            page-locked copies of 64 MiB (machine/probe.py)
+    host_memory     a copy of 256 MiB by all threads
+    adam            the CPU's own kernel (ops/adam/host.py) on 32 Mi parameters, more than caches hold
+    launch          400 additions of one number, as fast as the host can ask for them
+
+Each is the best of a few rounds. The result is kept in rates/rates.json of the user's cache (disk/user_cache.py), by
+GPU, CPU, cores and version of torch, written by one rename; a file that cannot be read is measured again, one that
+cannot be written is no reason to stop. `known` never measures: it is for a run that is about to start.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole.disk.files import make_directories, replacing
+from keyhole.disk.read_json import read_json
+from keyhole.disk.user_cache import cache_directory
+from keyhole.errors import UserError
+from keyhole.machine.host import cpu_count, host_memory
+from keyhole.machine.probe import _cpu_name, link_speed
+from keyhole.machine.rates import VERSION, Rates
+from keyhole.machine.sizes import MIB
+from keyhole.ops.adam.host import host_adamw_
+from keyhole.plan.profiles import profile_of
+
+ROWS_GPU, ROWS_CPU = (128, 512, 2048, 8192), (64, 512)
+LIMIT_BYTES = 2**20
+
+
+def cache_file() -> Path | None:
+    """Where measurements are kept; None where the user has no place for them."""
+    directory = cache_directory("rates")
+    return None if directory is None else directory / "rates.json"
+
+
+def key_of(device: torch.device) -> str:
+    """What a measurement belongs to."""
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU"
+    return f"{VERSION} | {gpu} | {_cpu_name()} | {cpu_count()} cores | torch {torch.__version__}"
+
+
+def known(device: torch.device) -> Rates | None:
+    """What was measured here before, or an estimate for this GPU; None where there is neither."""
+    kept = _read().get(key_of(device))
+    if kept is not None:
+        with suppress(ValueError):
+            return Rates.from_dict(kept)
+    return profile_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def rates_of(device: torch.device, again: bool = False, say: Callable[[str], None] = lambda text: None) -> Rates:
+    """The rates of this machine: kept ones, or measured now. again: measure in any case."""
+    kept = None if again else _read().get(key_of(device))
+    if kept is not None:
+        with suppress(ValueError):
+            return Rates.from_dict(kept)
+    say("measuring this machine (once, a few seconds) ...")
+    found = measure(device)
+    _keep(key_of(device), found, say)
+    return found
+
+
+def _read() -> dict[str, Any]:
+    path = cache_file()
+    try:
+        return {} if path is None else read_json(path, "rates", LIMIT_BYTES)
+    except UserError:
+        return {}
+
+
+def _keep(key: str, found: Rates, say: Callable[[str], None]) -> None:
+    path = cache_file()
+    if path is None:
+        return
+    try:
+        make_directories(path.parent)
+        with replacing(path) as file:
+            file.write(json.dumps(_read() | {key: found.to_dict()}, indent=1).encode())
+    except OSError as error:
+        say(f"the measurement could not be kept in {path}: {error.strerror or error}")
+
+
+def measure(device: torch.device) -> Rates:
+    """Measures now."""
+    cuda = device.type == "cuda"
+    memory = host_memory()
+    limit = memory.cgroup_limit_bytes or memory.total_bytes
+    host_rate = _host_memory()
+    link = {"host_to_device": host_rate / 2e9, "device_to_host": host_rate / 2e9, "both_ways": host_rate / 2e9}
+    if cuda:
+        with torch.cuda.device(device):
+            link = link_speed()
+    try:
+        return Rates(
+            name=torch.cuda.get_device_name(device) if cuda else f"{_cpu_name()}, {cpu_count()} cores",
+            measured=True,
+            gpu_bytes=torch.cuda.get_device_properties(device).total_memory if cuda else None,
+            host_bytes=min(limit, memory.total_bytes),
+            products=_products(device),
+            products_fp32=_product(
+                device, torch.float32, 2048 if cuda else 512, *((4096, 8192) if cuda else (512, 1024))
+            ),
+            device_memory=_device_memory(device) if cuda else host_rate,
+            up=link["host_to_device"] * 1e9,
+            down=link["device_to_host"] * 1e9,
+            both=link["both_ways"] * 1e9,
+            host_memory=host_rate,
+            adam=_adam(),
+            launch=_launch(device),
+            workspace_bytes=_workspace(device),
+        )
+    finally:
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def _workspace(device: torch.device) -> int:
+    from keyhole.plan.placement import workspace_bytes
+
+    return workspace_bytes(device)
+
+
+def _best_s(run: Callable[[], Any], device: torch.device, rounds: int = 4, repeat: int = 1) -> float:
+    """Seconds of one run, the best of a few."""
+    best = float("inf")
+    for _ in range(rounds + 1):  # the first one warms up
+        _wait(device)
+        begin_s = time.perf_counter()
+        for _ in range(repeat):
+            run()
+        _wait(device)
+        best = min(best, (time.perf_counter() - begin_s) / repeat)
+    return max(best, 1e-9)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _products(device: torch.device) -> dict[int, float]:
+    if device.type == "cuda":
+        return {rows: _product(device, torch.bfloat16, rows, 4096, 8192) for rows in ROWS_GPU}
+    return {rows: _product(device, torch.float32, rows, 512, 1024) for rows in ROWS_CPU}
+
+
+def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
+    """FLOP/s. Values are drawn: a GPU multiplies zeros faster than numbers."""
+    a = torch.randn(rows, inner, device=device, dtype=dtype)
+    b = torch.randn(inner, columns, device=device, dtype=dtype)
+    out = torch.empty(rows, columns, device=device, dtype=dtype)
+    repeat = 8 if device.type == "cuda" else 1
+    return 2.0 * rows * inner * columns / _best_s(lambda: torch.mm(a, b, out=out), device, repeat=repeat)
+
+
+def _device_memory(device: torch.device) -> float:
+    a, b = (torch.zeros(64 * MIB, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 6.0 * a.numel() / _best_s(lambda: torch.add(a, b, out=out), device)
+
+
+def _host_memory() -> float:
+    a = torch.zeros(256 * MIB, dtype=torch.uint8)
+    b = torch.zeros_like(a)
+    return 2.0 * a.numel() / _best_s(lambda: b.copy_(a), torch.device("cpu"), rounds=3)
+
+
+def _adam() -> float:
+    w, m, v = (torch.zeros(32 * MIB) for _ in range(3))
+    grad = torch.zeros(32 * MIB, dtype=torch.bfloat16)
+    seconds = _best_s(lambda: host_adamw_(w, m, v, grad, grad, step=1, lr=1e-5), torch.device("cpu"), rounds=3)
+    return w.numel() / seconds
+
+
+def _launch(device: torch.device) -> float:
+    """Of one kernel, by a host that does nothing else; a model's own Python takes about as long again."""
+    one, count = torch.zeros(1, device=device), 400
+    best = float("inf")
+    for _ in range(4):
+        _wait(device)
+        begin_s = time.perf_counter()
+        for _ in range(count):
+            one.add_(1.0)
+        best = min(best, (time.perf_counter() - begin_s) / count)
+    return max(2 * best, 1e-9)

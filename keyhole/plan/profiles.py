@@ -1,0 +1,88 @@
+"""Machines that people have, by name: estimates from data sheets, for `keyhole plan --machine NAME`.
+
+A GPU is described by what its products reach with many rows, and its memory; with few rows a product also waits for its
+weights, which are read once:
+
+    rate(rows) = best / (1 + best b / (2 memory rows))        b = 2 bytes per weight
+
+Products are taken at 75 to 90 % of the data sheet's dense 16-bit rate with fp32 sums (on GeForce half of the rate that
+is advertised), memory at 85 %, a link at 85 % of its nominal rate. The numbers of `h200` are those of the runs in
+benchmarks/ (16 cores of a Xeon). They are estimates all the same: another board, cooler or CPU is another machine.
+"""
+
+from keyhole.errors import UserError
+from keyhole.machine.rates import Rates
+from keyhole.machine.sizes import GIB, MIB
+
+ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
+FP32_SHARE = {"laptop": 0.4, "3060": 0.5, "4090": 0.45, "a10": 0.4, "a100": 0.07, "h100": 0.07, "h200": 0.07}
+
+
+def _machine(
+    name: str,
+    title: str,
+    *,
+    gpu: int,
+    ram: int,
+    tflops: float,
+    memory: float,
+    link: float,
+    host: float,
+    adam: float,
+    hopper: bool = False,
+) -> Rates:
+    """gpu, ram in GiB; tflops of 16-bit products; memory, link and host memory in GB/s; adam in G parameters/s."""
+    best, bandwidth = tflops * 1e12, memory * 1e9
+    return Rates(
+        name=title,
+        measured=False,
+        gpu_bytes=gpu * GIB,
+        host_bytes=ram * GIB,
+        products={rows: best / (1 + best / (bandwidth * rows)) for rows in ROWS},
+        products_fp32=best * FP32_SHARE[name],
+        device_memory=bandwidth,
+        up=link * 1e9,
+        down=link * 1e9,
+        both=0.87 * link * 1e9,
+        host_memory=host * 1e9,
+        adam=adam * 1e9,
+        launch=7e-6,
+        workspace_bytes=32 * MIB if hopper else 8 * MIB + 128 * 1024,
+    )
+
+
+def _all() -> dict[str, Rates]:
+    small = {"host": 38.0, "adam": 1.2}
+    machines = {
+        "laptop": {"title": "laptop, RTX 4060 8 GB, PCIe 4 x8", "gpu": 8, "ram": 32, "tflops": 26.0, "memory": 220.0}
+        | {"link": 12.5, **small},
+        "3060": {"title": "RTX 3060 12 GB, PCIe 4 x16", "gpu": 12, "ram": 32, "tflops": 22.0, "memory": 310.0}
+        | {"link": 25.0, **small},
+        "4090": {"title": "RTX 4090 24 GB, PCIe 4 x16", "gpu": 24, "ram": 64, "tflops": 145.0, "memory": 860.0}
+        | {"link": 25.0, "host": 60.0, "adam": 2.0},
+        "a10": {"title": "A10 24 GB, PCIe 4 x16", "gpu": 24, "ram": 128, "tflops": 70.0, "memory": 510.0}
+        | {"link": 25.0, "host": 85.0, "adam": 2.5},
+        "a100": {"title": "A100 80 GB, PCIe 4 x16", "gpu": 80, "ram": 256, "tflops": 250.0, "memory": 1700.0}
+        | {"link": 25.0, "host": 120.0, "adam": 3.5},
+        "h100": {"title": "H100 80 GB, PCIe 5 x16", "gpu": 80, "ram": 256, "tflops": 640.0, "memory": 2850.0}
+        | {"link": 55.0, "host": 150.0, "adam": 4.0, "hopper": True},
+        "h200": {"title": "H200 141 GB, PCIe 5 x16", "gpu": 140, "ram": 128, "tflops": 740.0, "memory": 4000.0}
+        | {"link": 55.0, "host": 85.0, "adam": 3.1, "hopper": True},
+    }
+    return {name: _machine(name, **about) for name, about in machines.items()}  # type: ignore[arg-type]
+
+
+PROFILES: dict[str, Rates] = _all()
+
+
+def profile(name: str) -> Rates:
+    """The machine of this name; UserError lists those that are known."""
+    if name.lower() not in PROFILES:
+        raise UserError(f"--machine: {name!r} is not one of {', '.join(PROFILES)}, or here")
+    return PROFILES[name.lower()]
+
+
+def profile_of(gpu: str) -> Rates | None:
+    """The estimate for a GPU by the name that CUDA gives it; None where none is known."""
+    words = gpu.lower().replace("-", " ").split()
+    return next((rates for name, rates in PROFILES.items() if name in words), None)

@@ -1,0 +1,232 @@
+"""Every method x placement x wire for one model on one machine: bytes, seconds, and whether it fits.
+
+The bytes are the engine's own: `fit` (plan/placement.py) cuts and places as loading would, and each method's memory.py
+says what a step holds. So the plan of a row is what a run with these settings will print. Rows per method and wire:
+
+    resident   every weight on the GPU
+    auto       as many weights on the GPU as the budget leaves room for, the rest streamed (where not all fit)
+    stream     everything streamed that can be
+
+    gpu    the planned peak of the allocator
+    host   weights at home there, the method's state, and PROCESS_BYTES for Python, PyTorch and CUDA
+    disk   checkpoints (weights in the dtype of compute, and the method's state): those kept, and one being written
+
+A wire of the same width as the dtype is left out: its row would be the same. Needs no weights and no GPU: the module is
+a skeleton (model/structure/skeleton.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.errors import UserError
+from keyhole.machine.rates import Rates
+from keyhole.machine.sizes import GIB, about
+from keyhole.methods import METHODS
+from keyhole.methods.base import Room, Traits, Workload
+from keyhole.methods.work import experts_share
+from keyhole.model.forward.memory import host_bytes
+from keyhole.model.structure.layout import Layout, find_layout
+from keyhole.model.weights.format import CODECS, PLAIN, Wire
+from keyhole.plan.placement import Costs, fit
+from keyhole.plan.seconds import StepSeconds, step_seconds
+
+PROCESS_BYTES = {True: int(1.4 * GIB), False: int(0.45 * GIB)}  # with CUDA, without
+PLACEMENTS = ("resident", "auto", "stream")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained, and with what. gpu_bytes: the most that PyTorch may use on the GPU (None: no GPU)."""
+
+    module: nn.Module
+    dtype: torch.dtype
+    rates: Rates
+    gpu_bytes: int | None
+    host_bytes: int
+    batch: int = 4
+    length: int = 1024
+    accumulation: int = 1
+    steps: int = 1000
+    clips: bool = False
+    keeps: int = 2  # checkpoints
+    settings: Mapping[str, Any] = field(default_factory=dict)  # by method
+    methods: tuple[str, ...] = tuple(METHODS)
+    layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
+
+    def find(self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
+        """A layout, found once: it takes a tenth of a second of a large model, and rows share them."""
+        key = (id(module), max_unit_numel, cut_rows)
+        if key not in self.layouts:
+            self.layouts[key] = find_layout(module, max_unit_numel, cut_rows)
+        return self.layouts[key]
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.length * self.accumulation
+
+    def workload(self, row: Traits) -> Workload:
+        own = self.settings.get(row.name) or row.settings()
+        passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
+        clips = self.clips and row.sweep != "forward"  # a forward sweep has no norm to clip by
+        share = experts_share(self.module.config)
+        return Workload(row.name, tokens, passes, own, clips, length=self.length, experts=share)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    method: str
+    placement: str
+    wire: str | None
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    step_seconds: float
+    tokens_per_second: float
+    hours: float
+    bound_by: str
+    fits: bool
+    missing: str = ""
+    """What it lacks, where it does not fit."""
+    on_gpu: float = 1.0
+    """Share of the weights that stays there."""
+    seconds: StepSeconds | None = None
+    full: bool = True
+    """Whether all parameters of the model are trained."""
+    stored: str = ""
+    """The format of the weights at rest and on the link, by name; `wire` is the setting, None for the dtype itself."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        parts = (
+            {} if self.seconds is None else {name: getattr(self.seconds, name) for name in ("compute", "link", "cpu")}
+        )
+        kept = {name: value for name, value in vars(self).items() if name not in ("seconds", "stored")}
+        return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
+
+
+def wires_of(row: Traits, dtype: torch.dtype) -> list[str | None]:
+    """None for the dtype itself, and the formats of another width that the method takes."""
+    plain = [name for name in row.wires if name in PLAIN and PLAIN[name].itemsize != dtype.itemsize]
+    of_width = {PLAIN[name].itemsize: name for name in reversed(plain)}  # the first of a width
+    packed = [name for name in row.wires if name in CODECS]
+    return [None, *reversed(of_width.values()), *packed]
+
+
+def rows(question: Question) -> list[Row]:
+    """All rows, by method in the order of the table of methods."""
+    return [row for name in question.methods for row in rows_of(question, METHODS[name])]
+
+
+def rows_of(question: Question, traits: Traits) -> Iterator[Row]:
+    """The rows of one method."""
+    for wire in wires_of(traits, question.dtype):
+        for placement in PLACEMENTS if traits.streams else PLACEMENTS[:1]:
+            found = plan_row(question, traits, placement, wire)
+            if found is not None:
+                yield found
+
+
+def room_of(question: Question, wire: str | None) -> Room:
+    workspace = question.rates.workspace_bytes if question.rates.gpu_bytes is not None else 0
+    return Room(Wire(question.dtype, wire), workspace, question.gpu_bytes)
+
+
+def plan_row(question: Question, traits: Traits, placement: str, wire: str | None = None) -> Row | None:
+    """One row; None where it would be the same as another one, or cannot be."""
+    work, room = question.workload(traits), room_of(question, wire)
+    if any(True for _ in traits.faults(work.settings, _Run(None, wire, placement))):
+        return None
+    costs = Costs(work, room, traits)
+    whole = question.find(question.module)
+    layout, streamed = whole, set[int]()
+    if placement != "resident":
+        if not whole.of_kind("block") or question.gpu_bytes is None and placement == "auto":
+            return None
+        budget = question.gpu_bytes if placement == "auto" else None
+        try:
+            layout, streamed = fit(question.module, costs, budget, question.find)
+        except UserError:  # below the minimum: the row of everything streamed says what is missing
+            return None
+        if not streamed:
+            return None
+        if placement == "auto" and costs.of(whole, set()).total <= (question.gpu_bytes or 0):
+            return None
+        everything = {unit.index for unit in layout.units[1:]}
+        if (
+            placement == "stream"
+            and question.gpu_bytes is not None
+            and costs.of(layout, streamed).total > question.gpu_bytes
+        ):
+            smallest = question.find(question.module, _largest_matrix(question, costs), costs.may_cut_rows)
+            layout, streamed = smallest, {unit.index for unit in smallest.units[1:]}
+        if placement == "auto" and streamed == everything:
+            return None
+    return make_row(question, traits, placement, wire, layout, streamed)
+
+
+def _largest_matrix(question: Question, costs: Costs) -> int | None:
+    if costs.keeps_blocks_whole:
+        return None
+    return max(u.numel for u in question.find(question.module, 1, costs.may_cut_rows).of_kind("block"))
+
+
+def make_row(
+    question: Question, traits: Traits, placement: str, wire: str | None, layout: Layout, streamed: set[int]
+) -> Row:
+    """The row of a placement that is known."""
+    work, room = question.workload(traits), room_of(question, wire)
+    asked = traits.planned_work(layout, streamed, work, room, question.rates)
+    sweeps = 2 if traits.sweep == "reverse" else 1
+    itemsize = question.dtype.itemsize
+    seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize, units=sweeps * len(streamed))
+    gpu = traits.planned_bytes(layout, streamed, work, room).total
+    process = PROCESS_BYTES[question.rates.gpu_bytes is not None]
+    away = host_bytes(layout, streamed, room.formats)
+    host = away + asked.host_bytes + process
+    if question.gpu_bytes is None:  # the device is the host
+        host, gpu = host + gpu, 0
+    weights = itemsize * sum(t.shape.numel() for t in layout.tensors)
+    disk = (weights + asked.saved_bytes) * (question.keeps + 1)
+    total = sum(room.formats.home_bytes(unit) for unit in layout.units)
+    lacks = [
+        f"{about(need - have)} of {what}"
+        for what, need, have in (
+            ("GPU memory", gpu, question.gpu_bytes if question.gpu_bytes is not None else gpu),
+            ("host memory", host, question.host_bytes),
+        )
+        if need > have
+    ]
+    return Row(
+        method=traits.name,
+        placement=placement,
+        wire=wire,
+        gpu_bytes=gpu,
+        host_bytes=host,
+        disk_bytes=disk,
+        step_seconds=seconds.total,
+        tokens_per_second=question.tokens_per_step / seconds.total,
+        hours=seconds.total * question.steps * traits.steps / 3600,
+        bound_by=seconds.bound_by,
+        fits=not lacks,
+        missing=" and ".join(lacks),
+        on_gpu=1 - away / max(1, total),
+        seconds=seconds,
+        full=not traits.keeps_base,
+        stored=wire or next(name for name, dtype in PLAIN.items() if dtype == question.dtype),
+    )
+
+
+@dataclass
+class _Run:
+    """What a method's own rules may ask of a run. A method that cannot clip is planned without."""
+
+    dtype: str | None
+    wire: str | None
+    placement: str
+    max_grad_norm: float | None = None

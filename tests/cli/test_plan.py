@@ -1,0 +1,68 @@
+"""`keyhole plan` needs a config.json and nothing else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from keyhole.cli import main
+from keyhole.methods import METHODS
+
+KEYS = {
+    "method", "placement", "wire", "gpu_bytes", "host_bytes", "disk_bytes", "step_seconds", "tokens_per_second",
+    "bound_by", "fits",
+}  # fmt: skip
+CONFIG = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256, "vocab_size": 512,
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "model"
+
+
+def test_a_directory_without_weights_is_planned(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The JSON is a list of rows with the keys that were promised; the page is written; one row is recommended."""
+    page = tmp_path / "plan.html"
+    options = ["--machine", "laptop", "--gpu", "1GiB", "--ram", "16GiB", "--link", "25GB/s", "--tokens", "2x128"]
+    assert main(["plan", str(directory), *options, "--json", "--page", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["method"] for row in found} == set(METHODS) and all(KEYS <= row.keys() for row in found)
+    assert sum(row["recommended"] for row in found) == 1
+    assert all(row["tokens_per_second"] == pytest.approx(256 / row["step_seconds"]) for row in found)
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batches and the method's settings are those of the file; the row it asks for is judged."""
+    config = tmp_path / "my.yaml"
+    config.write_text(
+        f"model: {directory}\nmethod: lomo\noutput_dir: {tmp_path / 'out'}\ntrain_data: x.jsonl\nmax_steps: 10\n"
+        "batch_size: 8\nmax_length: 2048\nplacement: resident\n"
+    )
+    assert main(["plan", str(config), "--machine", "laptop", "--gpu", "100MiB"]) == 0
+    told = capsys.readouterr().out
+    assert "step: 1 x 8 x 2048 tokens" in told
+    assert "method=lomo placement=resident does not fit; what would, cheapest first:" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tokens", "4"], "expected samples x tokens, such as 4x1024"),
+        (["--gpu", "8"], "such as 8GiB"),
+        (["--link", "fast"], "is no rate, such as 25GB/s"),
+        (["--machine", "cray"], "is not one of laptop, 3060"),
+    ],
+)
+def test_mistakes_are_named(directory: Path, options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line, exit code 2."""
+    assert main(["plan", str(directory), *options]) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,213 @@
+"""KeyholeTrainer: the Trainer's loop with keyhole's steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.hf import KeyholeArguments, KeyholeTrainer
+from keyhole.training.schedule import Schedule
+
+pytest.importorskip("accelerate")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[dict[str, torch.Tensor]]:
+    made = torch.Generator().manual_seed(3)
+    ids = [torch.randint(5, 200, (2, 12), generator=made) for _ in range(2 * STEPS)]
+    return [{"input_ids": x, "labels": x.clone(), "attention_mask": torch.ones_like(x)} for x in ids]
+
+
+def trainer(model_dir: Path, out: Path, batches: list[Any], **options: Any) -> KeyholeTrainer:
+    """A Trainer on batches that are made already, in their order."""
+    named = {"method": options.pop("method", "lomo"), "settings": options.pop("settings", None)}
+    named |= {name: options.pop(name) for name in ("placement", "gpu_memory") if name in options}
+    extra = {name: options.pop(name) for name in ("callbacks", "eval_dataset", "compute_metrics") if name in options}
+    args = KeyholeArguments(
+        output_dir=str(out), use_cpu=True, per_device_train_batch_size=1, per_device_eval_batch_size=1,
+        report_to=[], logging_steps=1, disable_tqdm=True, save_strategy=options.pop("save_strategy", "no"),
+        max_steps=options.pop("max_steps", STEPS), learning_rate=options.pop("learning_rate", 1e-2),
+        remove_unused_columns=False, **options,
+    )  # fmt: skip
+
+    class InOrder(KeyholeTrainer):
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return InOrder(
+        str(model_dir), args, train_dataset=batches, data_collator=lambda rows: dict(rows[0]), **named, **extra
+    )
+
+
+def losses_of(made: KeyholeTrainer) -> list[float]:
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+
+
+def weights_of(model: keyhole.Model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.named_tensors()}
+
+
+@pytest.mark.parametrize(("name", "rate"), [("zo", 1e-4), ("lomo", 1e-2)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_losses_and_weights_are_those_of_the_methods_own_loop(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], name: str, rate: float, accumulation: int
+) -> None:
+    """The same batches, rates and seed by hand: equal to the bit, streamed, with a schedule and accumulation."""
+    made = trainer(
+        tiny_model, tmp_path, batches, method=name, placement="stream", learning_rate=rate, seed=5,
+        gradient_accumulation_steps=accumulation, warmup_steps=2, lr_scheduler_type="cosine",
+    )  # fmt: skip
+    made.train()
+    model = keyhole.load(str(tiny_model), device="cpu", placement="resident", dtype="float32")
+    opt = keyhole.methods.METHODS[name].load()(model, rate, seed=5)
+    schedule, losses = Schedule("cosine", rate, STEPS, 2 / STEPS), []
+    for step in range(STEPS):
+        opt.lr = schedule.rate(step)
+        losses.append(float(opt.step(batches[step * accumulation : (step + 1) * accumulation])))
+    assert losses_of(made) == losses
+    opt.flush()
+    ours, theirs = weights_of(model), weights_of(made.keyhole)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", ["zo", "lomo"])
+def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tmp_path: Path, name: str) -> None:
+    """The same run by the command's own loop, on the batches of its loader: equal losses, to the bit."""
+    from keyhole.config.data import data_settings
+    from keyhole.config.loader import parse_config
+    from keyhole.data.run import load_data
+    from keyhole.training.metrics import read_metrics
+    from keyhole.training.start import train
+
+    rate = 1e-4 if name == "zo" else 1e-2
+    text = {
+        "model": str(tiny_model), "method": name, "train_data": str(tiny_data), "output_dir": str(tmp_path / "train"),
+        "max_steps": 10, "batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": rate, "seed": 3,
+        "lr_scheduler_type": "linear", "placement": "stream", "device": "cpu", "save_model": False,
+    }  # fmt: skip
+    config, _ = parse_config(json.dumps(text), source="test", where="")
+    assert train(config) == 0
+    loader = load_data(data_settings(config)).train
+    steps = [next(loader) for _ in range(10)]
+    made = trainer(
+        tiny_model, tmp_path / "hf", [batch for step in steps for batch in step], method=name, placement="stream",
+        max_steps=10, gradient_accumulation_steps=2, learning_rate=rate, seed=3, lr_scheduler_type="linear",
+    )  # fmt: skip
+    made.train()
+    expected = [entry["loss"] for entry in read_metrics(tmp_path / "train" / "run" / "metrics.jsonl")]
+    assert losses_of(made) == expected[: len(losses_of(made))] and len(losses_of(made)) == 10
+
+
+@pytest.mark.parametrize("name", ["zo", "lomo", "adam-offload"])
+def test_a_resumed_run_is_the_same_run(tiny_model: Path, tmp_path: Path, batches: list[Any], name: str) -> None:
+    """Stopped at a checkpoint and resumed by another trainer: the losses of one run, to the bit."""
+    rate = 1e-4 if name == "zo" else 1e-3
+    whole = trainer(tiny_model, tmp_path / "whole", batches, method=name, learning_rate=rate)
+    whole.train()
+    how = {"method": name, "learning_rate": rate, "save_strategy": "steps", "save_steps": 3}
+    trainer(tiny_model, tmp_path / "parts", batches, **how).train()
+    again = trainer(tiny_model, tmp_path / "parts", batches, **how)
+    again.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+    assert losses_of(again) == losses_of(whole)
+    a, b = weights_of(whole.keyhole), weights_of(again.keyhole)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_a_saved_model_loads_in_transformers(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """save_model writes an ordinary directory with the weights of the last step, deferred ones included."""
+    from transformers import AutoModelForCausalLM
+
+    made = trainer(tiny_model, tmp_path, batches, method="zo", learning_rate=1e-3, max_steps=2)
+    made.train()
+    made.save_model(str(tmp_path / "saved"))
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    ours = weights_of(made.keyhole)
+    assert all(torch.equal(loaded[name], ours[name]) for name in ours)
+
+
+def test_clipping_means_what_it_says(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """max_grad_norm clips the norm of the whole gradient, and the logged norm is that before: as LOMO by hand."""
+    made = trainer(tiny_model, tmp_path, batches, max_grad_norm=0.1, max_steps=3, lr_scheduler_type="constant")
+    made.train()
+    model = keyhole.load(str(tiny_model), device="cpu", dtype="float32")
+    opt = keyhole.LOMO(model, 1e-2, max_grad_norm=0.1, seed=42)
+    expected = [(float(opt.step(batch)), float(opt.metrics()["grad_norm"])) for batch in batches[:3]]
+    logged = [(entry["loss"], entry["grad_norm"]) for entry in made.state.log_history if "loss" in entry]
+    assert logged == expected and logged[0][1] > 0.1
+
+
+def test_callbacks_evaluation_and_early_stopping_work(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """Hugging Face's own early stopping ends the run, the best checkpoint is loaded, and compute_metrics has logits."""
+    from transformers import EarlyStoppingCallback
+
+    shapes = []
+
+    def metrics(found: Any) -> dict[str, float]:
+        shapes.append(found.predictions.shape)
+        return {"wrong": float((found.predictions[:, :-1].argmax(-1) != found.label_ids[:, 1:]).mean())}
+
+    made = trainer(
+        tiny_model, tmp_path, batches, placement="stream", learning_rate=30.0, lr_scheduler_type="constant",
+        eval_dataset=batches[:2], compute_metrics=metrics, eval_strategy="steps", eval_steps=1, max_steps=6,
+        save_strategy="steps", save_steps=1, load_best_model_at_end=True, metric_for_best_model="loss",
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+    )  # fmt: skip
+    made.train()
+    evaluated = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
+    assert len(evaluated) < 6 and shapes[0][:2] == (4, 12)
+    best = made.state.best_model_checkpoint
+    assert made.evaluate()["eval_loss"] == min(evaluated) and Path(best).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"fp16": True}, "fp16: keyhole scales no loss"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing: the method decides"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: losses are taken"),
+        ({"method": "zo", "max_grad_norm": 1.0}, "max_grad_norm: zo has no gradient to clip"),
+        ({"optim": "adafactor"}, "optim: .*adafactor.* is not used"),
+        ({"adam_beta1": 0.5}, "adam_beta1: lomo has no such number"),
+        ({"method": "sngd"}, "method: found 'sngd', expected one of zo"),
+        ({"settings": {"rnk": 3}}, "settings: lomo has no rnk; it takes"),
+        ({"bf16": True}, "bf16: the model computes in float32"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: noise on embeddings"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    tiny_model: Path, tmp_path: Path, batches: list[Any], options: dict[str, Any], says: str
+) -> None:
+    """By a message that names the setting and the reason."""
+    with pytest.raises(UserError, match=says):
+        trainer(tiny_model, tmp_path, batches, **options)
+
+
+def test_a_checkpoint_of_another_method_is_refused(tiny_model: Path, tmp_path: Path, batches: list[Any]) -> None:
+    """So is a damaged one."""
+    how = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer(tiny_model, tmp_path, batches, **how).train()
+    other = trainer(tiny_model, tmp_path, batches, method="adalomo", max_steps=2)
+    with pytest.raises(UserError, match="was made by method=lomo, this run has adalomo"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_torch_schedulers_drive_a_method(tiny_model: Path, batches: list[Any]) -> None:
+    """param_groups is real: a scheduler's rate is the next step's, and one that is set on the method stays."""
+    model = keyhole.load(str(tiny_model), device="cpu")
+    opt = keyhole.LOMO(model, 1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt.torch_optimizer, lambda step: 1 / (1 + step))
+    rates = []
+    for batch in batches[:3]:
+        opt.step(batch)
+        rates.append(opt.lr)
+        scheduler.step()
+    assert rates == pytest.approx([1e-2, 5e-3, 1e-2 / 3], rel=1e-12) and len(opt.param_groups[0]["params"]) > 0
+    opt.step(batches[0])
+    opt.lr = 7e-4
+    opt.step(batches[0])
+    assert opt.lr == opt.param_groups[0]["lr"] == 7e-4

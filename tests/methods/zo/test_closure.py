@@ -1,0 +1,101 @@
+"""ZO.step(closure): any number that can be computed from the model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, 200, (3, 10), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def loaded(model: Path, **how: Any) -> keyhole.Model:
+    return keyhole.load(str(model), device="cpu", **how)
+
+
+def mean_nll(model: keyhole.Model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    nll_B, count_B = model.nll(batch)
+    return nll_B.sum() / count_B.sum()
+
+
+def weights(model: keyhole.Model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.named_tensors()}
+
+
+@pytest.mark.parametrize("how", [{}, {"placement": "stream"}, {"placement": "stream", "wire": "fp8"}])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_the_mean_loss_as_a_closure_is_the_step_on_the_batch(
+    tiny_model: Path, batch: dict[str, torch.Tensor], how: dict[str, Any], directions: int
+) -> None:
+    """Same noise, same losses up to the order of sums; homes are untouched while the closure looks."""
+    one, other = loaded(tiny_model, **how), loaded(tiny_model, **how)
+    a, b = (keyhole.ZO(model, 1e-3, directions=directions, seed=7) for model in (one, other))
+    for _ in range(1 if "wire" in how else 3):  # a last bit of g decides how weights of 8 bits are rounded
+        assert float(a.step(lambda: mean_nll(one, batch))) == pytest.approx(float(b.step(batch)), rel=1e-5)
+        assert a.projected.tolist() == pytest.approx(b.projected.tolist(), rel=2e-2, abs=2e-3)
+    if "wire" not in how:
+        ours, theirs = weights(one), weights(other)
+        assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
+
+
+def test_other_estimators_take_closures_or_say_why_not(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """One-sided looks do; one that splits rows, and a search for a rate, do not."""
+    one, other = loaded(tiny_model), loaded(tiny_model)
+    a, b = (keyhole.ZO(model, 1e-3, estimator="fzoo", directions=3, seed=7) for model in (one, other))
+    assert float(a.step(lambda: mean_nll(one, batch))) == pytest.approx(float(b.step(batch)), rel=1e-5)
+    for options in ({"lr": 1e-3, "estimator": "grzo"}, {"lr": "auto"}):
+        with pytest.raises(UserError, match="needs the rows of a batch"):
+            keyhole.ZO(one, **options).step(lambda: 1.0)
+
+
+def test_streamed_equals_resident_to_the_bit(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """A closure that generates and counts: no gradient could do that."""
+
+    def run(**how: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        model = loaded(tiny_model, **how)
+        opt, losses = keyhole.ZO(model, 1e-2, eps=0.3, seed=2), []
+        for _ in range(3):
+
+            def wrong() -> float:
+                made = model.generate(batch["input_ids"], max_new_tokens=3, do_sample=False)
+                return float((made[:, -3:] != 7).float().mean()) + float(mean_nll(model, batch))
+
+            losses.append(float(opt.step(wrong)))
+        return losses, weights(model)
+
+    (first, a), (second, b) = run(), run(placement="stream")
+    assert first == second and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_closure_sees_both_sides_and_the_update_follows_their_difference(
+    tiny_model: Path, batch: dict[str, torch.Tensor]
+) -> None:
+    """It is called twice per direction on different weights; a constant loss moves nothing, nan neither."""
+    model = loaded(tiny_model)
+    opt, seen = keyhole.ZO(model, 1e-2, directions=2), []
+    before = weights(model)
+    opt.step(lambda: seen.append(float(mean_nll(model, batch))) or 1.0)
+    opt.flush()
+    assert len(set(seen)) == 4 and all(torch.equal(before[name], now) for name, now in weights(model).items())
+    opt.step(lambda: float("nan"))
+    assert all(torch.equal(before[name], now) for name, now in weights(model).items())
+    assert opt.step_count == 2
+
+
+def test_what_is_no_number_is_refused(tiny_model: Path, batch: dict[str, torch.Tensor]) -> None:
+    """And the model is as before."""
+    model = loaded(tiny_model)
+    opt = keyhole.ZO(model, 1e-3)
+    for wrong, says in ((lambda: "x", "found a str"), (lambda: torch.zeros(2), "shape"), (lambda: None, "NoneType")):
+        with pytest.raises(UserError, match=says):
+            opt.step(wrong)
+    with pytest.raises(UserError, match="do not nest"):
+        opt.step(lambda: opt.step(lambda: 1.0))
+    assert model.lens is None and torch.isfinite(opt.step(batch))

@@ -1,0 +1,121 @@
+"""What surrounds a recording, on a CPU: static memory, keys, growth, and what sinks note of a replay.
+
+A CUDA graph is imitated by running its function again: on static memory, and with nothing that happens in Python
+remembered. (That real graphs give the same bits: test_recorded.py.)
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.step_numbers import StepNumbers
+from keyhole.model.backward.recorded import RecordedBlocks, _tensors
+from keyhole.model.backward.reverse import Reverse
+from keyhole.model.backward.unit_gradients import UnitGradients
+from tests.model.decoders import batch, config
+
+
+class Graph:
+    """Runs a function again; of what Python did then, the sink forgets everything."""
+
+    def __init__(self, recorded: "Imitated", run: Callable[[], Any]) -> None:
+        self.recorded, self.run, self.result = recorded, run, None
+        self.graph = self
+
+    def replay(self) -> None:
+        sink, offering = self.recorded.owner._sink, self.recorded.owner._offering
+        mark = sink.mark() if hasattr(sink, "mark") else None
+        self.result = self.run()
+        self.recorded.owner._offering = offering
+        if mark is not None:
+            sink.rewind(mark)
+        assert all(self.recorded.is_static(t) for t in _tensors(self.result)), "a result would be overwritten"
+        self.recorded.replays += 1
+
+
+class Imitated(RecordedBlocks):
+    """Recordings without a GPU."""
+
+    def __init__(self, reverse: Reverse) -> None:
+        self.device, self.block_count, self.owner = torch.device("cpu"), len(reverse.blocks), reverse
+        self.recordings, self.copied, self.places, self.static, self.why = {}, {}, {}, set(), ""
+        self.seen = Counter()
+        self.replays = self.drops = 0
+
+    def _capture(self, run: Callable[[], Any]) -> Any:
+        return Graph(self, run)
+
+    def forget(self) -> None:
+        self.drops += bool(self.recordings)
+        for kept in (self.recordings, self.copied, self.places, self.static):
+            kept.clear()
+
+
+def recording(method: Any) -> Imitated:
+    """Has a method on a CPU record what it would record on a GPU."""
+    reverse, model = method.reverse, method.model
+    reverse.recorded = recorded = Imitated(reverse)
+    reverse.gathered = UnitGradients(model.layout, model.dtype, recorded)
+    if isinstance(method, keyhole.LOMO):
+        method.numbers = None if method.waits else StepNumbers(model.device)
+    if isinstance(method, keyhole.LSP):
+        method.updates.recorded, method.updates.numbers = recorded, StepNumbers(model.device)
+    return recorded
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "lomo": lambda model: keyhole.LOMO(model, weight_decay=0.1),
+    "lomo clipped": lambda model: keyhole.LOMO(model, max_grad_norm=0.5),
+    "adalomo": lambda model: keyhole.AdaLOMO(model),
+    "adam-offload": lambda model: keyhole.AdamOffload(model, gpu_updates=False),
+    "lsp": lambda model: keyhole.LSP(model, d=8, r=2, check_freq=3, optimizer_on="gpu"),
+    "lsp clipped": lambda model: keyhole.LSP(model, d=8, r=2, learn=False, max_grad_norm=0.5, optimizer_on="gpu"),
+    "lomo-lora": lambda model: keyhole.LOMOLoRA(model, r=2),
+}
+
+
+def trained(name: str, records: bool, micro_batches: int) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses, weights and the recorder after steps on batches of two lengths, with a rate that changes."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method, losses = METHODS[name](model), []
+    recorded = recording(method) if records else None
+    for step in range(7):
+        method.lr = 1e-2 * (8 - step) / 8
+        batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
+        losses.append(float(method.step(batches)))
+    method.flush()
+    return losses, [model.home(tensor).clone() for tensor in model.layout.tensors], recorded
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_replays_give_the_same_bits(name: str, micro_batches: int) -> None:
+    """Batches of another length make static memory grow and everything be recorded anew."""
+    losses, weights, recorded = trained(name, True, micro_batches)
+    plain = trained(name, False, micro_batches)
+    assert recorded.drops and recorded.replays > 20
+    assert all(one is not None for one in recorded.recordings.values())
+    assert losses == plain[0]
+    assert all(map(torch.equal, weights, plain[1]))
+
+
+def test_a_loss_that_is_not_finite_counts_for_nothing() -> None:
+    """Where the host does not wait for the loss, gradients become nan, no weight moves, and the step is taken back."""
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    method = keyhole.AdaLOMO(model, weight_decay=0.1)
+    recording(method)
+    for step in range(3):
+        method.step(batch(rows=2, length=6, seed=step))
+    norm = next(t for t in model.layout.tensors if t.name.endswith("norm.weight") and t.block is None)
+    before = {tensor.name: model.home(tensor).clone() for tensor in model.layout.tensors}
+    model.home(norm).fill_(torch.inf)
+    assert not torch.isfinite(method.step(batch(rows=2, length=6, seed=9)))
+    model.home(norm).copy_(before[norm.name])
+    assert method.step_count == 3
+    assert all(torch.equal(model.home(tensor), before[tensor.name]) for tensor in model.layout.tensors)
+    assert torch.isfinite(method.step(batch(rows=2, length=6, seed=9)))
+    method.flush()

@@ -1,0 +1,203 @@
+"""The table of `keyhole plan`: its bytes are the engine's, its seconds follow the rates, and a page shows it."""
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from keyhole.bench.shapes import llama_config, opt_config
+from keyhole.errors import UserError
+from keyhole.machine.rates import Rates
+from keyhole.machine.sizes import GIB
+from keyhole.methods import METHODS
+from keyhole.methods.base import Workload
+from keyhole.model.structure.skeleton import build
+from keyhole.model.weights.format import Wire
+from keyhole.plan import changes, measure, placement, recommend
+from keyhole.plan.page import make_page
+from keyhole.plan.profiles import PROFILES, profile_of
+from keyhole.plan.seconds import step_seconds
+from keyhole.plan.table import PLACEMENTS, Question, plan_row, rows
+
+BF16 = torch.bfloat16
+
+
+@cache
+def llama_7b() -> torch.nn.Module:
+    return build(llama_config("7B"), BF16)
+
+
+@cache
+def small() -> torch.nn.Module:
+    made = LlamaConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512, vocab_size=1000
+    )
+    return build(made, BF16)
+
+
+def question(
+    module: torch.nn.Module, machine: str = "h200", gpu_gib: float = 140, ram_gib: float = 128, **more: object
+):
+    return Question(module, BF16, PROFILES[machine], int(gpu_gib * GIB), int(ram_gib * GIB), **more)
+
+
+def test_every_method_has_a_row_in_every_placement_that_it_can_have() -> None:
+    """Methods x placements x wires, those that stream streamed, and no row twice."""
+    table = rows(question(small(), gpu_gib=0.02, batch=1, length=64))
+    assert {row.method for row in table} == set(METHODS)
+    for name, row in METHODS.items():
+        placements = {found.placement for found in table if found.method == name}
+        assert placements <= set(PLACEMENTS) and ("stream" in placements) == row.streams
+    keys = [(row.method, row.placement, row.wire) for row in table]
+    assert len(keys) == len(set(keys))
+    assert {"fp8", "fp32", None} <= {row.wire for row in table if METHODS[row.method].sweep == "forward"}
+
+
+@pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.streams])
+def test_the_bytes_are_those_of_the_engine(name: str) -> None:
+    """A row with a budget has the peak, and the streamed bytes, that loading would decide and print."""
+    budget = int(4 * GIB)
+    asked = question(llama_7b(), gpu_gib=4, batch=1, length=512, methods=(name,))
+    found = plan_row(asked, METHODS[name], "auto")
+    row = METHODS[name]
+    work = Workload(name, 512, row.passes(row.settings()), row.settings(), length=512)
+    costs = placement.Costs(work, placement.Room(Wire(BF16), 32 * 2**20, budget), row)
+    layout, streamed = placement.fit(llama_7b(), costs, budget)
+    assert found is not None and found.gpu_bytes == costs.of(layout, streamed).total <= budget
+    away = sum(2 * layout.units[i].numel for i in streamed)
+    total = sum(2 * unit.numel for unit in layout.units)
+    assert found.on_gpu == pytest.approx(1 - away / total)
+    assert found.host_bytes >= away
+
+
+def measured(name: str, **settings: object) -> Question:
+    return question(llama_7b(), settings={name: METHODS[name].settings(**settings)}, methods=(name,))
+
+
+def test_the_seconds_are_near_those_measured() -> None:
+    """Against benchmarks/zo_h200_2026-11-16.md, lomo_h200_2026-11-16.md and lsp_h200_2026-11-15_7B_d.md: 15 %."""
+    opt = question(build(opt_config("13B"), BF16), gpu_gib=8, batch=1, length=2048)
+    zo, lomo, adam = METHODS["zo"], METHODS["lomo"], METHODS["adam-offload"]
+    compiled = measured("lomo", compile=True, activations="host")
+    planned = [
+        (plan_row(opt, zo, "resident"), 0.2073),
+        (plan_row(opt, zo, "auto"), 0.3650),
+        (plan_row(opt, zo, "stream"), 0.4846),
+        (plan_row(compiled, lomo, "resident"), 0.3680),
+        (plan_row(replace(compiled, gpu_bytes=4 * GIB), lomo, "auto"), 0.5248),
+        (plan_row(measured("adam-offload"), adam, "resident"), 2.1053),
+    ]
+    assert [row.step_seconds / seconds for row, seconds in planned] == pytest.approx([1.0] * 6, abs=0.15)
+    assert [row.bound_by for row, _ in planned] == ["compute", "link", "link", "compute", "link", "memory"]
+
+
+def test_peaks_are_near_those_measured() -> None:
+    """GPU and host GiB of the same runs."""
+    opt = question(build(opt_config("13B"), BF16), gpu_gib=8, batch=1, length=2048)
+    streamed = plan_row(opt, METHODS["zo"], "stream")
+    assert (streamed.gpu_bytes / GIB, streamed.host_bytes / GIB) == pytest.approx((2.09, 24.9), rel=0.1)
+    adam = plan_row(measured("adam-offload", activations="host"), METHODS["adam-offload"], "resident")
+    assert adam.gpu_bytes / GIB == pytest.approx(14.74, rel=0.1)
+    assert adam.host_bytes / GIB == pytest.approx(90.6, rel=0.1)
+
+
+def test_a_faster_part_makes_no_step_slower() -> None:
+    """Each rate doubled: no row takes longer; a doubled link makes a link-bound row faster."""
+    asked = question(small(), gpu_gib=0.02, batch=1, length=64)
+    before = rows(asked)
+    for name in ("device_memory", "up", "down", "both", "host_memory", "adam"):
+        rates = replace(asked.rates, **{name: 2 * getattr(asked.rates, name)})
+        after = rows(replace(asked, rates=rates))
+        assert all(b.step_seconds <= a.step_seconds * 1.0001 for a, b in zip(before, after, strict=True)), name
+    streamed = question(llama_7b(), gpu_gib=140, batch=1, length=64, methods=("lomo",))
+    slow = plan_row(streamed, METHODS["lomo"], "stream")
+    fast = plan_row(replace(streamed, rates=streamed.rates.with_link(110e9)), METHODS["lomo"], "stream")
+    assert slow.bound_by == "link" and fast.step_seconds < 0.75 * slow.step_seconds
+
+
+def test_the_recommended_row_fits_and_needs_the_fewest_hours() -> None:
+    """Of the rows that fit and train all parameters; None where none does."""
+    table = rows(question(llama_7b(), "4090", 23, 60))
+    best = recommend.recommended(table)
+    full = [row for row in table if row.fits and row.full]
+    assert best in full and best.hours <= recommend.NEAR * min(row.hours for row in full)
+    why = recommend.reason(best, table, question(llama_7b()))
+    fastest = min(full, key=lambda row: row.hours)
+    assert ("the fastest" in why) and (best is fastest or fastest.method in why)
+    assert recommend.recommended([replace(row, fits=False) for row in table]) is None
+
+
+def test_three_changes_make_it_fit_and_are_ordered_by_their_price() -> None:
+    """Each change fits when it is planned again; those that cost only time come first."""
+    asked = question(llama_7b(), "4090", 8, 60)
+    assert not plan_row(asked, METHODS["lomo"], "resident").fits
+    found = changes.cheapest_changes(asked, "lomo", "resident")
+    assert len(found) == 3 and all(change.row.fits for change in found)
+    assert [change.kind for change in found] == sorted(change.kind for change in found)
+    assert found[0].settings.startswith(("placement=", "lomo.activations=host", "batch_size="))
+
+
+def test_a_refusal_names_what_would_fit() -> None:
+    """`place`, before a weight is read: the changes are in the message."""
+    work = Workload("lomo", 4096, 1, METHODS["lomo"].settings(), length=1024)
+    with pytest.raises(UserError, match=r"gpu_memory: 2GiB is below the minimum.*(?s:.)*What would fit") as caught:
+        placement.place(llama_7b(), "stream", "2GiB", Wire(BF16), torch.device("cpu"), work)
+    named = re.findall(r"^  (\S+=\S+)", str(caught.value), re.M)
+    assert len(named) == 3 and any("batch_size=" in text for text in named)
+
+
+def test_rates_survive_a_round_trip_and_refuse_nonsense() -> None:
+    """JSON and back; what is no machine is a ValueError."""
+    rates = PROFILES["4090"]
+    assert Rates.from_dict(json.loads(json.dumps(rates.to_dict()))) == rates
+    for broken in (
+        {},
+        rates.to_dict() | {"up": 0},
+        rates.to_dict() | {"products": {}},
+        rates.to_dict() | {"adam": "x"},
+    ):
+        with pytest.raises(ValueError):
+            Rates.from_dict(broken)
+    assert rates.products_at(1) <= rates.products_at(1000) <= rates.products_at(10**6)
+    assert profile_of("NVIDIA H200") is PROFILES["h200"] and profile_of("NVIDIA GeForce RTX 4090") is PROFILES["4090"]
+    assert profile_of("Quadro K620") is None
+
+
+def test_this_machine_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time is read; a damaged file is measured again; `known` never measures."""
+    monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path))
+    calls = []
+    monkeypatch.setattr(measure, "measure", lambda device: calls.append(device) or PROFILES["laptop"])
+    cpu = torch.device("cpu")
+    assert measure.known(cpu) is None
+    assert measure.rates_of(cpu) == measure.rates_of(cpu) == measure.known(cpu) and len(calls) == 1
+    measure.cache_file().write_text("{torn")
+    assert measure.rates_of(cpu) and len(calls) == 2
+    assert [path.name for path in (tmp_path / "rates").iterdir()] == ["rates.json"]
+
+
+def test_the_page_is_complete_and_asks_for_nothing() -> None:
+    """Every row is on it, no script, no address, hostile names escaped; names beside the plot stand apart."""
+    asked = question(llama_7b(), "4090", 23, 60)
+    table = rows(asked)
+    page = make_page("<script>x</script>", table, recommend.recommended(table), asked, ["<b>"])
+    assert "<script" not in page and "http" not in page and "src=" not in page and "&lt;b&gt;" in page
+    assert page.count("<tr") == len(table) + 1 and 'name="viewport"' in page
+    heights = sorted(float(y) for y in re.findall(r'class="name f\d+" x="[\d.]+" y="([\d.]+)"', page))
+    assert len(heights) == len(METHODS) and all(b - a >= 10 for a, b in zip(heights, heights[1:], strict=False))
+
+
+def test_parts_overlap() -> None:
+    """A step takes at least its longest part and less than the sum of all."""
+    asked = question(llama_7b(), gpu_gib=140)
+    found = plan_row(asked, METHODS["adam-offload"], "stream").seconds
+    parts = (found.compute, found.link, found.cpu)
+    assert max(parts) < found.total < sum(parts)
+    assert step_seconds(METHODS["zo"].planned_work(
+        asked.find(llama_7b()), set(), asked.workload(METHODS["zo"]), placement.Room(Wire(BF16), 0), asked.rates
+    ), asked.rates, rows=4096, itemsize=2).link == 0  # fmt: skip

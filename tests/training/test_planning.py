@@ -1,0 +1,70 @@
+"""The question behind `keyhole plan`, and the pace that a run is compared with."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from keyhole.config.loader import parse_config
+from keyhole.machine.sizes import GIB
+from keyhole.methods.work import experts_share
+from keyhole.plan import measure
+from keyhole.plan.profiles import PROFILES
+from keyhole.training.planning import Asked, ask
+from keyhole.training.start import train
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Path:
+    made = {
+        "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 256,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(made))
+    return tmp_path
+
+
+def test_options_replace_the_numbers_of_a_machine(mixture: Path) -> None:
+    """--gpu, --ram, --link and --tokens; a config.json itself is a model too."""
+    options = {"gpu": "6GiB", "ram": "20GiB", "link": "10GB/s", "tokens": "2x64", "machine": "4090"}
+    found = ask(Asked(str(mixture / "config.json"), **options))
+    question = found.question
+    assert (question.gpu_bytes, question.host_bytes) == (6 * GIB, 20 * GIB)
+    assert (question.batch, question.length, question.tokens_per_step) == (2, 64, 128)
+    assert question.rates.up == question.rates.down == 10e9 and not question.rates.measured
+    assert question.dtype == torch.bfloat16 and found.method is None
+    assert "estimates from data sheets" in " ".join(found.lines)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixture: Path) -> None:
+    """And said."""
+    said: list[str] = []
+    found = ask(Asked(str(mixture), gpu="11GiB"), said.append)
+    assert found.question.rates is PROFILES["3060"] and "planned for --machine 3060" in said[0]
+
+
+def test_a_mixture_counts_the_experts_that_a_token_meets(mixture: Path) -> None:
+    """Two of eight."""
+    config = ask(Asked(str(mixture), machine="h100")).question.module.config
+    assert experts_share(config) == 0.25
+
+
+def test_planned_and_measured_pace_stand_side_by_side(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a few steps, where the rates of the machine are known."""
+    monkeypatch.setenv("KEYHOLE_CACHE", str(tmp_path / "cache"))
+    cpu = torch.device("cpu")
+    measure._keep(measure.key_of(cpu), PROFILES["laptop"], print)
+    text = {
+        "model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(tmp_path / "out"),
+        "max_steps": 4, "batch_size": 2, "device": "cpu", "save_model": False,
+    }  # fmt: skip
+    assert train(parse_config(json.dumps(text), source="test", where="")[0]) == 0
+    log = (tmp_path / "out" / "run" / "log.txt").read_text()
+    line = re.search(r"check: (\S+) s per step, planned (\S+) s, bound by (\w+) \((\d+) tokens", log)
+    assert line is not None and float(line[1]) > 0 and float(line[2]) > 0 and int(line[4]) > 2
