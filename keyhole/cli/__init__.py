@@ -29,7 +29,7 @@ from keyhole.machine.text import printable_lines
 from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
 
-SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "bench", "demo")  # verbs that several ranks cannot share
+SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "bench", "demo")  # verbs that ranks cannot share
 UsageError = typer.BadParameter.__mro__[1]  # click's, wherever typer keeps it
 
 app = typer.Typer(
