@@ -124,8 +124,8 @@ def textbook(shape: Shape, device: str) -> Callable[[dict], Any]:
 def ours(shape: Shape, device: str, make: Callable[[Any], Any], method: str, **how: Any) -> Callable[[dict], Any]:
     """A method of keyhole."""
     tokens = shape.rows * -(-shape.longest // shape.multiple) * shape.multiple
-    workload = keyhole.Workload(method=method, tokens=tokens)
-    model = keyhole.load(config_of(shape), init="random", dtype=shape.dtype, device=device, workload=workload, **how)
+    how |= {"dtype": shape.dtype, "device": device, "workload": keyhole.Workload(method=method, tokens=tokens)}
+    model = keyhole.load(config_of(shape), init="random", reverse_graphs=True, **how)
     return make(model).step
 
 

@@ -24,8 +24,10 @@ from torch import nn
 from keyhole import assets
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
+from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.methods.baselines.saved_adapter import SavedAdapter
+from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
 from keyhole.model.structure.layout import Layout, Unit
@@ -38,8 +40,10 @@ from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.offload.shards import ShardedEngine, part_numel
 from keyhole.plan.dtype import choose_dtype
 from keyhole.plan.placement import Placement, place
+from keyhole.ranks import Ranks
 
 ALIGN_BYTES = 256
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
@@ -57,11 +61,13 @@ def load(
     wire: str | None = None,
     tf32: bool = False,
     graphs: bool = True,
+    reverse_graphs: bool = False,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,
     head: str | None = None,
     num_labels: int | None = None,
+    ranks: Ranks | None = None,
     **engine_options: Any,
 ) -> Model:
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
@@ -69,11 +75,13 @@ def load(
     dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
     could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
-    graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py).
+    graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
+    steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
     adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
+    ranks: the processes that train this model together (keyhole/ranks); None: this one alone.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
     _check_source(model)
@@ -98,14 +106,23 @@ def load(
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons.insert(0, str(choice))
         _limit_memory(changes, placed.budget_bytes, device)
-        homes = _reserve(layout, placed, formats, device)
+        ranks = ranks or Ranks()
+        ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
+        shared = _shared(layout, placed, workload, ranks)
+        sharded = _sharded(layout, placed, workload, ranks)
+        homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
         _move_buffers(module, device)
-        engine_options.setdefault("slot_count", placed.slot_count)
-        engine = Engine(homes, placed.streamed, device, **engine_options)
+        engine_options.setdefault("slot_count", placed.slot_count or (backward.slot_count(layout) if sharded else 0))
+        if sharded:
+            numels = {page: layout.units[page].numel for page in sharded}
+            engine = ShardedEngine(homes, numels, placed.streamed, device, ranks, **engine_options)
+        else:
+            engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
         source = None if directory is None else str(model)
         tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
-        about = {"tokenizer": tokenizer, "source": source, "placed": placed}
-        loaded = Model(module, layout, engine, formats, **about, graphs=graphs, changes=changes)
+        about = {"tokenizer": tokenizer, "source": source, "placed": placed, "changes": changes, "ranks": ranks}
+        about |= {"graphs": graphs, "reverse_graphs": reverse_graphs}
+        loaded = Model(module, layout, engine, formats, **about)
         std = getattr(config, "initializer_range", None) or 0.02
         if init == "random":
             _pin(loaded, touch=True)
@@ -119,6 +136,7 @@ def load(
                 names = ", ".join(tensor.name for tensor in fresh)
                 placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
             _pin(loaded, touch=False)
+        ranks.barrier()  # shared homes are filled
         loaded.binding.bind_homes()
         if adapter and directory is not None and (directory / "adapter").is_dir():
             saved = SavedAdapter(loaded, directory / "adapter")
@@ -188,17 +206,61 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return device
 
 
-def _reserve(layout: Layout, placed: Placement, formats: Wire, device: torch.device) -> list[torch.Tensor]:
-    """One home per unit: streamed units side by side in host memory, the others side by side on the device."""
+def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
+    """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
+    weights. (Table, head and spine change every step, and are a small part.)"""
+    row = METHODS.get(work.method)
+    if ranks.local_size == 1 or row is None or row.ranks != "replicas":
+        return frozenset()
+    found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
+    if found:
+        placed.reasons.append(
+            f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
+        )
+    return found
+
+
+def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
+    """Units of which every rank keeps a part: blocks and head. Table and spine are small, and everybody's own."""
+    row = METHODS.get(work.method)
+    if not ranks.several or row is None or row.ranks != "shards":
+        return frozenset()
+    found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
+    placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
+    return found
+
+
+def _reserve(
+    layout: Layout,
+    placed: Placement,
+    formats: Wire,
+    device: torch.device,
+    shared: frozenset[int],
+    sharded: frozenset[int],
+    ranks: Ranks,
+) -> list[torch.Tensor]:
+    """One home per unit: streamed units side by side in host memory, those that ranks share in memory of their own, the
+    others side by side on the device. Of sharded units: this rank's part."""
+
+    def home_bytes(unit: Unit) -> int:
+        if unit.index not in sharded:
+            return formats.home_bytes(unit)
+        return part_numel(unit.numel, ranks.size) * formats.home_dtype(unit).itemsize
+
     homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
-    for on_host in (True, False):
-        units = [u for u in layout.units if (u.index in placed.streamed) == on_host]
-        sizes = [-(-formats.home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
-        flat = arena.host_memory(sum(sizes)) if on_host else torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    for pages in (shared, placed.streamed - shared, {u.index for u in layout.units} - placed.streamed):
+        units = [u for u in layout.units if u.index in pages]
+        sizes = [-(-home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
+        if pages and pages <= placed.streamed:
+            flat = arena.shared_memory(sum(sizes), ranks) if pages is shared else arena.host_memory(sum(sizes))
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
-            home = piece[: formats.home_bytes(unit)].view(formats.home_dtype(unit))
+            home = piece[: home_bytes(unit)].view(formats.home_dtype(unit))
             homes[unit.index] = home
-            if home.dtype != PACKED:
+            if unit.index in sharded:
+                home.zero_()
+            elif home.dtype != PACKED:
                 _zero_padding(unit, home)
     return homes
 
@@ -220,9 +282,10 @@ def _move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _pin(model: Model, touch: bool) -> None:
-    """Page-locks the streamed homes, which are one piece of memory."""
+    """Page-locks the streamed homes."""
     if model.engine.streamed and model.device.type == "cuda":
-        flat = arena.storage_of(model.engine.homes[min(model.engine.streamed)])
-        if touch:  # by all cores; pinning would touch page after page on one
-            flat.fill_(0)
-        model.pinned = arena.pin(flat, model.device)
+        flats = model.host_memory()
+        if touch and not model.engine.shared:  # by all cores; pinning would touch page after page on one
+            for flat in flats:
+                flat.fill_(0)
+        model.pinned = all([arena.pin(flat, model.device) for flat in flats])

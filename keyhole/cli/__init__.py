@@ -26,8 +26,10 @@ from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
+from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
 
+SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "bench", "demo")  # verbs that ranks cannot share
 UsageError = typer.BadParameter.__mro__[1]  # click's, wherever typer keeps it
 
 app = typer.Typer(
@@ -63,6 +65,9 @@ def main(args: Sequence[str] | None = None) -> int:
     _open_streams()
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # bf16 on this CPU: the start block says it
     try:
+        words = sys.argv[1:] if args is None else args
+        if words and words[0] in SOLITARY:
+            refuse_several(f"keyhole {words[0]}")
         with _clean_logs():
             code = typer.main.get_command(app).main(args=args, prog_name="keyhole", standalone_mode=False)
         return code if isinstance(code, int) else 0
@@ -74,7 +79,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return error.exit_code
     except UserError as error:
         print(f"keyhole: {printable_lines(error)}", file=sys.stderr)
-        return 2
+        return getattr(error, "code", 2)
     except KeyboardInterrupt:
         print("keyhole: interrupted", file=sys.stderr)
         return 130

@@ -22,6 +22,7 @@ from keyhole.config.schema import TrainConfig
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 from keyhole.model.structure.source import check_directory
+from keyhole.ranks.join import follows
 
 ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file, or the name of a shipped recipe.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
@@ -37,7 +38,8 @@ Overrides = Annotated[
 
 def note(text: str) -> None:
     """Prints a line on stderr: it is not part of the command's result."""
-    print(f"keyhole: {printable(text)}", file=sys.stderr)
+    if not follows():
+        print(f"keyhole: {printable(text)}", file=sys.stderr)
 
 
 def load_settings(config: str, overrides: list[str] | None) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""keyhole bench zo | lomo | lsp | memory | layers | snapshots | lsp-bias [--quick] ..."""
+"""keyhole bench zo | lomo | lsp | memory | layers | snapshots | scale | lsp-bias [--quick] ..."""
 
 import shlex
 from collections.abc import Callable
@@ -199,6 +199,27 @@ def snapshots(
         **how,
     )
     typer.echo("\n" + report.markdown())
+
+
+@app.command()
+def scale(
+    model: Annotated[str, typer.Option(metavar="SIZE", help="13B and other OPT shapes, or parameters: 7e9.")] = "13B",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch, one per GPU.")] = 2048,
+    tflops: Annotated[float, typer.Option(help="TFLOP/s that products reach on one GPU.")] = 600.0,
+    memory: Annotated[float, typer.Option(help="GB/s of GPU memory.")] = 4000.0,
+    pcie: Annotated[float, typer.Option(help="GB/s from host memory to a GPU.")] = 55.0,
+    nvlink: Annotated[float, typer.Option(help="GB/s between GPUs of a machine, one way.")] = 300.0,
+    network: Annotated[float, typer.Option(help="GB/s of a machine's network, one way.")] = 50.0,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs per machine.")] = 8,
+) -> None:
+    """Predict steps on 1 to 64 GPUs, on paper: nothing runs."""
+    from keyhole.bench.scale import Machines, table
+
+    rates = {"tflops": tflops, "memory": memory, "pcie": pcie, "nvlink": nvlink, "network": network}
+    for name, rate in rates.items():
+        if not 0 < rate < float("inf"):
+            raise UserError(f"--{name}: {rate} is no rate; a number above 0 is needed")
+    typer.echo(table(model, tokens, Machines(**rates, gpus=gpus)))
 
 
 @app.command("lsp-bias")

@@ -12,6 +12,7 @@ from keyhole.cli.arguments import (
     load_settings,
     with_resume_value,
 )
+from keyhole.ranks.join import joined
 
 LAST = "last"
 
@@ -41,10 +42,12 @@ def train(
 
     Example: keyhole train my.yaml learning_rate=1e-6 zo.directions=4
     """
-    settings = load_settings(config, overrides)
-    check_model(settings.model)
-    from keyhole.training.start import Parts
-    from keyhole.training.start import train as run
+    with joined() as ranks:
+        settings = load_settings(config, overrides)
+        check_model(settings.model)
+        from keyhole.training.start import Parts
+        from keyhole.training.start import train as run
 
-    parts = Parts(allow_code_execution=allow_code_execution)
-    raise typer.Exit(run(settings, resume=resume, dry_run=dry_run, parts=parts))
+        parts = Parts(allow_code_execution=allow_code_execution, ranks=ranks)
+        code = run(settings, resume=resume, dry_run=dry_run, parts=parts)
+    raise typer.Exit(code)

@@ -31,6 +31,8 @@ class OffloadConfig:
     """Copy into the same device buffers again and again; false = a new buffer for every visit."""
     graphs: bool = True
     """Launch small blocks as CUDA graphs, where the GPU would otherwise wait for the host."""
+    reverse_graphs: bool = False
+    """The same for the reverse and the updates of first-order methods. New, and off until the GPU tests have passed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +163,8 @@ class RunConfig:
     """Write checkpoints while training goes on; false = wait for each."""
     journal_sync: Count = 1
     """zo: flush the journal of steps to the disk every so many steps (a killed process loses none either way)."""
+    rank_timeout: Annotated[float, Limit(1, 86400)] = 60.0
+    """torchrun: seconds without a sign of life after which a rank counts as dead, and the run ends."""
     report_to: Literal["tensorboard"] | None = None
     """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
 

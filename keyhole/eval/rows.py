@@ -39,11 +39,13 @@ def score_rows(
     """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
     count_R = torch.zeros(len(rows), dtype=torch.int64)
-    for group in watch(_groups(model, rows, batch_tokens, passes)):
+    own = model.evaluation_ranks.share(_groups(model, rows, batch_tokens, passes))
+    for group in watch(own):
         results = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
         for batch, (nll_B, count_B) in zip(group, results, strict=True):
             nll_R[batch] = nll_B.double().cpu()
             count_R[batch] = count_B.cpu()
+    of_all_ranks(model, own, nll_R, count_R)
     return nll_R, count_R
 
 
@@ -59,11 +61,23 @@ def class_logits(
     """(logits_RL float32, nll_R float64) of a classifier's rows, on the host."""
     logits_RL = torch.zeros(len(rows), model.config.num_labels)
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
-    for group in watch(_groups(model, rows, batch_tokens, passes)):
+    own = model.evaluation_ranks.share(_groups(model, rows, batch_tokens, passes))
+    for group in watch(own):
         batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
         for batch, (logits_BL, nll_B) in zip(group, model.logits(batches), strict=True):
             logits_RL[batch], nll_R[batch] = logits_BL.cpu(), nll_B.double().cpu()
+    of_all_ranks(model, own, logits_RL, nll_R)
     return logits_RL, nll_R
+
+
+def of_all_ranks(model: Model, own: Groups, *found: torch.Tensor) -> None:
+    """Fills in the rows that other ranks have computed. own: the groups of this one."""
+    if not model.evaluation_ranks.several:
+        return
+    rows = torch.tensor([i for group in own for batch in group for i in batch], dtype=torch.int64)
+    for theirs, *values in model.evaluation_ranks.objects((rows, *(x[rows] for x in found))):
+        for x, value in zip(found, values, strict=True):
+            x[theirs] = value
 
 
 def _groups(model: Model, rows: Sequence[Sample], batch_tokens: int, passes: int) -> Groups:

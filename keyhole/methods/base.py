@@ -154,6 +154,9 @@ class Traits:
     announces: Literal["pages", "step", "never"] = "never"
     """How changes of weights are announced to a checkpoint that is being written: page by page through the engine, all
     at once before an update (Method.call_before_update), or not at all."""
+    ranks: Literal["replicas", "shards"] | None = None
+    """How several ranks (keyhole/ranks) train together. Each takes its part of the micro-batches; replicas: has all
+    weights, and makes the same update; shards: keeps and updates a part of the weights. None: not at all."""
     keeps_base: bool = False
     """The model's own weights never change: a run goes on from the original model and the method's state."""
     may_change: tuple[str, ...] = ()

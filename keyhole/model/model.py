@@ -51,6 +51,7 @@ from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.autocast import without_autocast
 from keyhole.ops.loss import RunningNLL
+from keyhole.ranks import Ranks
 
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
@@ -81,14 +82,18 @@ class Model:
         source: str | None = None,
         placed: Placed | None = None,
         graphs: bool = True,
+        reverse_graphs: bool = False,
         changes: Changes | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.module, self.layout, self.engine = module, layout, engine
         self.formats, self.dtype = formats, formats.dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
+        self.ranks = ranks or Ranks()
         self.pinned = False
         self.graphs: BlockGraphs | None = None
+        self.reverse_graphs = reverse_graphs  # first-order steps may be recorded too
         self.classifies = is_classifier(module.config)
         self.head = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding = module.get_input_embeddings()
@@ -101,7 +106,10 @@ class Model:
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
         self._put_back.atexit = False  # the end of the process puts back everything
-        self.homes = Homes(layout, engine.homes, formats, self.device)
+        foreign = frozenset(page for page in engine.shared if not self.writes(page))
+        self.homes = Homes(layout, engine.homes, formats, self.device, foreign, engine.parts())
+        self.sharded = bool(engine.parts())
+        self.call_others: Callable[[str], None] = lambda what: None  # of a leader: has other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
         self._keeps_packed_apart = False  # known only once the model was asked
@@ -118,6 +126,32 @@ class Model:
         dtype = str(self.dtype).removeprefix("torch.")
         source = "" if self.source is None else f", from {self.source!r}"
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
+
+    @property
+    def evaluation_ranks(self) -> Ranks:
+        """Who shares the batches of an evaluation: all ranks, or, where every visit of a unit takes all of them, each
+        has all batches."""
+        return Ranks() if self.sharded else self.ranks
+
+    def writes(self, page: int) -> bool:
+        """Whether this rank changes the home of a unit; of one that several ranks share, one does."""
+        return page not in self.engine.shared or page % self.ranks.local_size == self.ranks.local_rank
+
+    @contextmanager
+    def rewriting_shared(self) -> Iterator[None]:
+        """A context in which homes that ranks share are changed, each by its writer: nobody uploads them meanwhile.
+        Entered by all ranks."""
+        if not self.engine.shared:
+            yield
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.engine.invalidate()
+        self.ranks.barrier()
+        yield
+        self.engine.wait_for_homes()
+        self.ranks.barrier()
+        self.engine.invalidate()
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
@@ -357,11 +391,23 @@ class Model:
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter at its home, a tied one once, as it is saved."""
+        if self.sharded:
+            raise UserError("this rank has a part of the weights only; own_tensors gives what it has")
         self.apply_deferred()
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
             yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
+
+    def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """(name, index of the first element, elements) of what this rank has of sharded tensors, and, on the leader, of
+        all others."""
+        self.engine.wait_for_homes()
+        for tensor in self.layout.tensors:
+            if self.homes.unit_of(tensor).index in self.homes.parts:
+                yield from ((tensor.name, begin, part) for begin, part in self.homes.own_parts(tensor))
+            elif self.ranks.is_leader:
+                yield tensor.name, 0, self.home(tensor)
 
     def save_pretrained(self, path: str | Path) -> None:
         """Writes an ordinary HF directory: safetensors, config, tokenizer."""
@@ -378,8 +424,16 @@ class Model:
         if self.engine.gate is not None:
             self.engine.gate.close()
         if self.pinned:
-            arena.unpin(arena.storage_of(self.engine.homes[min(self.engine.streamed)]))
+            for flat in self.host_memory():
+                arena.unpin(flat)
             self.pinned = False
+
+    def host_memory(self) -> list[torch.Tensor]:
+        """The pieces of host memory that streamed homes lie in: one, or two where ranks share some of them."""
+        flats = [*(self.engine.homes[page] for page in sorted(self.engine.streamed))]
+        flats += [flat for _, flat in self.engine.parts().values()]
+        storages = {flat.untyped_storage().data_ptr(): flat for flat in flats if flat.device.type == "cpu"}
+        return [arena.storage_of(flat) for flat in storages.values()]
 
     def describe(self) -> list[str]:
         """What the plan decided and why, one line per decision."""

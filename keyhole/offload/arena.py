@@ -15,6 +15,9 @@ from the old page, and the two drift apart without an error; or the kernel, whic
 all of them for the child at once, and memory for the weights is needed twice. Therefore MADV_DONTFORK while memory is
 pinned: the child does not have these pages at all. It would crash if it read the weights, so it must not; workers that
 prepare data do not. Memory that is not pinned is inherited as usual.
+
+Ranks of one machine may have memory in common (`shared_memory`): an anonymous file that each of them maps and pins. It
+has no name that could outlive them, and is not part of /dev/shm, which containers keep small.
 """
 
 import mmap
@@ -26,6 +29,8 @@ from collections.abc import Callable
 
 import torch
 
+from keyhole.ranks import Ranks
+
 _pinned: dict[int, torch.device | None] = {}  # address of pinned memory -> the device that copies to and from it
 _mappings: "weakref.WeakValueDictionary[int, _Pages]" = weakref.WeakValueDictionary()  # by address
 if hasattr(os, "register_at_fork"):
@@ -33,7 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Pages(mmap.mmap):
-    """A private mapping that is unpinned before it is unmapped."""
+    """A mapping that is unpinned before it is unmapped."""
 
     address = 0
 
@@ -46,16 +51,36 @@ def host_memory(size_bytes: int) -> torch.Tensor:
     """Unpinned flat bytes of host memory; pages are committed as they are written, and freed with the tensor."""
     if size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
+    return _as_tensor(_Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _as_tensor(pages: "_Pages") -> torch.Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             pages.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages: slower to touch, otherwise the same
+        except (
+            OSError
+        ):  # a kernel without huge pages, or without those of shared memory: slower to touch, otherwise the same
             pass
     flat = torch.frombuffer(pages, dtype=torch.uint8)
     pages.address = flat.data_ptr()
     _mappings[pages.address] = pages
     return flat
+
+
+def shared_memory(size_bytes: int, ranks: Ranks) -> torch.Tensor:
+    """The same for all ranks of a machine together; called by every rank. Who writes what is for them to agree on."""
+    own = ranks.local_rank == 0
+    file = os.memfd_create("keyhole") if own else -1
+    if own:
+        os.ftruncate(file, size_bytes)
+    said = ranks.objects((ranks.machine, f"/proc/{os.getpid()}/fd/{file}" if own else None))
+    if not own:
+        file = os.open(next(path for machine, path in said if machine == ranks.machine and path), os.O_RDWR)
+    pages = _Pages(file, size_bytes, flags=mmap.MAP_SHARED)
+    ranks.barrier()  # everybody has it open
+    os.close(file)
+    return _as_tensor(pages)
 
 
 def storage_of(piece: torch.Tensor) -> torch.Tensor:

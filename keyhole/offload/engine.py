@@ -44,6 +44,7 @@ class Engine:
     homes: one flat tensor per page. A page that is not in `streamed` has its home on `device` and never moves.
     overlap=False waits after every transfer; reuse_slots=False allocates a buffer per visit: both only for ablations.
     chaos: a random generator that delays streams and poisons freed slots, for tests of the ordering.
+    shared: pages whose homes other processes upload too. Whoever commits one has made sure that none does meanwhile.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Engine:
         overlap: bool = True,
         reuse_slots: bool = True,
         chaos: random.Random | None = None,
+        shared: frozenset[int] = frozenset(),
     ) -> None:
         self.homes, self.streamed, self.device = homes, streamed, device
-        self.overlap, self.reuse_slots, self.chaos = overlap, reuse_slots, chaos
+        self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
         self.cuda = device.type == "cuda"
         self.slot_bytes = max((page_bytes(homes[page]) for page in streamed), default=0)
         self.slot_count = slot_count if streamed else 0
@@ -145,21 +147,21 @@ class Engine:
             return
         slot, home = self.held[page], self.homes[page]
         self.before_change(page)
-        self._write_back(page, slot, home)
+        self._write_back(page, slot)
         slot.intact = self.gate is None  # set last: a write-back that was interrupted leaves it False
         self.bytes_down += page_bytes(home)
         self.changed(page, self.down if self.cuda else None)
 
-    def _write_back(self, page: int, slot: Slot, home: torch.Tensor) -> None:
+    def _write_back(self, page: int, slot: Slot) -> None:
         if not self.cuda:
-            home.copy_(slot.as_page(home))
+            self._copy_down(page, slot)
             return
         slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
             self._delay()
             self.down.wait_event(slot.changed)
             with self.timeline.span("write-back", f"page {page}"):
-                home.copy_(slot.as_page(home), non_blocking=True)
+                self._copy_down(page, slot)
             self.home_written[page].record(self.down)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
@@ -232,7 +234,7 @@ class Engine:
                 self.up.wait_stream(self.compute)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
         if not self.cuda:
-            slot.as_page(home).copy_(home)
+            self._copy_up(page, slot)
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
@@ -243,10 +245,20 @@ class Engine:
             if self.chaos:
                 slot.buffer.fill_(POISON)
             with self.timeline.span("upload", f"page {page}"):
-                slot.as_page(home).copy_(home, non_blocking=True)
+                self._copy_up(page, slot)
             slot.ready.record(self.up)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
+
+    def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
+        """Of pages that are sharded (shards.py): this process's part, and the element at which it begins."""
+        return {}
+
+    def _copy_up(self, page: int, slot: Slot) -> None:
+        slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)
+
+    def _copy_down(self, page: int, slot: Slot) -> None:
+        self.homes[page].copy_(slot.as_page(self.homes[page]), non_blocking=True)
 
     def _new_buffer(self) -> torch.Tensor:
         return torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device)

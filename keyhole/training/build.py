@@ -9,7 +9,7 @@ below: each part gets the few values that it needs.
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,13 @@ from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
+from keyhole.model.weights.save_parts import check_names
 from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
+from keyhole.ranks import Ranks
 from keyhole.training import rundir, start_block, tracker
 from keyhole.training.display import Display
+from keyhole.training.follow import Follower
 from keyhole.training.journaling import Journaling, open_journal
 from keyhole.training.lock import Lock
 from keyhole.training.loop import Run
@@ -79,6 +82,7 @@ def find_job(request: Request) -> Job:
     config, origin, parts = request.config, request.origin, request.parts
     with parts.waiting.phase("reading data"):
         data = (parts.load_data or load_data)(request.settings)
+    same_everywhere(parts.ranks, config, data)
     judge = Judge(data.dev, data.test, config.max_length, parts.allow_code_execution)
     judge.check()
     chooses = config.load_best_model_at_end or config.early_stopping_patience is not None
@@ -111,20 +115,32 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
     return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
 
 
-def build_run(job: Job, lock: Lock) -> Run:
+def same_everywhere(ranks: Ranks, config: TrainConfig, data: Data) -> None:
+    """Refuses ranks that would train on something else than the leader."""
+    if not ranks.several:
+        return
+    ranks.set_limit(config.rank_timeout)
+    everyone = ranks.objects((to_yaml(replace(config, data_cache=None)), data.train.fingerprint))
+    for rank, (its_config, its_data) in enumerate(everyone):
+        what = "the config" if its_config != everyone[0][0] else "train_data" if its_data != everyone[0][1] else None
+        if what is not None:
+            raise UserError(f"rank {rank}: {what} differs from that of rank 0; the files must be the same everywhere")
+
+
+def build_run(job: Job, lock: Lock) -> Run | Follower:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
     torch.manual_seed(job.config.seed)
     with ExitStack() as opened:  # what is closed again when something below fails
         with job.parts.waiting.phase("loading the model"):
-            model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load)
+            model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load, job.parts.ranks)
         opened.callback(model.close)
         run = _build(job, lock, model, opened)
         opened.pop_all()
     return run
 
 
-def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
-    config, origin, data = job.config, job.origin, job.data
+def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follower:
+    config, origin, data, ranks = job.config, job.origin, job.data, job.parts.ranks
     if config.packing:
         model.check_packing(config.max_length)
     add_end_tokens(model.module, data.end_token_ids)
@@ -134,14 +150,23 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
         model.tokenizer.chat_template = data.chat_template  # what it was trained on is what `chat` has to send
     with job.parts.waiting.phase("making the method"):
         method = make_method(model, config, origin)
+    ranks_lines = ranks.describe(model.device)
+    check_names(model)
+    if not ranks.is_leader:
+        if origin.tail:
+            apply_records(method, origin.tail, job.display.line)
+        shared = {"data": data, "schedule": job.schedule, "first": origin.step, "judge": job.judge}
+        return Follower(root=job.directory.root, model=model, method=method, **shared)
     with job.parts.waiting.phase("hashing the weights"):
         base = job.base() if origin.state is None else origin.base
     about = About(0, {}, flat_config(config), versions(), job.run_id, base)
-    saves = SaveSettings(config.save_steps, config.save_total_limit, config.background_save, config.save_model)
+    # homes that ranks share, or keep parts of, stand still for a save
+    behind = config.background_save and not model.engine.shared and not model.sharded
+    saves = SaveSettings(config.save_steps, config.save_total_limit, behind, config.save_model)
     saver = Saver(job.directory.root, model, method, saves, about, job.display.line)
     machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
-    groups += [job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
+    groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
     job.display.lines(start_block.block(config.method, config.model, groups))
     saver.refuse_full_disk()
     rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
@@ -176,11 +201,19 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run:
     )
 
 
-def load_model(config: TrainConfig, choice: select.Choice, data: Data, load: Callable[..., Model] = load) -> Model:
+def load_model(
+    config: TrainConfig,
+    choice: select.Choice,
+    data: Data,
+    load: Callable[..., Model] = load,
+    ranks: Ranks | None = None,
+) -> Model:
     """The weights of the checkpoint, or of the model the config names, placed as the config says."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of a run before this one
-    where = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    where: dict[str, Any] = {"placement": config.placement, "gpu_memory": config.gpu_memory, "device": config.device}
+    if ranks is not None and ranks.several:
+        where |= {"device": ranks.device(config.device), "ranks": ranks}
     source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
     how |= _head(config, data)

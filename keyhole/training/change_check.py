@@ -32,7 +32,10 @@ class ChangeCheck:
         self.model.engine.wait_for_homes()
         table = self.model.layout.table
         for tensor in self.model.layout.tensors:
-            if tensor.param.requires_grad:
+            if tensor.param.requires_grad and self.model.homes.unit_of(tensor).index in self.model.homes.parts:
+                for _, part in list(self.model.homes.own_parts(tensor))[:1]:
+                    yield tensor.name, sample(part)
+            elif tensor.param.requires_grad:
                 home = self.model.home(tensor)
                 yield tensor.name, sample(home, self.rows_R if tensor is table else None)
         for name, param in ({} if self.model.addon is None else self.model.addon.params).items():

@@ -10,14 +10,12 @@ are the same, bit for bit, as N steps, a stop, and M more. How a run gets here i
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import method_state
-from keyhole.checkpoint.state import read_state
 from keyhole.data.run import Data
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
@@ -25,10 +23,11 @@ from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights.finite import first_bad_tensor
-from keyhole.model.weights.read import fill_from
 from keyhole.training import rundir
 from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
+from keyhole.training.crew import Command, Crew
 from keyhole.training.display import Display
+from keyhole.training.follow import one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
 from keyhole.training.planning import pace_line
@@ -69,6 +68,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
+        self.crew = Crew(self.model.ranks, self.interrupts)
+        parts = {"check": Command.CHECK, "write": Command.WRITE}
+        self.model.call_others = lambda what: self.crew.call(parts[what])
         self.saver.selection = self.selection.state_dict
         self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
@@ -82,11 +84,17 @@ class Run:
             self.recorder.restart_clock()
             self.selection.start_clock()
             with self.interrupts:
-                return self.loop()
+                code = self.loop()
+            self.crew.call(Command.END, code)
+            return code
         except NonFinite as error:
-            broken = first_bad_tensor(self.model.named_tensors())
+            ranks = self.model.ranks.not_finite()
+            if ranks:
+                error = NonFinite(f"{error}\n  found: on rank {', '.join(map(str, ranks))}")
+            alone = not self.model.engine.shared and not self.model.sharded
+            broken = first_bad_tensor(self.model.named_tensors()) if alone else None
             if broken is None:
-                raise
+                raise error from error.__cause__
             raise NonFinite(f"{error}\n  found: {broken} holds NaN or infinity, before this step") from error
         except torch.OutOfMemoryError as error:
             raise UserError(
@@ -111,14 +119,12 @@ class Run:
 
     def step(self, step: int) -> None:
         """One update, queued; its record is read when it is done."""
-        loader, rate = self.data.train, self.schedule.rate(step - 1)
+        loader = self.data.train
+        self.crew.call(Command.STEP)
         batches = next(loader)
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
-        self.method.lr = rate
-        self.method.follow(lambda warmup_ratio: replace(self.schedule, warmup_ratio=warmup_ratio).factor(step - 1))
-        rate = self.method.rate  # of this step: 0 while one is searched
-        loss = self.method.step(batches)
+        loss, rate = one_update(self.method, self.schedule, step, batches)
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
@@ -150,7 +156,7 @@ class Run:
         if waits:
             self.recorder.drain()
         if waits or (saves and self.saver.background is None):
-            self.method.flush()
+            self.flush()
         if checks:
             self.check()
         if evaluates:
@@ -161,6 +167,12 @@ class Run:
             self.display.lines(self.saver.try_save(step, self.data.train.state_dict()))
         if waits:
             self.recorder.restart_clock()
+
+    def flush(self) -> None:
+        """Applies what is deferred; all ranks do it together where they share homes."""
+        if self.model.engine.shared:
+            self.crew.call(Command.FLUSH)
+        self.method.flush()
 
     def check(self) -> None:
         """Once: whether every trained tensor has changed, and whether memory is what was planned."""
@@ -176,6 +188,7 @@ class Run:
 
     def evaluate(self, step: int) -> None:
         """Loss on the held-out data, and the tasks' metrics on dev. A signal ends it, and the resumed run evaluates."""
+        self.crew.call(Command.EVALUATE)
         found = evaluate(self.model, self.data.eval, self.is_asked)
         metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked)
         self.gave_up = metrics is None
@@ -197,7 +210,8 @@ class Run:
         tested = self.reports.metrics.tested
         if not self.judge.test or step in tested:
             return
-        self.method.flush()
+        self.flush()
+        self.crew.call(Command.TEST)
         found = self.judge.test_metrics(self.model, self.is_asked)
         self.gave_up = found is None
         if found is not None:
@@ -216,6 +230,7 @@ class Run:
             self.recorder.restart_clock()
         elif self.saver.best_step != step:
             self.recorder.drain()
+            self.flush()
             self.display.lines(self.saver.save_best(step, self.data.train.state_dict()))
             self.recorder.restart_clock()
 
@@ -232,6 +247,7 @@ class Run:
     def leave(self, step: int) -> int:
         """After a signal: the step is done, the checkpoint is written, the run can go on later."""
         self.recorder.drain()
+        self.flush()
         self.display.lines(self.saver.wait(step))
         path = self.saver.save_once(step, self.data.train.state_dict())
         message = f"stopped by {self.interrupts.requested} after step {step}"
@@ -241,6 +257,7 @@ class Run:
     def finish(self, step: int) -> int:
         """The last checkpoint, and its model, or that of the best step, at the top of the output directory."""
         self.recorder.drain()
+        self.flush()
         if step < self.total:
             self.display.line(f"the run ends after step {step}: {self.ends}")
         self.display.lines(self.saver.wait(step))
@@ -263,14 +280,8 @@ class Run:
         """Gives the model the weights that were published, if they are to be tested and are not those of this step."""
         if best in (None, step) or not self.judge.test or best in self.reports.metrics.tested:
             return
-        path = self.directory.root / f"checkpoint-{best}"
-        self.method.flush()
-        self.model.engine.wait_for_homes()
-        if not METHODS[self.method.name].keeps_base:
-            fill_from(self.model, path, self.model.dtype)
-            self.model.engine.invalidate()
-        if self.model.addon is not None:
-            self.method.load_state_dict(method_state(path, read_state(path)))
+        self.crew.call(Command.GO_BACK, best)
+        take_weights(self.model, self.method, self.directory.root / f"checkpoint-{best}")
 
     def _chosen(self, best: int | None) -> str:
         if best is None:

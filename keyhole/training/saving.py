@@ -33,7 +33,7 @@ from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights import save as hf
-from keyhole.model.weights.finite import first_bad_tensor
+from keyhole.model.weights.save_parts import bad_tensor
 
 MARGIN_BYTES = 64 * 2**20
 RETRY_STEPS = 10
@@ -205,7 +205,7 @@ class Saver:
         """Flushes the method, checks weights and disk, writes checkpoint-step, deletes what is too old. last: the run
         ends with it."""
         self.method.flush()
-        bad = first_bad_tensor(self.model.named_tensors())
+        bad = bad_tensor(self.model)
         if bad is not None:
             raise self._broken(step, f"{bad} holds NaN or infinity")
         state = self.method.state_dict()

@@ -27,7 +27,9 @@ SIGHUP = getattr(signal, "SIGHUP", None)  # not every system has it
 class Interrupts:
     """A context that turns the first signal into `requested`; idle outside the main thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        """quiet: nothing is said; another process does."""
+        self.quiet = quiet
         self.requested: str | None = None  # the name of the signal
         self._before: dict[int, Any] = {}
         self._grace: threading.Timer | None = None
@@ -58,6 +60,8 @@ class Interrupts:
         self._grace.daemon = True
         self._grace.start()
         self.ask(signal.Signals(number).name)
+        if self.quiet:
+            return
         text = f"\nkeyhole: {self.requested}: finishing this step and saving; once more leaves at once\n"
         with suppress(OSError):  # the terminal may be gone
             os.write(2, text.encode())  # print could have been interrupted itself, and may not be entered twice

@@ -22,12 +22,14 @@ from keyhole.config.data import data_settings
 from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
+from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
+from keyhole.ranks import Ranks
 from keyhole.training import rundir, tracker
 from keyhole.training.base_hash import BaseHash, model_hash
 from keyhole.training.display import Display, open_missing_streams
-from keyhole.training.lock import locked
+from keyhole.training.lock import Lock, locked
 from keyhole.training.resume import resume_lines
 from keyhole.training.waiting import Waiting
 
@@ -49,6 +51,7 @@ class Parts:
     model_hash: Callable[[str], str | None] | None = None
     waiting: Waiting = field(default_factory=Waiting)
     allow_code_execution: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,13 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     """
     open_missing_streams()
     config, _ = resolve(config)  # the command line has done it; a config made in Python gets its checks here
+    parts = parts or Parts()
+    check_ranks(config, parts.ranks)
+    if not parts.ranks.is_leader:
+        return 0 if dry_run else follow(config, resume, parts)
+    parts = replace(parts, ranks=Ranks()) if dry_run else parts
     tracker.require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
-    parts = parts or Parts()
     with locked(directory.lock) as lock, ExitStack() as opened:
         if not dry_run:
             lock.take()
@@ -93,12 +100,40 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
         return build.dry_run(job) if dry_run else build.build_run(job, lock).go()
 
 
+def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
+    """The same on another rank than the leader: it does what the leader says, and touches no file of the run."""
+    directory, parts = rundir.RunDir(Path(config.output_dir)), replace(parts, waiting=Waiting(silent=True))
+    request = check_request(config, directory, resume, parts)
+    from keyhole.training import build
+
+    return build.build_run(build.find_job(request), Lock(directory.lock)).go()
+
+
+def check_ranks(config: TrainConfig, ranks: Ranks) -> None:
+    """Refuses what several ranks cannot do."""
+    count, row = config.gradient_accumulation_steps, METHODS[config.method]
+    if not ranks.several:
+        return
+    if row.ranks is None:
+        able = ", ".join(name for name, each in METHODS.items() if each.ranks is not None)
+        raise UserError(
+            f"method={config.method} trains in one process: start it without torchrun; on several ranks: {able}"
+        )
+    if count % ranks.size:
+        raise UserError(
+            f"gradient_accumulation_steps={count}: it counts the micro-batches of a step over all ranks, and must be a "
+            f"multiple of their number, {ranks.size}; set it to {-(-count // ranks.size) * ranks.size} (lower "
+            "batch_size to keep the rows of a step), or start another number of processes"
+        )
+
+
 def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | None, parts: Parts) -> Request:
     """Finds what to go on from, and whether model and data are there. Reads no data, and writes nothing."""
-    origin = find_origin(resume, directory.place(), METHODS[config.method].journaled)
-    if origin.tail and origin.choice.path is None:
+    ranks, row = parts.ranks, METHODS[config.method]
+    origin = ranks.from_leader(lambda: find_origin(resume, directory.place(), row.journaled))
+    if origin.tail and origin.choice.path is None and ranks.is_leader:
         check_base(origin.journal, config.model)
-    notes = resume_lines(resume, origin, config)
+    notes = resume_lines(resume, origin, config) if ranks.is_leader else []
     check_directory(config.model)
     from_model = origin.choice.path is None or METHODS[config.method].keeps_base
     if from_model and Path(config.model).is_dir():

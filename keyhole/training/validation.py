@@ -18,7 +18,7 @@ programs is scored by test only, and only where running them was allowed.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -35,20 +35,32 @@ EVAL, TEST = "eval", "test"
 MEAN = "score"  # of different metrics
 
 
-def evaluate(model: Model, batches: Iterable[Batch], stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
-    when `stop` said so midway."""
-    nll, tokens = 0.0, 0
-    for group in _groups(batches, model.placed.evaluation_passes(model.layout, EVAL_PASSES)):
-        if stop():
-            return None
-        for nll_B, count_B in model.nll(group):
-            nll += float(nll_B.double().sum())
-            tokens += int(count_B.sum())
+    when `stop` said so midway. Several ranks take turns of the batches each, and add up all in their order."""
+    own = model.evaluation_ranks.share(range(len(batches)))
+    found: list[tuple[float, int]] = []
+    own_batches = islice(batches, own[0], own[-1] + 1) if own else ()
+    for group in _groups(own_batches, model.placed.evaluation_passes(model.layout, EVAL_PASSES)):
+        if not model.sharded and stop():
+            break
+        found += [(float(nll_B.double().sum()), int(count_B.sum())) for nll_B, count_B in model.nll(group)]
+    pairs = [pair for each in model.evaluation_ranks.objects(found) for pair in each]
+    if len(pairs) < len(batches):
+        return None
+    nll, tokens = sum_in_order(nll for nll, _ in pairs), sum(count for _, count in pairs)
     loss = nll / max(1, tokens)
     if model.classifies:
         return {"eval_loss": loss, "eval_rows": tokens}
     return {"eval_loss": loss, "perplexity": math.exp(min(loss, 700.0)), "eval_tokens": tokens}
+
+
+def sum_in_order(numbers: Iterable[float]) -> float:
+    """From left to right, each addition rounded (Python's sum may do better, which would be another number)."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
 
 
 def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
@@ -119,7 +131,7 @@ class Judge:
     ) -> dict[str, Any] | None:
         def watch(groups: list) -> Iterator[Any]:
             for group in groups:
-                if stop():
+                if not model.ranks.several and stop():  # ranks stop together, between tasks
                     raise Stopped
                 yield group
 
@@ -129,6 +141,8 @@ class Judge:
         found: dict[str, dict[str, float]] = {}
         try:
             for task in tasks:
+                if model.ranks.several and any(model.ranks.objects(stop())):
+                    raise Stopped
                 generated = task.spec is not None and task.spec.kind == GENERATED
                 found[task.name] = score(model, task, **options, **({} if generated else passes), **code).metrics
         except Stopped:

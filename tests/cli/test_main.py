@@ -51,6 +51,7 @@ SURFACE = {
     },
     "bench lomo": {"--only", "--table", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
     "bench lsp": {"--only", "--table", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
+    "bench scale": {"--model", "--tokens", "--tflops", "--memory", "--pcie", "--nvlink", "--network", "--gpus"},
     "bench memory": {"--only", "--table", "--out", "--quick", "--time-limit"},
     "bench layers": {
         "--models",

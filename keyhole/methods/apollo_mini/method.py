@@ -52,6 +52,10 @@ class APOLLOMini(LOMO):
         self.matrix_scale, self.refresh, self.betas, self.eps = scale, refresh, (beta1, beta2), eps
         self.moments: dict[str, dict[str, torch.Tensor]] = {}
 
+    @property
+    def whole_tensors(self) -> bool:
+        return True
+
     def _adds_directly(self, w: torch.Tensor) -> bool:
         return False
 

@@ -36,6 +36,10 @@ class AdaLOMO(LOMO):
         self.tensors = {id(t.param): t for t in model.layout.tensors}
 
     @property
+    def whole_tensors(self) -> bool:
+        return True
+
+    @property
     def surveys(self) -> int:
         """After LOMO's, sums over the gradient of a table, then over its update."""
         return super().surveys + 2

@@ -64,6 +64,19 @@ class LOMOLoRA(LOMO):
     # -- beside LOMO's reverses ------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def _add_up_extra_gradients(self) -> None:
+        """Adapters are whole on every rank; their gradients are added up in one piece."""
+        ranks = self.model.ranks
+        own = {name for name, param in self.adapters.items() if param.grad is not None}
+        reached = set().union(*ranks.objects(own))
+        params = [param for name, param in self.adapters.items() if name in reached]
+        if params:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            total = ranks.sum(torch.cat([grad.flatten() for grad in grads]))
+            for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
+                param.grad = grad.view(param.shape).to(param.dtype)
+
+    @torch.no_grad()
     def _add_extra_squares(self) -> None:
         """The adapters' part of the global norm."""
         for param in self.adapters.values():

@@ -26,6 +26,7 @@ import torch
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.lomo import shards
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.step_numbers import Flags, StepNumbers
@@ -73,6 +74,8 @@ class LOMO(UpdateSink, Method):
         self.weight_decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
+        if model.sharded:
+            shards.check(self.name, rounding, compile, activations)
         model.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
@@ -97,6 +100,7 @@ class LOMO(UpdateSink, Method):
         self.received: set[str] = set()  # names of tensors that have had a gradient in the last update
         recorded = self.reverse.recorded is not None and not self.waits
         self.numbers = StepNumbers(device) if recorded else None
+        self.shards = shards.Shards(model, self) if model.sharded else None
         self.static_scale = torch.ones((), device=device)  # recorded launches read it there
         self.broken: Flags | None = None  # `bad` after the last step, on its way
 
@@ -105,19 +109,33 @@ class LOMO(UpdateSink, Method):
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss."""
         self.model.apply_deferred(before_step_of=self)
-        batches = self.model.to_device(batch)
+        if self.shards is None:
+            batches, first, count, weight = self.model.to_device(batch), 0, None, 1.0
+        else:
+            batches, first, count, weight = self.shards.share(batch)
         reverses = 2 if self._norm_first else 1
         with self.dropout.step(), self.reverse.sweep(reverses, self.surveys):
-            loss = self.reverse.forward(batches, self.dropout.turn)
+            loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+            if self.shards is not None:
+                loss = self.model.ranks.in_order(loss[None], [self.model.ranks.size]).sum()
 
             def reverse(sink: Sink, last: bool) -> None:
-                self.reverse.reverse(sink, loss_scale=self._factor, last=last)
+                front = sink if self.shards is None else self.shards.in_front_of(sink)
+                self.reverse.reverse(front, loss_scale=self._factor, last=last)
+                if self.shards is not None:
+                    self.shards.add_up()
+                    self._add_up_extra_gradients()
 
             if self.numbers is not None:
                 self._update_unread(loss, reverse)
             elif self._may_update(loss):
                 self._update(reverse)
         return loss
+
+    @property
+    def whole_tensors(self) -> bool:
+        """Whether the rule needs all of a tensor's gradient, not some of its elements."""
+        return self.clip_group_norm is not None
 
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""
@@ -221,8 +239,11 @@ class LOMO(UpdateSink, Method):
         if self.step_count == 1:
             self._refuse_hidden_gradients()
 
+    def _add_up_extra_gradients(self) -> None:
+        """Adds up, over the ranks, gradients of parameters beside the model's (lomo_lora.py)."""
+
     def _add_extra_squares(self) -> None:
-        """Adds the squares of gradients of parameters beside the model's (lomo_lora.py)."""
+        """Adds the squares of these gradients."""
 
     def _drop_extra_gradients(self) -> None:
         """Drops these gradients."""

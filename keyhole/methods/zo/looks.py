@@ -6,6 +6,8 @@ Passes are numbered look by look, and within a look batch by batch:
     0 .. m - 1      m .. 2 m - 1    2 m ..
 
 An estimator that splits has fewer, shorter batches in each look: the pieces of one part of the rows.
+
+Of the batches of each look, every rank has its share (keyhole/ranks), which may be none.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from keyhole.methods.zo.estimators.base import Estimator, Pair
 from keyhole.methods.zo.parts import split
 from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.model import Model
+from keyhole.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,14 @@ class Looks:
     """The places near w at which a step measures its loss, and the batches that are measured at each of them."""
 
     pairs: list[Pair]
-    batches: list[list[DeviceBatch]]  # by look
+    batches: list[list[DeviceBatch]]  # by look, those of this rank
     loss_count: int  # what the loss of the step is a mean of
+    counts: list[int]  # how many batches each look has, on all ranks
+
+    @property
+    def first(self) -> int:
+        """The number of the first pair that is visited: there a unit arrives."""
+        return self.visits[0][0]
 
     @cached_property
     def passes(self) -> list[DeviceBatch]:
@@ -45,14 +54,18 @@ class Looks:
         return [visit for visit in found if visit[2][0]]
 
 
-def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch]) -> Looks:
+def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ranks) -> Looks:
     """Every look on all rows."""
-    sent = model.send(batches)
-    return Looks(pairs, [sent] * sum(pair.looks for pair in pairs), sum(batch.loss_count for batch in sent))
+    sent = model.send(ranks.share(batches))
+    count = ranks.total(sum(batch.loss_count for batch in sent))
+    looks = sum(pair.looks for pair in pairs)
+    return Looks(pairs, [sent] * looks, count, [len(batches)] * looks)
 
 
-def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch]) -> Looks:
+def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
     """Each pair on its part of the rows."""
-    parts = [model.send(part) for part in split(batches, estimator.directions)]
-    count = sum(batch.loss_count for part in parts for batch in part)
-    return Looks(estimator.pairs, [part for part in parts for _ in range(2)], count)
+    parts = split(batches, estimator.directions)
+    sent = [model.send(ranks.share(part)) for part in parts]
+    count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
+    counts = [len(part) for part in parts for _ in range(2)]
+    return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)

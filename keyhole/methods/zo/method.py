@@ -44,6 +44,7 @@ from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
+from keyhole.ranks import Ranks
 
 USUAL = "usual"
 
@@ -137,18 +138,18 @@ class ZO(Method):
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """What this step measures: every look on all rows, or each pair on its part of them."""
-        if searches:
-            return look_at_all(self.model, self.search.pairs, self.search.halves(batches))
+        if searches:  # a few steps, which every rank makes by itself: they need the losses of single rows
+            return look_at_all(self.model, self.search.pairs, self.search.halves(batches), Ranks())
         if self.estimator.splits:
-            return look_at_parts(self.model, self.estimator, batches)
-        return look_at_all(self.model, self.estimator.pairs, batches)
+            return look_at_parts(self.model, self.estimator, batches, self.model.ranks)
+        return look_at_all(self.model, self.estimator.pairs, batches, self.model.ranks)
 
     def _perturb_spine(self, looks: Looks) -> None:
         spine = self.model.layout.spine
         w = self.model.engine.acquire(spine.index)
         for p, pair, _ in looks.visits:
             how = self._perturbation(pair)
-            self.update.perturb(spine, w, self.spines[p, 0], self.spines[p, 1], how, arrived=p == 0)
+            self.update.perturb(spine, w, self.spines[p, 0], self.spines[p, 1], how, arrived=p == looks.first)
 
     def _server(self, looks: Looks) -> Callable[[Unit | None, Callable[[int], None]], None]:
         """What happens at each unit: arrive, update, perturb, and let every pass through."""
@@ -164,12 +165,14 @@ class ZO(Method):
     def _arrive(self, unit: Unit | None, looks: Looks) -> Any:
         """Yields (passes of a look, perturbed weights of a unit, perturbed spine); the unit's slot is given back as
         early as possible."""
+        if not looks.visits:
+            return
         engine, last = self.model.engine, looks.visits[-1][0]
         w = None if unit is None else engine.acquire(unit.index)
         for p, pair, by_look in looks.visits:
             if unit is not None:
                 plus, minus = self.plus[: unit.numel], self.minus[: unit.numel]
-                self.update.perturb(unit, w, plus, minus, self._perturbation(pair), arrived=p == 0)
+                self.update.perturb(unit, w, plus, minus, self._perturbation(pair), arrived=p == looks.first)
                 if p == last:
                     engine.release(unit.index)
             for side, passes in enumerate(by_look):
@@ -228,8 +231,9 @@ class ZO(Method):
 
     def _estimate(self, nll: list[torch.Tensor], looks: Looks) -> torch.Tensor:
         """From the losses of the passes to the pending update; returns the loss of the step."""
-        sums = torch.stack([loss_sum(x, batch.candidates) for x, batch in zip(nll, looks.passes, strict=True)])
-        counts = [len(batches) for batches in looks.batches]
+        parts = [loss_sum(x, batch.candidates) for x, batch in zip(nll, looks.passes, strict=True)]
+        own, counts = torch.stack(parts) if parts else torch.zeros(0, device=self.model.device), looks.counts
+        sums = self.model.ranks.in_order(own, counts)
         if len(set(counts)) == 1:
             by_look = sums.view(len(counts), -1).sum(dim=1)
         else:

@@ -89,6 +89,7 @@ ZO = Traits(
     underflow_safe=True,
     journaled=True,
     announces="pages",
+    ranks="replicas",
     may_change=("clip", "deferred_update", "write_back_every"),
     passes=_passes,
     usual_rates=_usual_rates,

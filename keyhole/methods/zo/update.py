@@ -26,6 +26,7 @@ unpacked, updated and packed.
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +35,7 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.zo.spans import Span, cut_unit
-from keyhole.methods.zo.write_back import WriteBack
+from keyhole.methods.zo.write_back import SHARED_EVERY, WriteBack
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights.format import PACKED
@@ -66,6 +67,7 @@ class Update:
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
         self.changed = torch.zeros((), dtype=torch.int64, device=model.device)  # weights moved by the last update
+        self.own_changed: torch.Tensor | None = None  # of the shared units that this rank updates
         self.counted: set[int] = set()  # units whose share of it is in there
         self.trained = [cut_unit(unit) for unit in model.layout.units]
         self.decaying = [cut_unit(unit, spared) for unit in model.layout.units]
@@ -92,6 +94,8 @@ class Update:
         """A sweep begins. If the one before broke off, the units that it did not reach get their update first: rows of
         the table are updated on the fly (method.py), all or none."""
         self.write_back.begin()
+        if self.model.engine.shared and len(self.waiting) >= SHARED_EVERY:
+            self.flush()
         strict = [unit for unit in self.model.layout.units if not self.write_back.may_wait(unit)]
         if any(len(self.owed(unit)) != 1 for unit in strict):
             self.flush()
@@ -214,7 +218,7 @@ class Update:
             owed = self.owed(unit)
             if not owed or not (everywhere or self.write_back.is_due(unit, owed[-1].step)):
                 continue
-            if not self._must_go(unit):
+            if not self._must_go(unit) or not self.model.writes(unit.index):
                 self.at_home[unit.index] = len(self.waiting)
                 continue
             w = engine.acquire(unit.index)
@@ -237,7 +241,8 @@ class Update:
         if pending is not self.pending or unit.index in self.counted:
             return None
         self.counted.add(unit.index)
-        return self.changed
+        own = self.own_changed is not None and unit.index in self.model.engine.shared
+        return self.own_changed if own else self.changed
 
     def _count_anew(self) -> None:
         if not self.counted:
@@ -254,9 +259,21 @@ class Update:
         if not self.waiting:
             return
         self._count_anew()
-        with self.model.sweep("flush"):
+        with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
             self.apply_to_rest(everywhere=True)
         self._forget()
+
+    @contextmanager
+    def _counting_all(self) -> Iterator[None]:
+        """A context in which each rank updates its part of the shared units: `changed` counts those of all."""
+        if not self.model.engine.shared:
+            yield
+            return
+        self.own_changed = torch.zeros_like(self.changed)
+        yield
+        self.changed += self.model.ranks.gather(self.own_changed).sum()
+        self.counted |= self.model.engine.shared
+        self.own_changed = None
 
     @torch.no_grad()
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
@@ -267,8 +284,10 @@ class Update:
         self.defer(updates[-1][0])
         self._count_anew()
         try:
-            with self.model.sweep("flush"):
+            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
                 for unit in self.model.layout.units:
+                    if not self.model.writes(unit.index):
+                        continue
                     w = engine.acquire(unit.index)
                     for pending, weight_decay in updates:
                         self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})

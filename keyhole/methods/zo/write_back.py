@@ -17,6 +17,10 @@ GPU waits for the link; so unless told otherwise we look at how much of a step i
 (A step in which the host was slow, because a kernel was compiled, say, is a calm one too: it is no reason.)
 Which one it is never shows in the weights: the same updates are applied in the same order. Only blocks wait. Table,
 head and spine go home every step: the table is read by rows on the host. So does a unit that a checkpoint waits for.
+
+A unit whose home several ranks share (one copy per machine) must not change while any of them uploads it. So it goes
+home only in a flush, every SHARED_EVERY steps, which all ranks make together: each writes its part of the units, while
+nobody uploads. That costs 1 / K of the model up and down per flush and rank, for K ranks.
 """
 
 from keyhole.errors import UserError
@@ -25,6 +29,7 @@ from keyhole.model.structure.layout import Unit
 from keyhole.offload.stalls import Stalls
 
 EVERY = 4
+SHARED_EVERY = 8
 START, STOP, CALM = 0.25, 0.02, 4
 
 
@@ -63,6 +68,8 @@ class WriteBack:
 
     def is_due(self, unit: Unit, step: int) -> bool:
         """Whether the unit is to go home with the update of this step."""
+        if unit.index in self.engine.shared:
+            return False
         if not self.may_wait(unit) or self.is_awaited(unit):
             return True
         return (step + unit.index) % self.every == 0

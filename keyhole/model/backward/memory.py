@@ -10,8 +10,6 @@ For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, 
     activations  of one block that is run again with its graph                              b M (HIDDEN H + WIDE W)
     logits       one chunk of the vocabulary, twice in b, and hidden states in fp32 and b
     workspace    what cuBLAS reserves
-    recorded     where small blocks are recorded (recorded.py): gradients of one, inputs of all and activations of one
-                 in memory of their own
     updates      adam-offload: what is on its way through its lane (methods/adam_offload/lane.py), and masters that land
 
 A pre-norm block with a gated MLP saves, in H-wide tensors, two norms in fp32 with their inputs and outputs, queries,
@@ -22,7 +20,6 @@ Activations and logits are never alive together.
 
 from dataclasses import dataclass
 
-from keyhole.model.backward.recorded import MOST_BYTES, SMALL_FLOP
 from keyhole.model.forward.head import HEAD_TOKENS
 from keyhole.model.forward.memory import ALLOCATOR_SLACK, FRAGMENTATION
 from keyhole.model.structure.layout import CHUNK_ROWS, Layout
@@ -43,18 +40,17 @@ class ReverseBytes:
     logits: int
     workspace: int
     updates: int = 0
-    recorded: int = 0
 
     @property
     def during_a_step(self) -> int:
         """The part that is free between steps."""
         moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
-        return self.kept + moving + self.workspace + self.recorded
+        return self.kept + moving + self.workspace
 
     @property
     def total(self) -> int:
         moving = max(int((self.activations + self.gradients) * FRAGMENTATION), self.logits)
-        fixed = self.homes + self.slots + self.kept + self.workspace + self.updates + self.recorded
+        fixed = self.homes + self.slots + self.kept + self.workspace + self.updates
         return int((fixed + moving) * ALLOCATOR_SLACK)
 
 
@@ -85,7 +81,6 @@ def reverse_bytes(
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
     kept_blocks = 3 if on_host else layout.block_count
-    is_small = b * block <= MOST_BYTES and 2 * block * tokens <= SMALL_FLOP and not on_host
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * (HIDDEN * hidden + WIDE * wide))
     scratch = 0 if formats.plain == formats.dtype else b * block
     return ReverseBytes(
@@ -97,5 +92,4 @@ def reverse_bytes(
         logits=at_once * rows * (2 * b + 4) + b * rows * hidden * 2 + passes * tokens * hidden * (b + 4),
         workspace=workspace_bytes * (passes + 2),
         updates=updates,
-        recorded=b * block + kept + activations if is_small else 0,
     )

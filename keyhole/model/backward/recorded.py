@@ -39,7 +39,6 @@ import torch
 
 Values = list[Any]
 SMALL_FLOP = 4e11  # of one block in one pass: above, launches take less time than what they launch
-MOST_BYTES = 64 * 2**20  # of the gradients of a block (unit_gradients.py), where memory is planned
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # whose gradients a recording keeps; those of linear layers go to the buffer
 SIGHTS = 2  # a recording is made when its turn comes for this time: before, libraries choose kernels and workspaces

@@ -73,6 +73,7 @@ class Reverse:
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
         records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
+        records = records and model.reverse_graphs and not model.sharded
         self.visits: RecordedVisits | None = None
         if records:
             recorded = RecordedBlocks(model.device, len(self.blocks))
@@ -113,16 +114,23 @@ class Reverse:
                 self._forget()
                 self.model.binding.bind_homes()
 
-    def forward(self, batches: list[DeviceBatch], turn: Turn = lambda index: nullcontext()) -> torch.Tensor:
+    def forward(
+        self,
+        batches: list[DeviceBatch],
+        turn: Turn = lambda index: nullcontext(),
+        loss_count: int | None = None,
+        weight: float = 1.0,
+    ) -> torch.Tensor:
         """The mean loss over all trained tokens of all micro-batches, unread. turn: makes a context for each turn of
-        the pass of a micro-batch."""
+        the pass of a micro-batch. loss_count, weight: see vocabulary.py."""
         first_run = None if self.visits is None else self.visits.first_run
         first_kept = math.inf
         if self.kept is not None and not (self.visits is not None and self.visits.are_small(batches)):
             first_kept = self.kept.first_kept(sum(one.inputs["input_ids"].numel() for one in batches))
         model, self.tape = self.model, Tape(self.activations, self.store, self.compiled, first_run, first_kept)
         self.spine = model.acquire_weights(self.layout.spine)
-        block_at_once = self.compiled is not None  # compiled code cannot stop inside a block
+        # compiled code cannot stop inside a block; ranks must visit the same units, whatever their tokens need
+        block_at_once = self.compiled is not None or model.sharded
         held: list[Unit] = []
 
         def release(next_unit: Unit | None) -> None:
@@ -147,7 +155,7 @@ class Reverse:
             self.hidden = model.lockstep(batches, serve, self.vocabulary.rows, block_at_once=block_at_once)
             release(None)
         model.binding.bind(None, None, self.spine)
-        return self.vocabulary.loss(self.hidden, batches, self.spine)
+        return self.vocabulary.loss(self.hidden, batches, self.spine, loss_count, weight)
 
     # -- reverse ---------------------------------------------------------------------------------------------------
 
@@ -293,10 +301,14 @@ class Reverse:
     def _reverse_spine(self) -> None:
         engine, unit = self.model.engine, self.layout.spine
         stored = engine.acquire(unit.index)
+        reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
+        if self.model.sharded:  # by any rank
+            reached = set().union(*self.model.ranks.objects(reached))
         for tensor in unit.tensors:
-            if tensor.param.grad is not None:
+            if tensor.name in reached:
                 grad, tensor.param.grad = tensor.param.grad, None
-                self._sink.gradient(tensor, view(stored, tensor, unit.start), grad)
+                w = view(stored, tensor, unit.start)
+                self._sink.gradient(tensor, w, torch.zeros_like(w) if grad is None else grad)
         if self._sink.finished(unit):
             engine.commit(unit.index)
         engine.release(unit.index)

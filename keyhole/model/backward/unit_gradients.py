@@ -10,20 +10,20 @@ where it is, and must not change weights. So for small blocks this stands betwee
 A sink whose updates are launches at fixed addresses, with its numbers (rate, step) on the device, can have them
 recorded as well: one launch for all matrices of a unit.
 
-Bytes: one block's gradients: MOST_BYTES at most in a budget, else what is free (FREE_SHARE). The numbers are those of
-the sink alone, so this may depend on memory.
+Bytes: one block's gradients, at most FREE_SHARE of what is free; in a budget, which has no room planned for it, there is
+none. The numbers are those of the sink alone, so this may depend on memory.
 """
 
 from collections.abc import Hashable
 
 import torch
 
-from keyhole.model.backward.recorded import MOST_BYTES, RecordedBlocks
+from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Sink
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
 
-FREE_SHARE = 1 / 16  # of free memory, where it is not
+FREE_SHARE = 1 / 16
 
 
 def block_bytes(layout: Layout, itemsize: int) -> int:
@@ -36,10 +36,11 @@ def block_bytes(layout: Layout, itemsize: int) -> int:
 
 def has_room(model: Model) -> bool:
     """Whether there is room for the gradients of a block."""
-    needed = block_bytes(model.layout, model.dtype.itemsize)
     planned = model.placed is not None and model.placed.budget_bytes is not None
-    free = 0 if planned or model.device.type != "cuda" else torch.cuda.mem_get_info(model.device)[0] * FREE_SHARE
-    return 0 < needed <= max(MOST_BYTES, free)
+    if planned or model.device.type != "cuda":
+        return False
+    free_bytes, _ = torch.cuda.mem_get_info(model.device)
+    return 0 < block_bytes(model.layout, model.dtype.itemsize) <= free_bytes * FREE_SHARE
 
 
 class UnitGradients:

@@ -65,17 +65,26 @@ class VocabularyGradients:
         return self.embedded[index].rows_MH
 
     @torch.no_grad()
-    def loss(self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor) -> torch.Tensor:
-        """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass."""
-        self.hidden, self.spine = hidden, spine
-        self.loss_count = max(1, sum(b.loss_count for b in batches))
+    def loss(
+        self,
+        hidden: list[torch.Tensor],
+        batches: list[DeviceBatch],
+        spine: torch.Tensor,
+        loss_count: int | None = None,
+        weight: float = 1.0,
+    ) -> torch.Tensor:
+        """The mean loss over all trained tokens, or all questions, of all passes; hidden: [N, H] per pass. loss_count:
+        of how many it is the mean, where these are not all; weight: what it and its gradients are multiplied by."""
+        self.hidden, self.spine, self.weight = hidden, spine, weight
+        self.loss_count = loss_count or max(1, sum(b.loss_count for b in batches))
         if self.model.classifies:
             self.labels = [b.target_N for b in batches]
             losses = [(self.model.head.nll(x, b.target_N), None) for x, b in zip(hidden, batches, strict=True)]
         else:
             losses = [(nll_N, b.candidates) for nll_N, b in zip(self._visit_head(batches), batches, strict=True)]
         self.weights = [token_weights(*one) for one in losses]
-        return torch.stack([loss_sum(*one) for one in losses]).sum() / self.loss_count
+        total = torch.stack([loss_sum(*one) for one in losses]).sum() / self.loss_count
+        return total if weight == 1.0 else total * weight
 
     def _visit_head(self, batches: list[DeviceBatch]) -> list[torch.Tensor]:
         """The nll of every trained token, per pass."""
@@ -89,7 +98,7 @@ class VocabularyGradients:
 
     def restart(self, loss_scale: float) -> None:
         """Before a reverse of loss_scale * loss."""
-        scale = torch.ones((), device=self.model.device) * loss_scale / self.loss_count
+        scale = torch.ones((), device=self.model.device) * (loss_scale * self.weight) / self.loss_count
         self.scales = [scale if weight_N is None else scale * weight_N for weight_N in self.weights]
         for embedded in self.embedded.values():
             embedded.rows_MH.grad = None

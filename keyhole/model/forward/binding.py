@@ -35,13 +35,13 @@ class Binding:
     def forget(self) -> None:
         """Drops views, which keep the memory of an earlier method alive."""
         self._views.clear()
-        for tensor in filter(self.homes.is_packed, self.layout.tensors):
+        for tensor in filter(self.homes.is_apart, self.layout.tensors):
             tensor.param.data = tensor.param.data.new_empty(0)
 
     def bind_homes(self) -> None:
-        """Points every parameter to its home, but for those of packed units: codes are no parameter."""
+        """Points every parameter to its home, but for those of packed and sharded units, which have none."""
         if not self._home_views:
-            plain = [t for t in self.layout.tensors if not self.homes.is_packed(t)]
+            plain = [t for t in self.layout.tensors if not self.homes.is_apart(t)]
             self._home_views = [(tensor.param, self.homes.read(tensor)) for tensor in plain]
         for param, at in self._home_views:
             param.data = at

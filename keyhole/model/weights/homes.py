@@ -6,7 +6,7 @@ unpacked copy. To write it, the tensors of the unit are gathered in fp32 and pac
 the device that computes: a CPU packs only 0.2 G elements per second.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -22,9 +22,19 @@ def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
 
 class Homes:
     """The homes of all units, seen as parameters. Packed ones are unpacked to the dtype of compute; `device` packs
-    them."""
+    them. foreign: pages that another process fills."""
 
-    def __init__(self, layout: Layout, flats: list[torch.Tensor], formats: Wire, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        flats: list[torch.Tensor],
+        formats: Wire,
+        device: torch.device,
+        foreign: frozenset[int] = frozenset(),
+        parts: dict[int, tuple[int, torch.Tensor]] | None = None,
+    ) -> None:
+        """parts: of sharded pages, this rank's part, and at which element of the unit it begins."""
+        self.foreign, self.parts = foreign, parts or {}
         self.layout, self.flats, self.formats, self.device = layout, flats, formats, device
         self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
 
@@ -35,10 +45,29 @@ class Homes:
     def is_packed(self, tensor: FlatTensor) -> bool:
         return self.flats[self.unit_of(tensor).index].dtype == PACKED
 
+    def is_apart(self, tensor: FlatTensor) -> bool:
+        """Whether no parameter can point to its home: it is packed, or this rank has a part of it only."""
+        return self.unit_of(tensor).index in self.parts or self.is_packed(tensor)
+
+    def own_parts(self, tensor: FlatTensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of a tensor whose units are sharded: (index of its first element in the tensor, elements) of each part that
+        is this rank's. A table lies in several units."""
+        for unit in self.layout.units:
+            if unit.index in self.parts and unit.start < tensor.stop and tensor.start < unit.stop:
+                begin, flat = self.parts[unit.index]
+                first = max(tensor.start, unit.start + begin)
+                end = min(tensor.stop, unit.start + begin + flat.numel(), unit.stop)
+                if first < end:
+                    yield first - tensor.start, flat[first - unit.start - begin : end - unit.start - begin]
+
+    def is_foreign(self, tensor: FlatTensor) -> bool:
+        return bool(self.foreign) and self.unit_of(tensor).index in self.foreign
+
     def read(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
         unit = self.unit_of(tensor)
         flat = self.flats[unit.index]
+        assert unit.index not in self.parts, f"{tensor.name} is sharded"
         if flat.dtype == PACKED:
             unpacked = torch.empty(unit.numel, dtype=self.formats.dtype, device=flat.device)
             self.formats.codec.decode(flat, unpacked)
@@ -48,6 +77,15 @@ class Homes:
 
     def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
         """Calls `write` with memory for the parameter, which it fills."""
+        if self.is_foreign(tensor):
+            write(torch.empty(tensor.shape, dtype=self.formats.dtype))  # a generator draws on
+            return
+        if self.unit_of(tensor).index in self.parts:
+            whole = torch.empty(tensor.shape, dtype=self.parts[self.unit_of(tensor).index][1].dtype)
+            write(whole)
+            for begin, part in self.own_parts(tensor):
+                part.copy_(whole.view(-1)[begin : begin + part.numel()])
+            return
         if not self.is_packed(tensor):
             write(self.read(tensor))
             return

@@ -36,6 +36,9 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     for file in sorted({stored[name].file for name in names.values()}):
         shard = open_shard(directory / file)
         for name, in_file in names.items():
+            target = targets[name]
+            if isinstance(target, FlatTensor) and model.homes.is_foreign(target):
+                continue
             if stored[in_file].file == file:
                 _fill(model, targets[name], shard.get_tensor(in_file))
                 done += targets[name].shape.numel() * dtype.itemsize

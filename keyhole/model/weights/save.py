@@ -57,6 +57,11 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
 
 def write_files(model: Any, path: Path) -> None:
     """The files themselves: weights, config, generation config, tokenizer."""
+    if model.sharded:
+        from keyhole.model.weights.save_parts import write_parts
+
+        write_parts(model, path)
+        return
     names = names_on_disk(model)
     if names is None:
         _write_by_transformers(model, path)
@@ -104,7 +109,7 @@ def names_on_disk(model: Any) -> dict[str, str] | None:
     """Name in the module -> name in the files; None where more than names differ between the two."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    if model.addon is not None:
+    if model.addon is not None and not model.sharded:
         return None
     tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
     owners = {id(tensor): name for name, tensor in tensors.items()}

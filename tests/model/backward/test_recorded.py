@@ -26,7 +26,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 
 def trained(name: str, graphs: bool, micro_batches: int, **how: Any) -> tuple[list[float], list[torch.Tensor], Any]:
     """Losses and weights after steps on batches of two lengths with a rate that changes, and the method."""
-    model = keyhole.load(config("llama"), init="random", device="cuda", graphs=graphs, seed=3, **how)
+    model = keyhole.load(config("llama"), init="random", device="cuda", reverse_graphs=graphs, seed=3, **how)
     method, losses = METHODS[name](model), []
     for step in range(8):
         method.lr = 1e-3 * (8 - step) / 8
@@ -65,7 +65,7 @@ def test_kept_activations_give_the_same_bits(name: str) -> None:
     made = {"lomo": keyhole.LOMO, "adam-offload": keyhole.AdamOffload}[name]
     found = []
     for activations in ("block", "auto"):
-        model = keyhole.load(config("llama"), init="random", device="cuda", dtype="bfloat16", graphs=False, seed=3)
+        model = keyhole.load(config("llama"), init="random", device="cuda", dtype="bfloat16", seed=3)
         method = made(model, 1e-2, activations=activations)
         for step in range(4):
             method.step(batch(rows=2, length=6, seed=step))
@@ -77,7 +77,7 @@ def test_kept_activations_give_the_same_bits(name: str) -> None:
 
 def test_a_loss_that_is_not_finite_moves_nothing_and_counts_for_nothing() -> None:
     """Where the host does not wait for the loss, the device leaves weights alone, and the step is taken back."""
-    model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32", seed=3)
+    model = keyhole.load(config("llama"), init="random", device="cuda", dtype="float32", seed=3, reverse_graphs=True)
     method = keyhole.LOMO(model, 1e-3, weight_decay=0.1)
     for step in range(4):
         method.step(batch(rows=2, length=6, seed=step))

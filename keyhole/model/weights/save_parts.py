@@ -1,0 +1,90 @@
+"""The weights of a sharded model on disk: every rank writes its own byte ranges of the same Hugging Face files.
+
+The leader makes the files at their final size (save.py), with everything but weights in them; then each rank writes the
+elements that it keeps, at their places, and flushes them; the leader writes what all have (table, spine, buffers). No
+rank holds more of the model than before. All ranks see one file system.
+
+The leader begins it (`model.call_others`); the other ranks follow (training/follow.py) by calling the same functions. A
+rank that cannot write says so, and the leader raises: the checkpoint gets no name.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from keyhole.disk.tensors import Place, pieces
+from keyhole.errors import UserError
+from keyhole.model.structure.skeleton import saved_buffers
+from keyhole.model.weights.finite import first_bad_tensor
+from keyhole.model.weights.save import create_files, names_on_disk, plan_files, small_files
+
+
+def check_names(model: Any) -> None:
+    """Refuses, before training, a model whose files hold other tensors than it computes with."""
+    if model.sharded and names_on_disk(model) is None:
+        raise UserError(
+            f"model: {type(model.module).__name__} is stored in other tensors than it computes with, which ranks "
+            "cannot write by parts; start it without torchrun, or with method=zo"
+        )
+
+
+def bad_tensor(model: Any) -> str | None:
+    """The name of a tensor with NaN or infinity in it, on any rank; None when all are finite."""
+    if not model.sharded:
+        return first_bad_tensor(model.named_tensors())
+    if model.ranks.is_leader:
+        model.call_others("check")
+    own = first_bad_tensor((name, part) for name, _, part in model.own_tensors())
+    return next((name for name in model.ranks.objects(own) if name is not None), None)
+
+
+def write_parts(model: Any, path: Path | None) -> None:
+    """Writes a sharded model into a directory. path: of the leader; the other ranks get it from there."""
+    leads, ranks = model.ranks.is_leader, model.ranks
+    if leads:
+        model.call_others("write")
+    path = Path(ranks.from_leader(lambda: str(path.absolute())))
+    names = names_on_disk(model)
+    files = plan_files(model, names)
+
+    def make() -> None:
+        for name, content in small_files(model).items():
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(content)
+        create_files(files, path)
+        if model.addon is not None:
+            model.addon.write_files(path)
+
+    def fill() -> None:
+        own = list(model.own_tensors())
+        own += [(name, 0, buffer) for name, buffer in saved_buffers(model.module).items()] if leads else []
+        for name, begin, part in own:
+            if name in names:
+                _write(path, files.places[names[name]], begin, part)
+
+    _together(ranks, make if leads else lambda: None)
+    _together(ranks, fill)
+
+
+def _together(ranks: Any, act: Any) -> None:
+    """Every rank does its part; the leader raises where one could not."""
+    fault = None
+    try:
+        act()
+    except OSError as error:
+        fault = str(error)
+    faults = {rank: said for rank, said in enumerate(ranks.objects(fault)) if said is not None}
+    if faults and ranks.is_leader:
+        rank, said = next(iter(faults.items()))
+        raise OSError(f"rank {rank}: {said}")
+
+
+def _write(path: Path, place: Place, begin: int, part: torch.Tensor) -> None:
+    with (path / place.file).open("r+b") as file:
+        file.seek(place.offset + begin * part.element_size())
+        for piece in pieces(part.detach()):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,80 @@
+"""Pages of which every rank keeps a part: 1 / N of the memory, at the price of one collective per visit.
+
+A page of n elements is cut into N parts of k = n / N elements, rounded up to ALIGN; rank r has [r k, (r + 1) k). Parts
+are in host memory (streamed) or on the device (resident). A visit is the engine's own, in slots, with two differences:
+
+    upload      the part goes up (over this rank's own link), and the parts of all ranks are gathered into the slot
+    commit      only this rank's part of the slot goes home; the slot is not used again, for other ranks changed theirs
+
+All ranks visit the same pages in the same order, so their collectives match: the order of uploads follows from that of
+acquire and release, and from nothing that differs between ranks. Prefetch works as always, as far as there are slots.
+
+Bytes per visit and rank: k up, (N - 1) k received; slots hold whole pages.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.offload.engine import Engine
+from keyhole.offload.slots import Slot
+from keyhole.ranks import Ranks
+
+ALIGN = 64
+
+
+def part_numel(numel: int, size: int) -> int:
+    """Elements of one of `size` parts."""
+    return -(-numel // (size * ALIGN)) * ALIGN
+
+
+class ShardedEngine(Engine):
+    """numels: elements of each page that is sharded; homes[page] is this rank's part of it. streamed: pages (or parts)
+    in host memory."""
+
+    def __init__(
+        self,
+        homes: list[torch.Tensor],
+        numels: dict[int, int],
+        streamed: set[int],
+        device: torch.device,
+        ranks: Ranks,
+        **options: Any,
+    ) -> None:
+        self.numels, self.ranks = numels, ranks
+        self.own = {page: homes[page] for page in numels}
+        whole = [
+            torch.empty(home.numel() * ranks.size, dtype=home.dtype, device="meta") if page in numels else home
+            for page, home in enumerate(homes)
+        ]
+        super().__init__(whole, streamed | set(numels), device, **options)
+
+    def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
+        return {page: (self.ranks.rank * part.numel(), part) for page, part in self.own.items()}
+
+    def on_device(self, page: int) -> torch.Tensor:
+        """A sharded page that is held, with its padding."""
+        return self.held[page].as_page(self.homes[page])
+
+    def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
+        w = super().acquire(page, changes)
+        return w[: self.numels[page]] if page in self.numels else w
+
+    def commit(self, page: int) -> None:
+        super().commit(page)
+        if page in self.numels:
+            self.held[page].intact = False
+
+    def _copy_up(self, page: int, slot: Slot) -> None:
+        if page not in self.numels:
+            super()._copy_up(page, slot)
+            return
+        part = self.own[page].to(self.device, non_blocking=True)
+        self.ranks.gather_into(slot.as_page(self.homes[page]), part)
+
+    def _copy_down(self, page: int, slot: Slot) -> None:
+        if page not in self.numels:
+            super()._copy_down(page, slot)
+            return
+        begin, part = self.ranks.rank * self.own[page].numel(), self.own[page]
+        part.copy_(slot.as_page(self.homes[page])[begin : begin + part.numel()], non_blocking=True)

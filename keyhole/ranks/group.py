@@ -1,0 +1,216 @@
+"""The ranks of a run over torch.distributed.
+
+Two groups: gloo carries small numbers and objects between the hosts; NCCL carries tensors between GPUs, where every
+rank has a GPU of its own (two ranks on one GPU use gloo, by way of host memory). Nothing is reduced on the way: sums
+are made by every rank itself, in the order of ranks.
+
+Collectives have no time limit of their own (DAY): a leader may save for an hour while the others wait. Who is dead is
+found by other means: a closed connection (failures.py), or no sign of life for limit_s (alive.py).
+
+Bytes per rank: gather of n bytes sends and receives (N - 1) n; gather_into and sum_of_parts of a whole of n bytes
+(N - 1) / N n each, sum both. Time of a small one: two to three trips over the network.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from keyhole.errors import UserError
+from keyhole.ranks.alive import Alive
+from keyhole.ranks.failures import Failures, RankFailed
+from keyhole.ranks.single import Ranks
+
+T = TypeVar("T")
+DAY = timedelta(days=1)
+START = timedelta(minutes=10)
+GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+
+
+class Group(Ranks):
+    """This process among the others; `connect` makes a connection to their store."""
+
+    def __init__(
+        self, rank: int, size: int, local_rank: int, local_size: int, machine: str, connect: Callable[[], Any]
+    ) -> None:
+        self.rank, self.size, self.local_rank, self.local_size = rank, size, local_rank, local_size
+        self.machine = machine
+        self.store = connect()
+        self.failures = Failures(self.store, rank)
+        self.store.set_timeout(START)
+        self.nccl: Any = None
+        self.bytes_received = 0  # of weights and gradients
+        self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
+        with self._together():
+            dist.init_process_group("gloo", store=self.store, rank=rank, world_size=size, timeout=DAY)
+        self.columns: list[torch.Tensor] = []  # what was gathered last, to name the rank of a number that is not finite
+        everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(local_rank, local_size)))
+        self.failures.learn([(host, pid) for host, pid, _ in everyone])
+        own_gpus = all(gpu is not None for _, _, gpu in everyone)
+        if own_gpus and len({(host, gpu) for host, _, gpu in everyone}) == size and dist.is_nccl_available():
+            torch.cuda.set_device(local_rank)
+            self.nccl = dist.new_group(backend="nccl", timeout=DAY)
+            self.alive.always = True
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """A context for a collective: a connection that closes meanwhile is another rank's end."""
+        self.alive.waiting_since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failures.found(self.limit_s) from error
+        finally:
+            self.alive.waiting_since = None
+
+    def set_limit(self, limit_s: float) -> None:
+        """Seconds without a sign of life after which a rank counts as dead."""
+        self.limit_s = limit_s
+        self.alive.set_limit(limit_s)
+
+    # -- what ranks ask of each other ------------------------------------------------------------------------------
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        over_host = self._over_host(x)
+        sent = (x.cpu() if over_host else x).contiguous()
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        with self._together():
+            dist.all_gather(found, sent, group=None if over_host else self.nccl)
+        return torch.stack(found).to(x.device)
+
+    def in_order(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        widths = [[(r + 1) * count // self.size - r * count // self.size for count in counts] for r in range(self.size)]
+        most = max(map(sum, widths))
+        rows = self.gather(torch.cat([x, x.new_zeros(most - x.numel())]))
+        self.columns = [*self.columns[-1:], rows]
+        pieces = [iter(row[: sum(own)].split(own)) for row, own in zip(rows, widths, strict=True)]
+        return torch.cat([next(piece) for _ in counts for piece in pieces])
+
+    def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        over_host = self._over_host(part)
+        self.bytes_received += part.nbytes * (self.size - 1)
+        target = torch.empty(out.shape, dtype=out.dtype) if over_host and out.device.type != "cpu" else out
+        sent = (part.cpu() if over_host else part).contiguous()
+        with self._together():
+            if over_host:
+                dist.all_gather(list(target.chunk(self.size)), sent)
+            else:
+                GATHER(target, sent, group=self.nccl)
+        if target is not out:
+            out.copy_(target)
+
+    def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        over_host = self._over_host(x)
+        self.bytes_received += x.nbytes * (self.size - 1) // self.size
+        sent = (x.cpu() if over_host else x).contiguous()
+        found = torch.empty_like(sent)
+        with self._together():
+            dist.all_to_all_single(found, sent, group=None if over_host else self.nccl)
+        total, *others = found.to(x.device).chunk(self.size)
+        total = total.to(torch.float32, copy=True)
+        for other in others:
+            total += other
+        return total
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        padded = x.new_zeros(-(-x.numel() // self.size) * self.size)
+        padded[: x.numel()] = x.reshape(-1)
+        out = torch.empty(padded.shape, device=x.device)
+        self.gather_into(out, self.sum_of_parts(padded))
+        return out[: x.numel()].view(x.shape)
+
+    def _over_host(self, x: torch.Tensor) -> bool:
+        return self.nccl is None or x.device.type == "cpu"
+
+    def not_finite(self) -> list[int]:
+        """Of the last two steps."""
+        for rows in self.columns:
+            bad = [rank for rank, row in enumerate(rows) if not bool(row.isfinite().all())]
+            if bad:
+                return bad
+        return []
+
+    def total(self, count: int) -> int:
+        return int(self.gather(torch.tensor([count])).sum())
+
+    def objects(self, x: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        with self._together():
+            dist.all_gather_object(found, x)
+        return found
+
+    def from_leader(self, make: Callable[[], T]) -> T:
+        sent = [make() if self.is_leader else None]
+        with self._together():
+            dist.broadcast_object_list(sent, src=0)
+        return sent[0]
+
+    def barrier(self) -> None:
+        self.total(0)
+
+    def device(self, asked: str | None) -> str | None:
+        """`cuda`, or nothing, means the GPU with this rank's number on its machine; a number means that very GPU."""
+        if self.nccl is not None and asked not in (None, "cuda"):
+            raise UserError(f"device={asked}: every rank has a GPU of its own here; leave device out")
+        if asked not in (None, "cuda") or not torch.cuda.is_available():
+            return asked
+        return f"cuda:{self.local_rank % torch.cuda.device_count()}"
+
+    def describe(self, device: torch.device) -> list[str]:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        all_of = self.objects((socket.gethostname(), str(device), name))
+        hosts = list(dict.fromkeys(host for host, _, _ in all_of))
+        carried = "NCCL between GPUs, gloo between hosts" if self.nccl is not None else "gloo"
+        shown = [f"{rank}: {device} ({name}) on {host}" for rank, (host, device, name) in enumerate(all_of)]
+        return [
+            f"ranks: {self.size} on {len(hosts)} machine{'s' if len(hosts) > 1 else ''}; {carried}; a rank without a "
+            f"sign of life for {self.limit_s:g} s ends the run",
+            *(f"  rank {line}" for line in shown),
+        ]
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What this process ends with when `error` has ended its work here: the leader says it, the others are quiet,
+        unless the leader does not hear them."""
+        if isinstance(error, RankFailed):
+            self._leave()
+            return error if self.is_leader or error.code == 1 and "rank 0" in str(error) else SystemExit(error.code)
+        self.failures.publish(error)
+        self._leave()
+        if self.is_leader:
+            return error
+        first = self.failures.read()  # another rank was first: this error is a consequence
+        if first is not None:
+            return SystemExit(first.code)
+        if self.failures.wait_until_heard(self.limit_s):
+            return SystemExit(2 if isinstance(error, UserError) else 1)
+        return error
+
+    def _leave(self) -> None:
+        """Closes the connections, which wakes those who wait for this rank."""
+        self.alive.waiting_since = None
+        with suppress(Exception):
+            dist.destroy_process_group()
+
+    def close(self) -> None:
+        """The end of a run that went well: connections are closed when nobody needs them any more."""
+        self.alive.close()
+        if dist.is_initialized():
+            with suppress(Exception):
+                self.store.set(f"done/{self.rank}", "1")
+                self.store.wait([f"done/{rank}" for rank in range(self.size)], timedelta(seconds=self.limit_s))
+            self._leave()
+
+
+def gpu_of(local_rank: int, local_size: int) -> int | None:
+    """The number of the GPU that is this rank's alone; None where there is none."""
+    if not torch.cuda.is_available() or torch.cuda.device_count() < local_size:
+        return None
+    return local_rank

@@ -1,0 +1,93 @@
+"""What a rank can ask of the others, and the answers where there are none.
+
+    share(items)        this rank's part of a list, in order: items[r n / N : (r + 1) n / N]
+    in_order(x, counts) one number per item of lists that were shared, put together again
+    gather(x)           the tensors of all ranks, [N, ...], in the order of ranks
+    total(count)        the sum of an integer over all ranks, on the host
+    objects(x)          any (picklable) object of every rank
+    from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it
+    gather_into, sum_of_parts, sum    of large tensors: what sharding needs
+    barrier()           returns when every rank is here
+
+Every call but `share` must be made by all ranks in the same order. This class is one process by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """One process by itself."""
+
+    rank, size = 0, 1
+    local_rank, local_size, machine = 0, 1, "0"
+    limit_s = 60.0
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank prints, logs and saves."""
+        return self.rank == 0
+
+    @property
+    def several(self) -> bool:
+        return self.size > 1
+
+    def share(self, items: Sequence[T]) -> list[T]:
+        """This rank's consecutive part of the items; empty where there are fewer items than ranks."""
+        begin, end = (r * len(items) // self.size for r in (self.rank, self.rank + 1))
+        return list(items[begin:end])
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, *shape of x], on the device of x."""
+        return x[None]
+
+    def in_order(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """One number per item, for the items of several lists of which each rank has its share, list by list; returns
+        those of all ranks, as if one had them all. counts: the lengths of the lists."""
+        return x
+
+    def not_finite(self) -> list[int]:
+        """The ranks that brought numbers which are not finite, as far as that is worth saying."""
+        return []
+
+    def total(self, count: int) -> int:
+        return count
+
+    def objects(self, x: T) -> list[T]:
+        return [x]
+
+    def from_leader(self, make: Callable[[], T]) -> T:
+        return make()
+
+    def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """out [N k] <- the parts [k] of all ranks, side by side."""
+        out.copy_(part)
+
+    def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x [N k] of every rank, this rank's k elements, added up over the ranks in float32, in their order."""
+        return x.float()
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of x over the ranks, the same bits on all of them; float32."""
+        return x.float()
+
+    def barrier(self) -> None:
+        pass
+
+    def device(self, asked: str | None) -> str | None:
+        """The device of this rank, where the config asks for `asked`."""
+        return asked
+
+    def describe(self, device: Any) -> list[str]:
+        """Lines of the start block; called by all ranks."""
+        return []
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,91 @@
+"""A rank that is not the leader: it has the model, the method and the data, and does what the leader calls (crew.py).
+
+It prints nothing and writes nothing. Its position in the data and its step number are the leader's, since both began
+at the same step of the same data and every STEP is one step.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from keyhole.checkpoint.files import method_state
+from keyhole.checkpoint.state import read_state
+from keyhole.data.run import Data
+from keyhole.methods import METHODS
+from keyhole.methods.base import Method
+from keyhole.model.batch import Batch
+from keyhole.model.model import Model
+from keyhole.model.weights.read import fill_from
+from keyhole.model.weights.save_parts import bad_tensor, write_parts
+from keyhole.training.crew import Command, Crew
+from keyhole.training.schedule import Schedule
+from keyhole.training.signals import Interrupts
+from keyhole.training.validation import Judge, evaluate
+
+
+@dataclass(kw_only=True)
+class Follower:
+    """A run as another rank than the leader sees it: `first` steps are done."""
+
+    root: Path
+    data: Data
+    schedule: Schedule
+    first: int
+    model: Model
+    method: Method
+    judge: Judge
+    interrupts: Interrupts = field(default_factory=lambda: Interrupts(quiet=True))
+
+    def go(self) -> int:
+        """Until the leader says that it is over."""
+        crew, step = Crew(self.model.ranks, self.interrupts), self.first
+        with ExitStack() as stack:
+            stack.callback(self.model.close)
+            stack.enter_context(self.interrupts)
+            while True:
+                command, argument = crew.listen()
+                if command is Command.END:
+                    return argument
+                if command is Command.STEP:
+                    step += 1
+                    one_update(self.method, self.schedule, step, next(self.data.train))
+                elif command is Command.EVALUATE:
+                    self.method.flush()
+                    if evaluate(self.model, self.data.eval, self.is_asked) is not None:
+                        self.judge.dev_metrics(self.model, self.is_asked)
+                elif command is Command.TEST:
+                    self.method.flush()
+                    self.judge.test_metrics(self.model, self.is_asked)
+                elif command is Command.FLUSH:
+                    self.method.flush()
+                elif command is Command.CHECK:
+                    bad_tensor(self.model)
+                elif command is Command.WRITE:
+                    write_parts(self.model, None)
+                elif command is Command.GO_BACK:
+                    take_weights(self.model, self.method, self.root / f"checkpoint-{argument}")
+
+    def is_asked(self) -> bool:
+        return bool(self.interrupts.requested)
+
+
+def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> tuple[torch.Tensor, float]:
+    """The update of a step, queued; returns its loss and its rate (0 while one is searched)."""
+    method.lr = schedule.rate(step - 1)
+    method.follow(lambda warmup_ratio: replace(schedule, warmup_ratio=warmup_ratio).factor(step - 1))
+    rate = method.rate
+    return method.step(batches), rate
+
+
+def take_weights(model: Model, method: Method, path: Path) -> None:
+    """Gives the model the weights of a checkpoint of its own run."""
+    method.flush()
+    model.engine.wait_for_homes()
+    if not METHODS[method.name].keeps_base:
+        with model.rewriting_shared():
+            fill_from(model, path, model.dtype)
+        model.engine.invalidate()
+    if model.addon is not None:
+        method.load_state_dict(method_state(path, read_state(path)))

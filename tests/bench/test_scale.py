@@ -1,0 +1,30 @@
+"""Predictions on paper: limits that must hold whatever the rates."""
+
+import pytest
+
+from keyhole.bench.scale import COUNTS, Machines, parameters, replicas, shards, table
+from keyhole.errors import UserError
+
+FAST = Machines(tflops=1e9, memory=1e9)
+
+
+def test_replicas_scale_with_their_links_and_need_no_network() -> None:
+    """Streamed and bound by PCIe, N GPUs take no longer than one, on N times the tokens."""
+    one, many = (replicas(10**9, 1024, ranks, True, FAST) for ranks in (1, 64))
+    assert one.bound == many.bound == "pcie" and many.floor <= 1.05 * one.floor and many.network == 0
+
+
+def test_shards_need_a_part_of_the_memory_and_the_links_of_all() -> None:
+    """Weights per GPU fall as 1 / N; one GPU sends nothing; the network counts only beyond a machine."""
+    steps = [shards(10**9, 1024, ranks, False, Machines()) for ranks in COUNTS]
+    assert [round(steps[0].gib / step.gib) for step in steps] == list(COUNTS)
+    assert steps[0].nvlink == 0 and all(step.network == 0 for step in steps if step.ranks <= 8)
+    assert steps[-1].network == pytest.approx(3 * 2e9 * (1 - 8 / 64) / 50e9)
+
+
+def test_the_table_has_a_line_per_method_placement_and_count() -> None:
+    lines = table("125M", 512, Machines()).splitlines()
+    assert sum(line.startswith("| zo ") for line in lines) == sum(line.startswith("| lomo ") for line in lines) == 14
+    assert parameters("7e9") == 7 * 10**9
+    with pytest.raises(UserError, match="--model: big is no number"):
+        parameters("big")

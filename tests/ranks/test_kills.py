@@ -1,0 +1,55 @@
+"""Random ranks are killed at random instants; runs go on, on other numbers of ranks, and end as an undisturbed one."""
+
+import random
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from keyhole.training.start import train as train_alone
+from tests.ranks.launch import Launch, train, written
+from tests.ranks.test_training import ZO, assert_same_run
+from tests.training.runs import Make
+
+RANK_TIMEOUT_S = 5.0
+MOST_S = 30.0  # from a kill to the end of all ranks, on a busy machine
+
+
+def killed(make: Make, tmp_path: Path, kills: int, seed: int, life_s: float = 4.0) -> None:
+    """One run, killed so many times, at any instant of the first life_s seconds of its processes, later each time."""
+    rng, done = random.Random(seed), 0
+    settings = ZO | {"max_steps": 12, "batch_size": 1, "save_steps": 3, "placement": "stream", "dtype": "bfloat16"}
+    alone, config = (make(name, **settings, rank_timeout=RANK_TIMEOUT_S) for name in ("alone", "killed"))
+    assert train_alone(alone) == 0
+    while done < kills:
+        size = rng.choice((2, 4))
+        launch = Launch(size, train, [written(tmp_path, config), "--resume"])
+        time.sleep(rng.uniform(0.0, life_s))
+        victim = rng.randrange(size)
+        with suppress(ProcessLookupError):  # the run was quicker
+            launch.send(signal.SIGKILL, victim)
+        kill_s = time.perf_counter()
+        codes = launch.after_a_kill()
+        assert time.perf_counter() - kill_s < MOST_S, launch.printed
+        assert codes == [0] * size or 0 not in codes or codes[victim] == -signal.SIGKILL, (codes, launch.printed)
+        done += codes[victim] == -signal.SIGKILL
+        life_s = min(12.0, life_s * 1.2)  # later each time, so that some are in the middle of training
+        if codes[0] == 0:
+            assert_same_run(config, alone)
+            shutil.rmtree(config.output_dir)
+    last = Launch(2, train, [written(tmp_path, config), "--resume"])
+    assert last.end() == [0, 0], last.printed
+    assert_same_run(config, alone)
+
+
+@pytest.mark.slow
+def test_two_kills(make: Make, tmp_path: Path) -> None:
+    killed(make, tmp_path, kills=2, seed=0, life_s=2.0)
+
+
+@pytest.mark.kills
+def test_twenty_kills(make: Make, tmp_path: Path) -> None:
+    killed(make, tmp_path, kills=20, seed=1)

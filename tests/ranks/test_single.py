@@ -1,0 +1,83 @@
+"""One process by itself: nothing of torch.distributed, and trivial answers."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.ranks import Ranks, join
+from tests.training.children import server
+from tests.training.runs import Make
+
+PACKAGE = Path(keyhole.__file__).parent
+USERS = {"ranks/group.py", "ranks/join.py"}
+
+
+def test_shares_are_consecutive_and_complete() -> None:
+    """Every item is one rank's, in order; sizes differ by one at most."""
+    for size in range(1, 6):
+        for count in range(12):
+            shares = []
+            for rank in range(size):
+                ranks = Ranks()
+                ranks.rank, ranks.size = rank, size
+                shares.append(ranks.share(range(count)))
+            assert [i for share in shares for i in share] == list(range(count))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_one_process_answers_itself() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    assert Ranks().in_order(x[0], [1, 2]) is not None and Ranks().gather(x).shape == (1, 2, 3)
+    assert Ranks().total(3) == 3 and Ranks().objects("a") == ["a"] and Ranks().from_leader(lambda: 7) == 7
+
+
+def test_only_the_ranks_touch_torch_distributed() -> None:
+    """No other file of the package imports it, or uses it by way of torch."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
+            named = ast.unparse(node).startswith("torch.distributed") if isinstance(node, ast.Attribute) else False
+            if named or any(name.startswith("torch.distributed") for name in names):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    assert found == USERS
+
+
+def _lonely(config: object) -> None:
+    import sys
+
+    from keyhole.training.start import train
+
+    assert train(config) == 0
+    sys.exit(3 if "keyhole.ranks.group" in sys.modules or torch.distributed.is_initialized() else 0)
+
+
+def test_a_run_in_one_process_does_not_load_the_group(make: Make) -> None:
+    process = server.Process(target=_lonely, args=(make(max_steps=1, method="zo"),))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_who_this_process_is_comes_from_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without all of them, or with one process, nothing is joined; other verbs than train are refused; nonsense is
+    said."""
+    for name in join.NEEDED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert join.size() == 1 and not join.follows()
+    with join.joined() as ranks:
+        assert type(ranks) is Ranks
+    for name, value in zip(join.NEEDED, ("1", "4", "127.0.0.1", "29500"), strict=True):
+        monkeypatch.setenv(name, value)
+    assert join.size() == 4 and join.follows()
+    with pytest.raises(UserError, match="keyhole eval runs in one process: start it without torchrun"):
+        join.refuse_several("keyhole eval")
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(UserError, match="WORLD_SIZE=many"):
+        join.size()

@@ -1,0 +1,72 @@
+"""`keyhole train` on several ranks is `keyhole train` on one: weights, losses, journal, evaluation, resume."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keyhole.checkpoint.journal.format import read
+from keyhole.config import TrainConfig
+from keyhole.errors import UserError
+from keyhole.ranks import Ranks
+from keyhole.training.start import Parts
+from keyhole.training.start import train as train_alone
+from tests.ranks.launch import Launch, train, written
+from tests.training.runs import Make, metrics, same, weights
+
+ZO = {"method": "zo", "learning_rate": 1e-3, "batch_size": 2, "gradient_accumulation_steps": 4, "save_steps": 2}
+
+
+def records(config: TrainConfig) -> list[Any]:
+    return read(Path(config.output_dir) / "run" / "journal").records
+
+
+def assert_same_run(ours: TrainConfig, theirs: TrainConfig) -> None:
+    assert same(weights(ours.output_dir), weights(theirs.output_dir))
+    assert metrics(ours) == metrics(theirs)
+    assert records(ours) == records(theirs)
+
+
+def run(size: int, config: TrainConfig, tmp_path: Path, *options: str) -> Launch:
+    """A run on so many ranks, to its end."""
+    launch = Launch(size, train, [written(tmp_path, config), *options])
+    assert launch.end() == [0] * size, launch.printed
+    return launch
+
+
+def test_two_ranks_are_one_and_resume_on_any_number(make: Make, tiny_data: Path, tmp_path: Path) -> None:
+    """Two steps on two ranks, one more on four, one more in one process, each evaluated: what a single process writes.
+    Only the leader prints."""
+    settings = ZO | {"eval_data": str(tiny_data), "eval_steps": 1, "lr_scheduler_type": "constant", "warmup_ratio": 0.0}
+    alone, some = (make(name, **settings, max_steps=4) for name in ("alone", "some"))
+    assert train_alone(alone) == 0
+    launch = run(2, replace(some, max_steps=2), tmp_path)
+    assert "ranks: 2 on 1 machine; gloo" in launch.printed[0] and launch.printed[1] == ""
+    run(4, replace(some, max_steps=3), tmp_path, "--resume")
+    assert train_alone(some, resume="last") == 0
+    assert_same_run(some, alone)
+
+
+def test_a_short_last_step_leaves_a_rank_without_work(make: Make, tmp_path: Path) -> None:
+    """24 rows in steps of 20: the second step has two micro-batches for four ranks."""
+    settings = ZO | {"batch_size": 5, "max_steps": 2, "placement": "stream", "dtype": "bfloat16"}
+    alone, four = (make(name, **settings) for name in ("alone", "four"))
+    assert train_alone(alone) == 0
+    run(4, four, tmp_path)
+    assert_same_run(four, alone)
+
+
+class Three(Ranks):
+    """The first of three."""
+
+    size = 3
+
+
+def test_what_several_ranks_cannot_do_is_refused(make: Make) -> None:
+    """A number of micro-batches that does not divide, and a method that trains in one process."""
+    parts = Parts(ranks=Three())
+    with pytest.raises(UserError, match="gradient_accumulation_steps=4.*multiple of their number, 3; set it to 6"):
+        train_alone(make("out", **ZO), parts=parts)
+    with pytest.raises(UserError, match="method=adamw trains in one process.*zo"):
+        train_alone(make("out", method="adamw", gradient_accumulation_steps=3), parts=parts)
