@@ -26,7 +26,6 @@ from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import reverse_bytes
 from keyhole.model.backward.kept_blocks import SHARE as KEPT
 from keyhole.model.backward.memory import HIDDEN, WIDE, slot_count
-from keyhole.model.backward.recorded import MOST_BYTES, SMALL_FLOP
 from keyhole.model.forward.memory import launched_as_graphs
 from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.weights.format import PACKED
@@ -137,13 +136,6 @@ def _block_numel(layout: Layout) -> int:
     return sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
 
 
-def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
-    """Whether blocks are small enough to be recorded as graphs (model/backward/recorded.py)."""
-    block, on_host = _block_numel(layout), getattr(work.settings, "activations", None) == "host"
-    small = room.formats.dtype.itemsize * block <= MOST_BYTES and 2 * block * work.tokens <= SMALL_FLOP
-    return rates.gpu_bytes is not None and small and not on_host and not _is_compiled(work)
-
-
 def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) -> float:
     """Of the blocks whose activations are all kept, so that they do not run again (model/backward/kept_blocks.py)."""
     how = getattr(work.settings, "activations", "block")
@@ -170,7 +162,7 @@ def reverse_work(
     not come up again. What the update itself touches, and what goes home, is the method's."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
     again = 1.0 - _kept_share(layout, streamed, work, room)
-    launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
+    launches = PLAIN if plain else SWEPT  # offload.reverse_graphs, which is off by default, is not planned for
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = home_bytes(layout, streamed, room)
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)

@@ -75,10 +75,10 @@ def test_another_method_is_refused() -> None:
 def test_a_setting_newer_than_the_checkpoint_counts_as_its_default() -> None:
     """A checkpoint of an older version lacks a key: its default is what the run had."""
     old = state()
-    del old.config["zo.directions"]
+    del old.config["zo.estimator"]
     assert apply_changes(old, CONFIG) == []
-    with pytest.raises(UserError, match="zo.directions: the run has 1, the config now says 4"):
-        apply_changes(old, replace(CONFIG, zo=ZOConfig(directions=4)))
+    with pytest.raises(UserError, match="zo.estimator: the run has mezo, the config now says meazo"):
+        apply_changes(old, replace(CONFIG, zo=ZOConfig(estimator="meazo")))
 
 
 def test_safe_keys_exist() -> None:

@@ -10,7 +10,7 @@ where it is, and must not change weights. So for small blocks this stands betwee
 A sink whose updates are launches at fixed addresses, with its numbers (rate, step) on the device, can have them
 recorded as well: one launch for all matrices of a unit.
 
-Bytes: one block's gradients, at most FREE_SHARE of what is free; in a budget, which has no room planned for it, there is
+Bytes: one block's gradients, at most FREE_SHARE of what is free; in a budget, which has no room for it, there are
 none. The numbers are those of the sink alone, so this may depend on memory.
 """
 
