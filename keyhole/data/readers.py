@@ -3,7 +3,7 @@
     .jsonl .ndjson     an object per line                       .csv .tsv     a header, then a row per record
     .json              a list of objects, or JSONL after all    .parquet      columns; also .arrow (`save_to_disk`)
 
-The text kinds may be compressed (.jsonl.gz). A .csv whose header has no comma but semicolons or tabs is split at those.
+The text kinds may be compressed (.jsonl.gz). Where cells end, and what a quotation mark means: delimited.py.
 
 Rows are yielded one at a time, each with the place it came from, because the commonest complaint about data
 tools is a bare KeyError: every later error can say "train.jsonl, line 17". JSONL counts lines, CSV and
@@ -15,7 +15,6 @@ most 16 MiB, which is looked at before the row is made; Parquet's texts are read
 one lies once; and a file that says it holds a thousand times more than its size is refused.
 """
 
-import csv
 import gzip
 import io
 import json
@@ -24,7 +23,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -128,6 +126,11 @@ def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
         number += 1
         if len(line) > MOST_ROW_BYTES:
             raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")
+        if "\0" in line:
+            raise UserError(
+                f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: save it "
+                "as UTF-8"
+            )
         yield line
 
 
@@ -217,25 +220,18 @@ def _fault(error: json.JSONDecodeError) -> str:
 
 
 def _csv(path: Path) -> Iterator[Record]:
-    csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
-    with open_text(path, newline="") as file:
-        lines = bounded_lines(file, path)
-        first = next(lines, "")
-        others = [mark for mark in ";\t" if mark in first] if "," not in first else []
-        delimiter = "\t" if kind_of(path) == ".tsv" else others[0] if others else ","
-        rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
-        try:
-            header = next(rows, [])
-            check_header(path, header)
-            for number, cells in enumerate((r for r in rows if r), 1):
-                if len(cells) != len(header):
-                    raise UserError(
-                        f"{path}, row {number} (line {rows.line_num}): {len(cells)} cells under "
-                        f"{len(header)} columns ({listed(header)}); quote cells that hold the delimiter"
-                    )
-                yield Record(str(path), "row", number, dict(zip(header, cells, strict=True)))
-        except csv.Error as error:
-            raise UserError(f"{path}, line {rows.line_num}: not valid CSV: {error}") from None
+    from keyhole.data.delimited import read_cells
+
+    rows = ((line, cells) for line, cells in read_cells(path) if cells)
+    _, header = next(rows, (1, []))
+    check_header(path, header)
+    for number, (line, cells) in enumerate(rows, 1):
+        if len(cells) != len(header):
+            raise UserError(
+                f"{path}, row {number} (line {line}): {len(cells)} cells under {len(header)} columns "
+                f"({listed(header)}); quote cells that hold the delimiter"
+            )
+        yield Record(str(path), "row", number, dict(zip(header, cells, strict=True)))
 
 
 def check_header(path: Path, header: list[str]) -> None:

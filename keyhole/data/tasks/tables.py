@@ -1,7 +1,8 @@
 """The rows of a task's files as the original downloads have them, which is not how training data look.
 
-    .tsv .txt    cells between tabs, no quoting: a quotation mark is part of a sentence, as in GLUE's files
-    .csv         quoted cells; a quotation mark that is never closed is refused
+    .tsv .txt    cells between tabs. A quotation mark is part of a sentence, as in GLUE's files, unless the file shows
+                 that its cells are quoted (delimited.py)
+    .csv         quoted cells between commas, semicolons or tabs; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, where the task file names the cells (`header`)
     .txt .label  without a tab: one column, `line`; Latin-1 where no letter of it is UTF-8 (TREC), which is reported
     .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
@@ -11,12 +12,12 @@ A few lines of GLUE's files have a cell too many or too few. They are left out a
 with more than one such line in a hundred is refused.
 """
 
-import csv
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+from keyhole.data.delimited import read_cells
 from keyhole.data.readers import (
     MOST_ROW_BYTES,
     Record,
@@ -109,43 +110,23 @@ def _lines(path: Path) -> Iterator[Record]:
 
 
 def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
-    csv.field_size_limit(MOST_ROW_BYTES)
-    comma = suffix_of(path) == ".csv"
-    with open_text(path, newline="" if comma else "\n", encoding=_encoding(path)) as file:
-        lines = bounded_lines(file, path)
-        rows = _quoted(lines, path) if comma else (line.rstrip("\r\n").split("\t") for line in lines)
-        first = next(rows, [])
-        names = _names(path, first, spec)
-        good = broken = 0
-        for number, cells in enumerate(chain([first] if names is not first else [], rows), 1):
-            if len(cells) == len(names):
-                good += 1
-                yield Record(str(path), "row", number, dict(zip(names, cells, strict=True)))
-            elif any(cell.strip() for cell in cells):
-                broken += 1
-        left_out["broken"] += broken
-        if broken > MOST_BROKEN * (good + broken):
-            raise UserError(
-                f"{path}: {broken:,} of {good + broken:,} lines do not have {len(names)} cells ({listed(names)}); "
-                "TSV is read without quoting, CSV with it: is the suffix right?"
-            )
-
-
-def _quoted(lines: Iterator[str], path: Path) -> Iterator[list[str]]:
-    """The rows of a CSV file. A fault is told with the line on which its row begins."""
-    rows = csv.reader(lines, skipinitialspace=True, strict=True)
-    while True:
-        begin = rows.line_num + 1
-        try:
-            cells = next(rows, None)
-        except csv.Error as error:
-            raise UserError(
-                f"{path}, line {begin}: not valid CSV: {error}; is a quotation mark of this row never closed? One "
-                'inside a quoted cell is written twice ("")'
-            ) from None
-        if cells is None:
-            return
-        yield cells
+    found = read_cells(path, encoding=_encoding(path), skip_spaces=True, marks_are_letters=True)
+    rows = (cells for _, cells in found)
+    first = next(rows, [])
+    names = _names(path, first, spec)
+    good = broken = 0
+    for number, cells in enumerate(chain([first] if names is not first else [], rows), 1):
+        if len(cells) == len(names):
+            good += 1
+            yield Record(str(path), "row", number, dict(zip(names, cells, strict=True)))
+        elif any(cell.strip() for cell in cells):
+            broken += 1
+    left_out["broken"] += broken
+    if broken > MOST_BROKEN * (good + broken):
+        raise UserError(
+            f"{path}: {broken:,} of {good + broken:,} lines do not have {len(names)} cells ({listed(names)}); is the "
+            "suffix right, and is a quotation mark inside a quoted cell written twice?"
+        )
 
 
 def _names(path: Path, first: list[str], spec: TaskSpec) -> list[str]:

@@ -1,13 +1,18 @@
 """Rows of original files: quotes that mean nothing, broken lines, no header, Latin-1."""
 
+import csv
 import gzip
+import io
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from keyhole.data.readers import MOST_ROW_BYTES
+from keyhole.data.readers import MOST_ROW_BYTES, read_file
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.tables import read_rows
@@ -106,3 +111,67 @@ def test_a_damaged_file_is_refused(tmp_path: Path, name: str, content: bytes, sa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"{name}.*{says}"):
         rows(tmp_path / name, "sst2")
+
+
+SPELLED = [{"sentence": 'What is "x"?', "label": "1"}, {"sentence": "two\nlines", "label": "0"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", 'sentence;label\n"What is ""x""?";1\n"two\nlines";0\n'),
+        ("a.csv", 'sentence\tlabel\n"What is ""x""?"\t1\n"two\nlines"\t0\n'),
+        ("a.tsv", 'sentence\tlabel\n"What is ""x""?"\t1\n"two\nlines"\t0\n'),
+        ("a.tsv", '"sentence"\t"label"\n"What is ""x""?"\t"1"\n"two\nlines"\t"0"\n'),
+    ],
+)
+def test_delimiter_and_quoting_as_the_file_has_them(tmp_path: Path, name: str, content: str) -> None:
+    """Semicolons and tabs in a .csv, quoted cells in a .tsv; training data are read in the same way."""
+    (tmp_path / name).write_text(content)
+    assert rows(tmp_path / name, "sst2")[0] == SPELLED
+    assert [record.row for record in read_file(tmp_path / name)] == SPELLED
+
+
+@pytest.mark.parametrize("text", ['"so so', 'so "so"', '"so" "so"', '"so so"', 'so so"', '"so ""so" so'])
+def test_marks_that_do_not_quote_are_letters(tmp_path: Path, text: str) -> None:
+    """Sentences of files without quoting, whatever marks they begin and end with, come out as they went in."""
+    content = f"sentence\tlabel\n{text}\t1\nplain\t0\nends\"\t1\n"
+    (tmp_path / "a.tsv").write_text(content)
+    assert [row["sentence"] for row in rows(tmp_path / "a.tsv", "sst2")[0]] == [text, "plain", 'ends"']
+
+
+@given(st.lists(st.tuples(st.text(max_size=9), st.text('ab"\t\n', max_size=9)), min_size=1, max_size=6))
+def test_a_quoted_table_comes_back(pairs: list[tuple[str, str]]) -> None:
+    """Whatever `csv` writes with all cells quoted is read again, between tabs and between commas."""
+    pairs = [(a.replace("\0", ""), b) for a, b in pairs]
+    for name, delimiter in (("a.tsv", "\t"), ("a.csv", ","), ("b.csv", ";"), ("c.csv", "\t")):
+        out = io.StringIO()
+        writer = csv.writer(out, delimiter=delimiter, quoting=csv.QUOTE_ALL)
+        writer.writerows([("sentence", "label"), *pairs])
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            path.write_bytes(out.getvalue().encode(errors="replace"))
+            found = [(row["sentence"], row["label"]) for row in rows(path, "sst2")[0]]
+        assert found == [(a.encode(errors="replace").decode(), b) for a, b in pairs]
+
+
+def test_old_line_ends(tmp_path: Path) -> None:
+    """A file of an old Macintosh ends its lines with a carriage return."""
+    (tmp_path / "a.tsv").write_bytes(b"sentence\tlabel\rgood\t1\rbad\t0\r")
+    assert [row["sentence"] for row in rows(tmp_path / "a.tsv", "sst2")[0]] == ["good", "bad"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"sentence,label\ngood,1\n", "line 1: no tab, but commas: this looks like CSV; rename the file to .csv"),
+        (b"sentence\tlabel\ngo\0od\t1\n", "line 2: a NUL character"),
+    ],
+)
+def test_what_a_table_cannot_be(tmp_path: Path, content: bytes, says: str) -> None:
+    """Another kind of file under this suffix, for tasks and for training data."""
+    (tmp_path / "a.tsv").write_bytes(content)
+    with pytest.raises(UserError, match=says):
+        rows(tmp_path / "a.tsv", "sst2")
+    with pytest.raises(UserError, match=says):
+        list(read_file(tmp_path / "a.tsv"))

@@ -1,0 +1,134 @@
+"""Cells between delimiters, for training data and tasks alike: which mark divides them, and what a quotation mark means.
+
+    delimiter    .csv: what the first line has outside of quotation marks, tabs before commas before semicolons
+                 the others: tabs; a .tsv whose first line has commas and no tab is refused by what it is
+    quoting      between commas and semicolons always: "a ""b"", c" is one cell
+                 between tabs as the file has it, because both kinds are common
+    line ends    \\n, \\r\\n, or \\r where there is no other
+
+GLUE's files are written without quoting: a quotation mark is a letter, and sentences begin with one that never closes.
+pandas and spreadsheets quote cells that hold a mark, a tab or a line break, and double the marks inside. A file between
+tabs is quoted where
+
+    every cell that begins with a mark also closes it, and one of them has doubled marks inside,
+    or every cell but the numbers is quoted,
+    or its lines do not have the same number of cells (or all names in the first are quoted), and read with quoting
+    its rows do.
+
+It is not where a cell does not close otherwise. A file with whole cells in marks and nothing else to judge by is either: the
+caller says which (`marks_are_letters`). The first 64 MiB decide; what contradicts them later is an error of the row.
+"""
+
+import csv
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from keyhole.data.readers import MOST_ROW_BYTES, bounded_lines, kind_of, open_bytes, open_text
+from keyhole.errors import UserError
+
+TAB = "\t"
+LOOKED_AT = 2**26  # characters of a file that decide whether it is quoted
+QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
+NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or nothing
+
+
+def read_cells(
+    path: Path, *, encoding: str | None = None, skip_spaces: bool = False, marks_are_letters: bool = False
+) -> Iterator[tuple[int, list[str]]]:
+    """The cells of every row, the header too, with the line on which the row begins; no cells for an empty line.
+    skip_spaces: those after a comma are not part of the cell."""
+    end = _line_end(path)
+    with open_text(path, newline=end, encoding=encoding) as file:
+        delimiter = _delimiter(path, file.readline(MOST_ROW_BYTES))
+    if delimiter == TAB and not _is_quoted(path, end, encoding, marks_are_letters):
+        with open_text(path, newline=end, encoding=encoding) as file:
+            for number, line in enumerate(bounded_lines(file, path), 1):
+                text = line.rstrip("\r\n")
+                yield number, text.split(TAB) if text else []
+        return
+    with open_text(path, newline="", encoding=encoding) as file:
+        yield from _quoted(bounded_lines(file, path), path, delimiter, skip_spaces and delimiter != TAB)
+
+
+def _line_end(path: Path) -> str:
+    with open_bytes(path) as file:
+        head = file.read(2**16)
+    return "\r" if b"\r" in head and b"\n" not in head else "\n"
+
+
+def _delimiter(path: Path, first: str) -> str:
+    bare = re.sub(r'"[^"]*"', "", first)
+    if kind_of(path) == ".csv":
+        return next((mark for mark in (TAB, ",", ";") if mark in bare), ",")
+    if kind_of(path) == ".tsv" and TAB not in first and any(mark in bare for mark in ",;"):
+        raise UserError(
+            f"{path}, line 1: no tab, but {'commas' if ',' in bare else 'semicolons'}: this looks like CSV; rename the "
+            "file to .csv"
+        )
+    return TAB
+
+
+def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bool) -> bool:
+    """Whether quotation marks around the cells of a file with tabs are not part of them."""
+    marked = broken = doubled = bare = False
+    widths, named = set(), False
+    with open_text(path, newline=end, encoding=encoding) as file:
+        for line in _first_lines(bounded_lines(file, path)):
+            cells = line.rstrip("\r\n").split(TAB)
+            named = all(map(QUOTED_CELL.fullmatch, cells)) if not widths else named
+            widths |= {len(cells)} if line.strip() else set()
+            if '"' not in line and bare:
+                continue
+            for cell in cells:
+                if cell.startswith('"'):
+                    whole = QUOTED_CELL.fullmatch(cell) is not None
+                    marked, broken, doubled = True, broken or not whole, doubled or (whole and '""' in cell[1:-1])
+                else:
+                    bare = bare or NUMBER.fullmatch(cell) is None
+    if not marked:
+        return False
+    if broken:
+        return (len(widths) > 1 or widths == {1} or named) and _fits_quoted(path, encoding)
+    return doubled or not bare or not marks_are_letters
+
+
+def _fits_quoted(path: Path, encoding: str | None) -> bool:
+    """Whether all rows have as many cells as the first, read with quoting."""
+    width, seen = 0, 0
+    with open_text(path, newline="", encoding=encoding) as file:
+        try:
+            for _, cells in _quoted(bounded_lines(file, path), path, TAB, False):
+                width, seen = width or len(cells), seen + sum(map(len, cells))
+                if len(cells) not in (0, width) or seen > LOOKED_AT:
+                    return len(cells) in (0, width)
+        except UserError:
+            return False
+    return True
+
+
+def _first_lines(lines: Iterator[str]) -> Iterator[str]:
+    seen = 0
+    for line in lines:
+        yield line
+        seen += len(line)
+        if seen > LOOKED_AT:
+            return
+
+
+def _quoted(lines: Iterator[str], path: Path, delimiter: str, skip_spaces: bool) -> Iterator[tuple[int, list[str]]]:
+    """Rows with quoted cells. A fault is told with the line on which its row begins."""
+    csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
+    rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_spaces, strict=True)
+    while True:
+        begin = rows.line_num + 1
+        try:
+            cells = next(rows, None)
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, line {begin}: not valid CSV: {error}; is a quotation mark of this row never closed? One "
+                'inside a quoted cell is written twice ("")'
+            ) from None
+        if cells is None:
+            return
+        yield begin, cells
