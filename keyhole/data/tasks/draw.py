@@ -28,7 +28,7 @@ from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import TaskSpec
-from keyhole.data.tasks.tables import latin_line
+from keyhole.data.tasks.tables import latin_line, suffix_of
 from keyhole.errors import UserError
 
 TEST_SEED = 0
@@ -71,8 +71,8 @@ def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: 
     if training:
         raise UserError(
             f"task_data: task {spec.name} has rows to be judged by ({places['test']}), and none to train on: add a "
-            "file train.jsonl, or divide the one there is: task_splits: "
-            f'{{train: "{_base(places["test"])}[:-1000]", test: "{_base(places["test"])}[-1000:]"}}'
+            f"file train.jsonl, or divide the one there is: task_splits: {places['test'].divided}; to be judged by it "
+            f"only: test_task={spec.name}"
         )
     return test
 
@@ -83,19 +83,15 @@ def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
         first, second = places[one], places[other]
         shared = set(first.names) & set(second.names)
         if shared and first.names == second.names:
-            count = len(read_split(spec, Split(first.names), Counter()))
-            rows, others = (range(*slice(place.start, place.stop).indices(count)) for place in (first, second))
-            shared = set(rows) & set(others)
+            files = [(name,) for name in first.names] if first.each else [first.names]
+            counts = [len(read_split(spec, Split(names), Counter())) for names in files]
+            shared = {row for count in counts for row in set(first.rows(count)) & set(second.rows(count))}
         if shared:
-            base = _base(second)
+            advice = second.divided.replace("train:", f"{one}:").replace("test:", f"{other}:")
             raise UserError(
                 f"task_splits: task {spec.name}: {one} ({first}) and {other} ({second}) share rows; name different "
-                f'files, or parts without a common row: {{{one}: "{base}[:-1000]", {other}: "{base}[-1000:]"}}'
+                f"files, or parts without a common row: {advice}"
             )
-
-
-def _base(place: Split) -> str:
-    return place.names[0].rpartition("/")[2].partition(".")[0]
 
 
 def _train(spec: TaskSpec, places: dict[str, Split], numbers: Numbers) -> dict[str, Task]:
@@ -127,8 +123,24 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
         if line := latin_line(path):
             note += f"; {path.name} is read as Latin-1, because line {line} is not UTF-8 and no other letter is"
     if not records:
-        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}")
+        raise UserError(f"task {spec.name}: {place} holds no row that could be used{note}{_why(spec, place)}")
     return records, note
+
+
+def _why(spec: TaskSpec, place: Split) -> str:
+    """Why a split has no rows: its slice, or its files."""
+    if count := len(read_split(spec, Split(place.names), Counter())):
+        low, high = place.start, place.stop
+        aside = f" (its last {-high:,} are set aside for another split)" if isinstance(high, int) and high < 0 else ""
+        advice = f"divide them in another way: task_splits: {place.divided}" if count > 1 else "add rows"
+        files = f"the file has {count:,}" if len(place.names) == 1 else f"the files have {count:,}"
+        slice_text = f"[{'' if low is None else low}:{'' if high is None else high}]"
+        return f"; {files}, of which {slice_text} takes none{aside}: {advice}"
+    sizes = [Path(name).stat().st_size for name in place.names if Path(name).is_file()]
+    if sizes and not any(sizes):
+        return "; the file is empty (0 bytes): was its download or its copy cut off?"
+    tables = [name for name in place.names if suffix_of(Path(name)) in (".tsv", ".csv")]
+    return "; it has a header line at most, and no row below it" if tables else ""
 
 
 def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split, note: str) -> Task:

@@ -34,6 +34,8 @@ class Encoder:
     def encode(self, questions: list[Question], end_token: bool = False) -> list[list[Sample]]:
         """The rows of each question; none for a question that is dropped. All texts go through the tokenizer in one
         call. end_token: each row ends with eos."""
+        if not questions:
+            return []  # which a tokenizer does not take
         prompts = [self._prompt(question) for question in questions]
         texts = [p + c for p, q in zip(prompts, questions, strict=True) for c in ("", *q.candidates)]
         tokens = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])

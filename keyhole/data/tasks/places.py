@@ -3,8 +3,8 @@
     task_data/sst2/train.tsv, task_data/SST-2/dev.tsv      the folder by the task's name; case, - and _ do not matter
     task_data/train.tsv                                    the folder itself, where it holds no folder of that name
 
-A split is a name and perhaps a slice: `train`, `validation`, `val[:2270]`, `val[-1000:]`. A name is found as, in this
-order,
+A split is a name and perhaps a slice: `train`, `validation`, `val[:2270]`, `val[-1000:]`, `train[:80%]`. A sum of names
+is both files, and a slice of it is taken of each (`plot+quote[:-1000]`). A name is found as, in this order,
 
     the very name          train.jsonl, a folder train/, or with its suffix: val.jsonl[:2270]
     its parts              train-00000-of-00002.parquet
@@ -30,7 +30,9 @@ from keyhole.data.tasks.tables import read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
 SAME = {"train": ("train", "training"), "validation": ("validation", "val", "valid", "dev")}
-SLICE = re.compile(r"([^\[\]\0]{1,200})(?:\[(-?[0-9]{0,15}):(-?[0-9]{0,15})\])?")
+SLICE = re.compile(r"([^\[\]\0]{1,200})(?:\[(-?[0-9]{0,15}|-?[0-9]{1,3}%):(-?[0-9]{0,15}|-?[0-9]{1,3}%)\])?")
+
+Bound = int | str | None
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,31 @@ class Split:
     """The files (or the hub id) of a split, and the slice of their rows."""
 
     names: tuple[str, ...]
-    start: int | None = None
-    stop: int | None = None
+    start: Bound = None  # "80%": so many of a hundred rows
+    stop: Bound = None
+    each: bool = False  # the slice is taken of each file, not of all rows together
+
+    def rows(self, count: int) -> range:
+        """Which of so many rows are in the slice."""
+        return range(*slice(_row(self.start, count), _row(self.stop, count)).indices(count))
+
+    @property
+    def divided(self) -> str:
+        """The value of task_splits that divides the files between train and test, however many rows they hold."""
+        base = "+".join(Path(name).name if Path(name).is_file() else name.rpartition(":")[2] for name in self.names)
+        return f'{{train: "{base}[:80%]", test: "{base}[80%:]"}}'
 
     def __str__(self) -> str:
         files = listed([Path(name).name for name in self.names], 3)
         low, high = ("" if n is None else n for n in (self.start, self.stop))
         return f"{files}[{low}:{high}]" if (self.start, self.stop) != (None, None) else files
+
+
+def _row(bound: Bound, count: int) -> int | None:
+    if not isinstance(bound, str):
+        return bound
+    part = count * abs(int(bound[:-1])) // 100
+    return count - part if bound.startswith("-") else part
 
 
 def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | None = None) -> dict[str, Split]:
@@ -55,32 +75,50 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
         return _hub_splits(spec, given or {})
     folder = _folder(spec, Path(os.path.expanduser(task_data)))
     layouts = [{**layout, **{split: (name,) for split, name in (given or {}).items()}} for layout in spec.splits]
-    tried = []
+    looked_for: dict[str, dict[str, None]] = {}
+    there: dict[str, Split] = {}
     for layout in layouts:
-        found = {split: _find(folder, names) for split, names in layout.items()}
+        found = {split: _find(folder, names, split) for split, names in layout.items()}
         if all(found.values()):
             return found
-        tried.append(", ".join(f"{split}: {listed(layout[split])}" for split, place in found.items() if not place))
+        there |= {split: place for split, place in found.items() if place}
+        for split in (split for split, place in found.items() if not place):
+            looked_for.setdefault(split, {}).update(dict.fromkeys(layout[split]))
     if "train" not in (given or {}):  # enough to be judged by
         for layout in layouts:
-            if test := _find(folder, layout["test"]):
+            if test := _find(folder, layout["test"], "test"):
                 return {"test": test}
+    missing = " and none for ".join(f"{split} (looked for {listed(names)})" for split, names in looked_for.items())
     holds = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
     raise UserError(
-        f"task_data: {folder} has no file for {' or for '.join(dict.fromkeys(tried))}; it holds {listed(holds)}"
-        f"{only_files(folder.iterdir())}. "
-        "Name the files by split (train.jsonl, validation.tsv, ...), or say which are which: "
-        'task_splits: {train: "val[:2270]", test: "val[2270:]"}'
+        f"task_data: {folder} has no file for {missing}; it holds {listed(holds)}{only_files(folder.iterdir())}. "
+        f"Name the files by split (train.jsonl, validation.tsv, ...){_advice(folder, list(looked_for), there)}"
     )
+
+
+def _advice(folder: Path, missing: list[str], there: dict[str, Split]) -> str:
+    """What task_splits could say, of files that are there."""
+    taken = {name for place in there.values() for name in place.names}
+    free = sorted(path for path in folder.iterdir() if suffix_of(path) and path.is_file() and str(path) not in taken)
+    told = "; or say which is which: task_splits: "
+    if len(free) >= len(missing):
+        named = ", ".join(f"{split}: {path.name}" for split, path in zip(missing, free, strict=False))
+        return f"{told}{{{named}}}"
+    whole = there.get("train") or (Split((str(free[0]),)) if free else None)
+    return f"; or divide the one there is: task_splits: {whole.divided}" if whole else ""
 
 
 def read_split(spec: TaskSpec, split: Split, left_out: Counter[str]) -> list[Record]:
     """The labelled rows of a split, with the task's columns. left_out: counts the others."""
-    return list(pick_all(_rows(spec, split, left_out), spec, left_out))[split.start : split.stop]
+    found: list[Record] = []
+    for names in [(name,) for name in split.names] if split.each else [split.names]:
+        rows = list(pick_all(_rows(spec, names, left_out), spec, left_out))
+        found += [rows[i] for i in split.rows(len(rows))]
+    return found
 
 
-def _rows(spec: TaskSpec, split: Split, left_out: Counter[str]) -> Iterator[Record]:
-    for name in split.names:
+def _rows(spec: TaskSpec, names: tuple[str, ...], left_out: Counter[str]) -> Iterator[Record]:
+    for name in names:
         if os.path.exists(name) and not os.path.isfile(name):
             raise UserError(f"{name}: not a regular file but a pipe or a device; copy it into a file")
         yield from read_rows(Path(name), spec, left_out) if Path(name).is_file() else read_hub(name)
@@ -98,7 +136,8 @@ def _folder(spec: TaskSpec, root: Path) -> Path:
     found = [path for name in wanted for path in inside if _plain(path.name) == name]
     if found:
         return found[0]
-    if any(suffix_of(path) for path in root.iterdir() if path.is_file()):
+    own = {word for layout in spec.splits for names in layout.values() for name in names for word in _parts(name)[0]}
+    if any(suffix_of(path) or path.name in own for path in root.iterdir() if path.is_file()):
         return root
     names = listed([path.name for path in inside]) or "no folder"
     raise UserError(
@@ -106,24 +145,33 @@ def _folder(spec: TaskSpec, root: Path) -> Path:
     )
 
 
-def _find(folder: Path, names: tuple[str, ...]) -> Split | None:
-    """The first of the names that is there."""
+def _find(folder: Path, names: tuple[str, ...], split: str) -> Split | None:
+    """The first of the names that is there. split: what it is for."""
     for name in names:
-        base, start, stop = _parts(name)
-        for word in SAME.get(base.lower(), (base,)):
-            if files := _files(folder, word):
-                return Split(tuple(map(str, files)), start, stop)
+        words, start, stop = _parts(name)
+        words = ["+".join(words)] if os.path.isfile(folder / "+".join(words)) else words
+        found = [_called(folder, word, split) for word in words]
+        if all(found):
+            return Split(tuple(str(file) for files in found for file in files), start, stop, len(words) > 1)
     return None
 
 
-def _parts(name: str) -> tuple[str, int | None, int | None]:
+def _called(folder: Path, name: str, split: str) -> list[Path]:
+    return next((files for word in SAME.get(name.lower(), (name,)) if (files := _files(folder, word, split))), [])
+
+
+def _parts(name: str) -> tuple[list[str], Bound, Bound]:
     match = SLICE.fullmatch(name)
     if match is None:
         raise UserError(f"splits: found {name!r:.80}, expected a name such as validation, or a part of it: val[:2270]")
-    return match[1], *(int(n) if n not in (None, "", "-") else None for n in match.groups()[1:])
+    return match[1].split("+"), _bound(match[2]), _bound(match[3])
 
 
-def _files(folder: Path, word: str) -> list[Path]:
+def _bound(text: str | None) -> Bound:
+    return None if text in (None, "", "-") else text if text.endswith("%") else int(text)
+
+
+def _files(folder: Path, word: str, split: str) -> list[Path]:
     if os.path.isfile(folder / word):
         return [folder / word]
     if os.path.isdir(folder / word):
@@ -137,7 +185,7 @@ def _files(folder: Path, word: str) -> list[Path]:
         if len(found) > 1 and "of" not in pattern:
             both = listed([path.name for path in found])
             raise UserError(
-                f"{folder}: {both} could all be `{word}`; name one: task_splits: {{train: {found[0].name}}}"
+                f"{folder}: {both} could all be `{word}`; name one: task_splits: {{{split}: {found[0].name}}}"
             )
         if found:
             return found
@@ -158,7 +206,7 @@ def _hub_splits(spec: TaskSpec, given: dict[str, str]) -> dict[str, Split]:
     }
     found = {}
     for split, name in (usual | given).items():
-        base, start, stop = _parts(name)
-        parts = [spec.hub["dataset"], *([spec.hub["config"]] if "config" in spec.hub else []), base]
-        found[split] = Split((":".join(parts),), start, stop)
+        words, start, stop = _parts(name)
+        place = [spec.hub["dataset"], *([spec.hub["config"]] if "config" in spec.hub else [])]
+        found[split] = Split(tuple(":".join([*place, word]) for word in words), start, stop, len(words) > 1)
     return found

@@ -10,7 +10,7 @@
 What else a file may say:
 
     optional     columns that rows may lack (none then)
-    header       names of the cells of a CSV or TSV file without a header line
+    header       names of the cells of a CSV or TSV file without a header line; `...` at the end: more may follow
     rows         paths of lists: a row is repeated for each item, which stands where the list stood; `*` stands for the
                  values of an object whose values are all objects
     let          further names, each a Jinja expression over the columns and the names before it
@@ -27,8 +27,8 @@ What else a file may say:
     stop, max_new_tokens   where a generated answer ends
     end_token    train the token that ends a text, too; for answers of many words
     hub          {dataset, config, train, test}: id and splits on the Hugging Face hub
-    splits       {train, test, dev}: names of files, such as validation or val[:2270]; a list of such: the first whose
-                 files are there
+    splits       {train, test, dev}: names of files, such as validation, val[:2270], val[:80%] or a+b (both files); a
+                 list of such: the first whose files are there
     folders      further names of the task's folder
 
 All values are read as the text that stands in the file, so `labels: [[no], [yes]]` means these words.

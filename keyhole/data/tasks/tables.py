@@ -4,7 +4,7 @@
                  that its cells are quoted (delimited.py)
     .csv         quoted cells between commas, semicolons or tabs; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, where the task file names the cells (`header`)
-    .txt .label  without a tab: one column, `line`; Latin-1 where no letter of it is UTF-8 (TREC), which is reported
+    .txt .label  without a tab: the columns `line` and `file` (its name, which is the label in Subj's); Latin-1 where no letter of it is UTF-8 (TREC), which is reported
     .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
     the others   as in readers.py; .gz for all kinds of text
 
@@ -35,6 +35,7 @@ from keyhole.data.tasks.spec import TaskSpec
 from keyhole.errors import UserError, listed
 
 LINES = (".txt", ".label")
+PACKED = (".gz", ".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst")
 MOST_BROKEN = 0.01
 
 
@@ -52,11 +53,17 @@ def read_rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Re
 
 def _rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     suffix = suffix_of(path)
-    if suffix in LINES and "\t" not in _first_line(path):
+    if _is_lines(path, spec) and "\t" not in _first_line(path):
         return _lines(path)
     if suffix in (".tsv", ".csv", *LINES):
         return _cells(path, spec, left_out)
     return _json(path) if suffix == ".json" else read_file(path)
+
+
+def _is_lines(path: Path, spec: TaskSpec) -> bool:
+    """Whether a file may have a text per line: by its suffix, or because the task reads lines and names such a file."""
+    named = any("line" in aliases for aliases in spec.columns.values()) and path.suffix.lower() not in PACKED
+    return suffix_of(path) in LINES or (named and suffix_of(path) == "")
 
 
 def _json(path: Path) -> Iterator[Record]:
@@ -75,7 +82,7 @@ def _json(path: Path) -> Iterator[Record]:
 def latin_line(path: Path) -> int | None:
     """The first line of a line file that is Latin-1, None where all of it is UTF-8. A file that has letters of both is
     neither: one bad byte would turn every accent of the others into two letters. It is refused."""
-    if suffix_of(path) not in LINES:
+    if suffix_of(path) not in (*LINES, ""):
         return None  # tables, old as they may be, are UTF-8
     latin, accents = None, False
     with open_bytes(path) as file:
@@ -106,19 +113,19 @@ def _lines(path: Path) -> Iterator[Record]:
     with open_text(path, encoding=_encoding(path)) as file:
         for number, line in enumerate(bounded_lines(file, path), 1):
             if line.strip():
-                yield Record(str(path), "line", number, {"line": line.strip()})
+                yield Record(str(path), "line", number, {"line": line.strip(), "file": path.name})
 
 
 def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
     found = read_cells(path, encoding=_encoding(path), skip_spaces=True, marks_are_letters=True)
     rows = (cells for _, cells in found)
     first = next(rows, [])
-    names = _names(path, first, spec)
+    names, may_go_on = _names(path, first, spec)
     good = broken = 0
     for number, cells in enumerate(chain([first] if names is not first else [], rows), 1):
-        if len(cells) == len(names):
+        if len(cells) == len(names) or (may_go_on and len(cells) > len(names)):
             good += 1
-            yield Record(str(path), "row", number, dict(zip(names, cells, strict=True)))
+            yield Record(str(path), "row", number, dict(zip(names, cells, strict=False)))
         elif any(cell.strip() for cell in cells):
             broken += 1
     left_out["broken"] += broken
@@ -129,15 +136,18 @@ def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Recor
         )
 
 
-def _names(path: Path, first: list[str], spec: TaskSpec) -> list[str]:
-    """The names of the cells: the first line itself, or the task's where the first line is a row already."""
+def _names(path: Path, first: list[str], spec: TaskSpec) -> tuple[list[str], bool]:
+    """The names of the cells: the first line itself, or the task's where the first line is a row already; and whether
+    rows may have further cells (`...` at the end of `header`)."""
     known = {alias for aliases in spec.columns.values() for alias in aliases}
     if known & set(first) or not spec.header:
         check_header(path, first)
-        return first
-    if len(first) == len(spec.header):
-        return list(spec.header)
+        return first, False
+    may_go_on = spec.header[-1] == "..."
+    header = list(spec.header[:-1] if may_go_on else spec.header)
+    if len(first) == len(header) or (may_go_on and len(first) > len(header)):
+        return header, may_go_on
     raise UserError(
         f"{path}: the first line has none of the columns {listed(sorted(known))}, and {len(first)} cells: a file "
-        f"without a header has {len(spec.header)} ({listed(spec.header)})"
+        f"without a header has {len(header)} ({listed(header)})"
     )

@@ -167,6 +167,7 @@ CASES: dict[str, Case] = {
             "validation.jsonl": lines({"sentence1": "A.", "sentence2": "B.", "label": 3.8, "idx": 0}),
             "dev.tsv": tsv("index | genre | filename | year | old_index | source1 | source2 | sentence1 | sentence2 | "
                            "score", "0 | news | x | 2012 | 1 | a | b | A. | B. | 3.800"),
+            "sts-dev.csv": tsv("news | x | 2012 | 1 | 3.800 | A. | B.", 'news | x | 2012 | 1 | 1.0 | "A, | B. | see licence'),
         },
         "A.\nB.\nHow similar are these two sentences, from 0 (not at all) to 5 (they mean the same)?\n",
         ("0", "1", "2", "3", "4", "5"), 4, value=3.8,
@@ -175,6 +176,9 @@ CASES: dict[str, Case] = {
         {
             "validation.jsonl": lines({"question1": "Why?", "question2": "How so?", "label": 1, "idx": 0}),
             "dev.tsv": tsv("id | qid1 | qid2 | question1 | question2 | is_duplicate", "1 | 2 | 3 | Why? | How so? | 1"),
+            "quora_duplicate_questions.tsv": tsv(
+                '"id" | "qid1" | "qid2" | "question1" | "question2" | "is_duplicate"',
+                '"0" | "1" | "2" | "Why?" | "How so?" | "1"', '"1" | "3" | "4" | "Is ""it""\n?" | "What?" | "0"'),
         },
         "Why?\nHow so?\nDo these two questions ask the same? Yes or No?\n", NO_YES, 1,
     ),
@@ -215,6 +219,7 @@ CASES: dict[str, Case] = {
         {
             "test.jsonl": lines({"text": "a dull film", "label": 1, "label_text": "subjective"}),
             "test.csv": "sentence,label\na dull film,1\n",
+            "test.tsv": tsv("sentence | label", "a dull film | subjective"),
         },
         "a dull film This is", (" objective", " subjective"), 1,
     ),

@@ -1,9 +1,11 @@
 """Which questions train, choose and judge."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,8 +64,49 @@ def test_a_task_without_training_rows(tmp_path: Path) -> None:
     """Enough to be judged by; a run is told how to divide the file."""
     (tmp_path / "val.jsonl").write_text('{"sentence": "a", "label": 1}\n')
     assert len(load_task("sst2", str(tmp_path), Numbers(), training=False)["test"].questions) == 1
-    with pytest.raises(UserError, match=r'none to train on.*train: "val\[:-1000\]"'):
+    with pytest.raises(UserError, match=r'none to train on.*train: "val.jsonl\[:80%\]".*test_task=sst2'):
         load_task("sst2", str(tmp_path), Numbers())
+
+
+@pytest.mark.parametrize(
+    ("task", "files"),
+    [("sst2", {"val.jsonl": 5}), ("sst2", {"train.jsonl": 5}), ("boolq", {"val.jsonl": 20}), ("sst2", {"x.jsonl": 2})],
+)
+def test_advice_on_splits_works(tmp_path: Path, task: str, files: dict[str, int]) -> None:
+    """Where rows are there and no split fits, the task_splits that the message gives does, whatever their number."""
+    row = {"sentence": "a", "label": 1, "passage": "p", "question": "q"}
+    for name, count in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(row | {"sentence": str(i)}) + "\n" for i in range(count)))
+    with pytest.raises(UserError, match="task_splits: {") as caught:
+        load_task(task, str(tmp_path), Numbers())
+    advice = re.search("task_splits: ({.*?})", str(caught.value))[1]
+    drawn = load_task(task, str(tmp_path), Numbers(dev=0), yaml.safe_load(advice))
+    count = sum(files.values())
+    assert [len(drawn[split].questions) for split in ("train", "test")] == [count * 4 // 5, count - count * 4 // 5]
+
+
+def test_two_files_of_one_ending(tmp_path: Path) -> None:
+    """The message says it of the split that is looked for, and what it says works."""
+    for name in ("train", "a_dev", "b_dev"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"sentence": name, "label": 1}) + "\n")
+    with pytest.raises(UserError, match="task_splits: {test: a_dev.jsonl}"):
+        load_task("sst2", str(tmp_path), Numbers())
+    drawn = load_task("sst2", str(tmp_path), Numbers(), {"test": "a_dev.jsonl+b_dev.jsonl"})
+    assert [question.prompt for question in drawn["test"].questions] == ["a_dev It was", "b_dev It was"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", r"the file is empty \(0 bytes\)"),
+        ("sentence\tlabel\n", "a header line at most, and no row below it"),
+    ],
+)
+def test_why_a_file_has_no_row(tmp_path: Path, text: str, says: str) -> None:
+    """An empty file is not a header without rows."""
+    (tmp_path / "dev.tsv").write_text(text)
+    with pytest.raises(UserError, match=says):
+        load_task("sst2", str(tmp_path), Numbers(), training=False)
 
 
 def test_rows_without_labels_are_counted(tmp_path: Path) -> None:

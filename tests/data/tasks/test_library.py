@@ -33,6 +33,30 @@ def test_both_styles_give_the_same_question(task: str, name: str, tmp_path: Path
         assert question.references == case.references
 
 
+def test_files_that_are_labels(tmp_path: Path) -> None:
+    """Subj's sentences have the name of their file for a label; the last of each file judge."""
+    for name in ("plot", "quote"):
+        path = tmp_path / "rotten_imdb" / f"{name}.tok.gt9.5000"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes("".join(f"{name} {i} caf\xe9 \n" for i in range(1002)).encode("latin-1"))
+    drawn = load_task("subj", str(tmp_path), Numbers(train=None, dev=0, test=None))
+    assert {(q.prompt.split()[0], q.answer) for task in drawn.values() for q in task.questions} == {
+        ("plot", 0), ("quote", 1)
+    }  # fmt: skip
+    assert sorted(q.prompt for q in drawn["train"].questions) == [
+        f"{name} {i} caf\xe9 This is" for name in ("plot", "quote") for i in range(2)
+    ]
+    assert len(drawn["test"].questions) == 2000 and "Latin-1" in drawn["test"].about
+
+
+def test_cola_is_judged_by_both_dev_files(tmp_path: Path) -> None:
+    """As GLUE's validation set is."""
+    for name in ("in_domain_train", "in_domain_dev", "out_of_domain_dev"):
+        (tmp_path / f"{name}.tsv").write_text(f"x\t1\t\t{name}\n")
+    found = load_task("cola", str(tmp_path), Numbers())["test"].questions
+    assert [question.prompt.split("\n")[0] for question in found] == ["in_domain_dev", "out_of_domain_dev"]
+
+
 @pytest.mark.parametrize("task", task_names())
 def test_parquet_and_gzip(task: str, tmp_path: Path) -> None:
     """Hugging Face's rows also come as Parquet, and text comes packed."""

@@ -71,10 +71,14 @@ def test_boolq_divides_its_only_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "given", "says"),
     [
-        (("train.jsonl", "other.jsonl"), None, "test: validation or for test: test; it holds other.jsonl, train.jsonl"),
+        (
+            ("train.jsonl", "other.jsonl"),
+            None,
+            "no file for test (looked for validation, test); it holds other.jsonl, train.jsonl",
+        ),
         (("train.jsonl", "train.tsv", "val.jsonl"), None, "train.jsonl, train.tsv could all be `train`"),
         (("train.jsonl", "val.jsonl"), {"test": "val[1:2:3]"}, "expected a name such as validation"),
-        (("train.jsonl", "val.jsonl"), {"test": "nowhere"}, "test: nowhere"),
+        (("train.jsonl", "val.jsonl"), {"test": "nowhere"}, "test (looked for nowhere)"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, names: tuple[str, ...], given: dict | None, says: str) -> None:

@@ -60,7 +60,9 @@ def test_a_file_without_a_header(tmp_path: Path) -> None:
 def test_lines_in_latin_1(tmp_path: Path) -> None:
     """TREC's file has one question per line and is older than UTF-8."""
     (tmp_path / "train_5500.label").write_bytes("DESC:def What is a ma\xeetre d ?\n".encode("latin-1"))
-    assert rows(tmp_path / "train_5500.label", "trec")[0] == [{"line": "DESC:def What is a maître d ?"}]
+    assert rows(tmp_path / "train_5500.label", "trec")[0] == [
+        {"line": "DESC:def What is a maître d ?", "file": "train_5500.label"}
+    ]
 
 
 def test_a_bad_byte_does_not_change_other_letters(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_delimiter_and_quoting_as_the_file_has_them(tmp_path: Path, name: str, c
 @pytest.mark.parametrize("text", ['"so so', 'so "so"', '"so" "so"', '"so so"', 'so so"', '"so ""so" so'])
 def test_marks_that_do_not_quote_are_letters(tmp_path: Path, text: str) -> None:
     """Sentences of files without quoting, whatever marks they begin and end with, come out as they went in."""
-    content = f"sentence\tlabel\n{text}\t1\nplain\t0\nends\"\t1\n"
+    content = f'sentence\tlabel\n{text}\t1\nplain\t0\nends"\t1\n'
     (tmp_path / "a.tsv").write_text(content)
     assert [row["sentence"] for row in rows(tmp_path / "a.tsv", "sst2")[0]] == [text, "plain", 'ends"']
 
