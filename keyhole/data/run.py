@@ -32,7 +32,7 @@ from keyhole.data.tasks.labels import class_names, find_labels
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
-from keyhole.data.tasks.run import load_tasks, load_test_tasks
+from keyhole.data.tasks.run import load_tasks, load_test_tasks, warning_lines
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import is_classifier, read_config
@@ -82,6 +82,7 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
         train, report = _prepare(settings, settings.train_data, TRAIN, tokenizer, known)
         report = [f"train: {line}" for line in [*report, *_step_lines(settings, len(train))]]
     report += [f"test: task {task.name}: {task.about} ({task.fingerprint})" for task in further]
+    report += [line for task in further for line in warning_lines(task)]
     about = {"date": settings.template_date} | ({"chat_template": train.chat_template} if train.chat_template else {})
     if tasks is not None and tasks.labels:
         asked = settings.head is not None

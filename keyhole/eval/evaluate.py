@@ -25,6 +25,7 @@ from keyhole.data.prepare import prepare
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.names import check_names
 from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.run import warning_lines
 from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, task_names
 from keyhole.errors import UserError
 from keyhole.eval.classes import ClassScore
@@ -70,7 +71,8 @@ def evaluate(
             drawn = load_task(name, task_data, Numbers(test=num_eval), task_splits, training=False)["test"]
             sources.append(replace(drawn, questions=drawn.questions[:limit]))
             check_code(drawn, allow_code_execution)
-            say(f"task {name}: {drawn.about} ({drawn.fingerprint})")
+            for line in (f"task {drawn.name}: {drawn.about} ({drawn.fingerprint})", *warning_lines(drawn)):
+                say(line)
         else:
             sources.append(read_task(name, limit) if is_task(name) else name)
     model = load(

@@ -4,7 +4,7 @@ Drawing 1,500 questions reads all rows of the files first: which of them have a 
 holds what was drawn, found by a hash of all that it depends on: the bytes of the files and of the task file, how many
 questions of each split, the seed, and the code of keyhole/data.
 
-    directory/<32 hex digits>.keyhole-task      JSON: split -> [about, [questions]]; BLAKE2b-128 of it
+    directory/<32 hex digits>.keyhole-task      JSON: split -> [about, [warnings], [questions]]; BLAKE2b-128 of it
 
 Tasks that are read from the hub are not kept here: `datasets` has a cache of its own.
 """
@@ -63,8 +63,10 @@ def kept(
 
 
 def _packed(drawn: Drawn) -> bytes:
-    about = {split: [task.about, [vars(question) for question in task.questions]] for split, task in drawn.items()}
-    return json.dumps(about).encode()
+    told = {
+        s: [task.about, task.warnings, [vars(question) for question in task.questions]] for s, task in drawn.items()
+    }
+    return json.dumps(told).encode()
 
 
 def _read(path: Path, spec: TaskSpec) -> Drawn | None:
@@ -72,8 +74,8 @@ def _read(path: Path, spec: TaskSpec) -> Drawn | None:
     content = user_cache.read_entry(path)
     try:
         return None if content is None else {
-            split: Task(spec.name, [_question(fields) for fields in questions], spec, about)
-            for split, (about, questions) in json.loads(content).items()
+            split: Task(spec.name, [_question(fields) for fields in questions], spec, about, tuple(warnings))
+            for split, (about, warnings, questions) in json.loads(content).items()
         }  # fmt: skip
     except (ValueError, TypeError, KeyError, RecursionError):
         return None

@@ -9,11 +9,12 @@ set, whose answers are public.
              more than two of five rows (CB: 250 rows, num_dev 100 -> 150 to train, as MeZO has it)
     test     num_eval rows drawn with seed 0 whatever the seed of the run, so that all runs answer the same questions
 
-Only what is drawn is rendered: 1,500 of QQP's 364,000 rows.
+Only what is drawn is rendered: 1,500 of QQP's 364,000 rows. Splits that name one row twice are refused; questions that
+stand in two files, or twice in one, are counted in a warning, as are texts that are empty.
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from keyhole.data.tasks.cache import kept
 from keyhole.data.tasks.names import own_splits
 from keyhole.data.tasks.parse import read_spec, read_text
 from keyhole.data.tasks.places import Split, find_splits, read_split
-from keyhole.data.tasks.question import Task
+from keyhole.data.tasks.question import Question, Task
 from keyhole.data.tasks.spec import TaskSpec
 from keyhole.data.tasks.tables import latin_line, suffix_of
 from keyhole.errors import UserError
@@ -67,7 +68,7 @@ def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: 
         _check_disjoint(spec, places)
     test = {"test": _test(spec, places["test"], numbers)}
     if training and "train" in places:
-        return _train(spec, places, numbers) | test
+        return _compared(_train(spec, places, numbers) | test)
     if training:
         raise UserError(
             f"task_data: task {spec.name} has rows to be judged by ({places['test']}), and none to train on: add a "
@@ -75,6 +76,23 @@ def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: 
             f"only: test_task={spec.name}"
         )
     return test
+
+
+def _compared(drawn: dict[str, Task]) -> dict[str, Task]:
+    """The same, with a warning where a split asks what an earlier one asked."""
+    asked = {split: {_asked(question) for question in task.questions} for split, task in drawn.items()}
+    for one, other in combinations(drawn, 2):
+        task = drawn[other]
+        if count := sum(_asked(question) in asked[one] for question in task.questions):
+            told = f"{count:,} of the {len(task.questions):,} questions of {other} are also among those of {one}"
+            drawn[other] = replace(task, warnings=(*task.warnings, told))
+    return drawn
+
+
+def _asked(question: Question) -> tuple[str, tuple[str, ...]]:
+    """What makes two questions the same; an answer in free text does not."""
+    choices = question.candidates if len(question.candidates) > 1 else ()
+    return str(question.prompt), choices
 
 
 def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
@@ -149,4 +167,17 @@ def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Spli
         raise UserError(f"task {spec.name}: no row of {place} has an answer")
     note += f"; {len(chosen) - len(questions):,} without an answer left out" if len(chosen) > len(questions) else ""
     count = f"{len(questions):,} of {len(records):,}" if len(questions) < len(records) else f"all {len(records):,}"
-    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}")
+    return Task(spec.name, questions, spec, f"{count} rows of {place}{note}", _empty(spec, records, chosen, place))
+
+
+def _empty(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split) -> tuple[str, ...]:
+    """A warning for each text that is empty in some of the rows."""
+    found: dict[str, list[str]] = {}
+    for record in (records[i] for i in chosen):
+        for name in (name for name in spec.columns if name not in spec.optional):
+            if isinstance(record.row[name], str) and not record.row[name].strip():
+                found.setdefault(name, []).append(record.where)
+    return tuple(
+        f"{len(rows):,} of the {len(chosen):,} rows drawn from {place} have an empty {name} (such as {rows[0]})"
+        for name, rows in found.items()
+    )

@@ -32,6 +32,7 @@ class Task:
     questions: list[Question]
     spec: TaskSpec | None = None
     about: str = ""  # where the questions come from, in one line
+    warnings: tuple[str, ...] = ()  # what may be wrong with them
 
     @property
     def fingerprint(self) -> str:

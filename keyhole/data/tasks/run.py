@@ -80,4 +80,10 @@ def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
 def _lines(drawn: dict[str, Task]) -> list[str]:
     spec = drawn["train"].spec
     parts = [f"{split} {task.about} ({task.fingerprint})" for split, task in drawn.items() if task.questions]
-    return [f"task {spec.name}: {spec.title}; {spec.metric}", *(f"task {spec.name}: {part}" for part in parts)]
+    return [f"task {spec.name}: {spec.title}; {spec.metric}", *(f"task {spec.name}: {part}" for part in parts),
+            *(line for task in drawn.values() for line in warning_lines(task))]  # fmt: skip
+
+
+def warning_lines(task: Task) -> list[str]:
+    """What may be wrong with the questions of a task, for its report."""
+    return [f"warning: task {task.name}: {told}" for told in task.warnings]

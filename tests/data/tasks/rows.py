@@ -167,7 +167,8 @@ CASES: dict[str, Case] = {
             "validation.jsonl": lines({"sentence1": "A.", "sentence2": "B.", "label": 3.8, "idx": 0}),
             "dev.tsv": tsv("index | genre | filename | year | old_index | source1 | source2 | sentence1 | sentence2 | "
                            "score", "0 | news | x | 2012 | 1 | a | b | A. | B. | 3.800"),
-            "sts-dev.csv": tsv("news | x | 2012 | 1 | 3.800 | A. | B.", 'news | x | 2012 | 1 | 1.0 | "A, | B. | see licence'),
+            "sts-dev.csv": tsv("news | x | 2012 | 1 | 3.800 | A. | B.",
+                               'news | x | 2012 | 1 | 1.0 | "A, | B. | see licence'),
         },
         "A.\nB.\nHow similar are these two sentences, from 0 (not at all) to 5 (they mean the same)?\n",
         ("0", "1", "2", "3", "4", "5"), 4, value=3.8,

@@ -9,6 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keyhole.data.run import load_data
+from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.draw import Numbers, load_task
 from keyhole.data.tasks.names import check_names
 from keyhole.errors import UserError
@@ -83,6 +85,28 @@ def test_advice_on_splits_works(tmp_path: Path, task: str, files: dict[str, int]
     drawn = load_task(task, str(tmp_path), Numbers(dev=0), yaml.safe_load(advice))
     count = sum(files.values())
     assert [len(drawn[split].questions) for split in ("train", "test")] == [count * 4 // 5, count - count * 4 // 5]
+
+
+def test_questions_in_two_splits_are_counted(tmp_path: Path) -> None:
+    """A file that repeats rows of another: nothing is refused, and the report says how many, from the cache too."""
+    for name, rows in (("train", range(30)), ("dev", range(20, 35))):
+        text = "".join(json.dumps({"sentence": f"row {i}", "label": i % 2}) + "\n" for i in rows)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    for _ in range(2):
+        drawn = load_task("sst2", str(tmp_path), Numbers(train=None, dev=0), cache=str(tmp_path / "cache"))
+        assert drawn["test"].warnings == ("10 of the 15 questions of test are also among those of train",)
+        assert not drawn["train"].warnings and not drawn["dev"].warnings
+    settings = DataSettings(model="demo", task="sst2", task_data=str(tmp_path), num_dev=0, data_cache=None)
+    told = [line for line in load_data(settings).report if "are also among" in line]
+    assert told == ["warning: task sst2: 10 of the 15 questions of test are also among those of train"]
+
+
+def test_empty_texts_are_counted(tmp_path: Path) -> None:
+    """With the column, and the first such row."""
+    (tmp_path / "dev.tsv").write_text("sentence\tlabel\ngood\t1\n\t0\n  \t1\n")
+    (warning,) = load_task("sst2", str(tmp_path), Numbers(), training=False)["test"].warnings
+    assert warning.startswith("2 of the 3 rows drawn from dev.tsv have an empty sentence (such as ")
+    assert warning.endswith("dev.tsv, row 2)")
 
 
 def test_two_files_of_one_ending(tmp_path: Path) -> None:
