@@ -15,8 +15,8 @@ tabs is quoted where
     or its lines do not have the same number of cells (or all names in the first are quoted), and read with quoting
     its rows do.
 
-It is not where a cell does not close otherwise. A file with whole cells in marks and nothing else to judge by is either: the
-caller says which (`marks_are_letters`). The first 64 MiB decide; what contradicts them later is an error of the row.
+It is not where a cell does not close otherwise. A file with whole cells in marks and nothing else to judge by is
+either: the caller says which (`marks_are_letters`). The first 64 MiB decide; what contradicts them later is an error of the row.
 """
 
 import csv

@@ -128,8 +128,8 @@ def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
             raise UserError(f"{path}, line {number}: longer than {MOST_ROW_BYTES:,} characters; split the row")
         if "\0" in line:
             raise UserError(
-                f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: save it "
-                "as UTF-8"
+                f"{path}, line {number}: a NUL character, which no text has; the file is damaged, or is UTF-16: "
+                "save it as UTF-8"
             )
         yield line
 

@@ -29,6 +29,7 @@ from keyhole.data.settings import DataSettings, PrepareSettings
 from keyhole.data.tasks.classify import check_settings
 from keyhole.data.tasks.encode import Encoder
 from keyhole.data.tasks.labels import class_names, find_labels
+from keyhole.data.tasks.names import listed_names
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.preview import preview_classes, preview_task
 from keyhole.data.tasks.question import Task
@@ -137,8 +138,7 @@ def _model_config(settings: DataSettings) -> Any:
     """The HF config of the model, with the head that is asked for; refused where the data's settings do not fit it."""
     count = settings.num_labels
     if settings.head is not None and count is None and settings.task:
-        first = settings.task if isinstance(settings.task, str) else settings.task[0]
-        count = len(class_names(read_spec(first)))
+        count = len(class_names(read_spec(listed_names(settings.task)[0])))
     known = read_config(locate(settings.model, MODEL), head=settings.head, num_labels=count)
     if is_classifier(known):
         check_settings(settings, known.architectures[0])

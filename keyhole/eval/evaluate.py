@@ -13,6 +13,8 @@ Placement `auto` streams what does not fit the GPU.
 
 import io
 import json
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -23,10 +25,10 @@ from keyhole import assets
 from keyhole.data.capacity import check_data, check_max_length, context_length
 from keyhole.data.prepare import prepare
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.names import check_names
+from keyhole.data.tasks.names import check_names, divided
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import warning_lines
-from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, task_names
+from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, nearest_task, own_name, task_names, unknown_task
 from keyhole.errors import UserError
 from keyhole.eval.classes import ClassScore
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
@@ -57,9 +59,11 @@ def evaluate(
     say: Callable[[str], None] = lambda line: print(f"keyhole: {line}", file=sys.stderr),
 ) -> str:
     """Scores every task and file and returns the table; json_path gets the numbers. limit: rows read of each file."""
-    names = [name for word in tasks for name in _names(word)]
+    names = [_called(name) for word in tasks for name in divided(word)]
     if not names:
         raise UserError("--tasks: name at least one task or data file, or demo")
+    for name in names:
+        _check_word(name, task_data is not None)
     if task_data is not None and not any(map(is_library_task, names)):
         raise UserError(
             f"--task-data: none of {', '.join(names)} is a task by name; there are {', '.join(task_names())}"
@@ -99,13 +103,19 @@ def evaluate(
 
 def is_library_task(name: str) -> bool:
     """Whether a word of --tasks is a task by name or a task file; `demo` is the embedded file."""
-    return name != "demo" and is_task_name(name)
+    return name != "demo" and is_task_name(name) and (name == own_name(name) or not os.path.exists(name))
 
 
-def _names(word: str) -> list[str]:
-    """`sst2,rte` is two names; a path with a comma in it is one."""
-    parts = [part.strip() for part in word.split(",")]
-    return parts if all(map(is_task_name, parts)) else [word]
+def _called(name: str) -> str:
+    """SST-2 is the task sst2, unless a file or folder has that very name."""
+    return name if os.path.exists(name) else own_name(name)
+
+
+def _check_word(name: str, with_tasks: bool) -> None:
+    """Refuses a word that is no file and looks like a mistyped task. with_tasks: --task-data is given."""
+    is_word = name != "demo" and not is_task_name(name) and re.fullmatch(r"[\w -]+", name) is not None
+    if is_word and (with_tasks or nearest_task(name)) and not os.path.exists(name):
+        raise UserError(f"--tasks: {unknown_task(name)}; nor is there a file of that name")
 
 
 def score_data(

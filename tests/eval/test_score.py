@@ -120,6 +120,19 @@ def test_tasks_by_name_in_one_table(tmp_path: Path, tiny_model: Path) -> None:
         evaluate(str(tiny_model), ["demo"], task_data=str(tmp_path))
 
 
+def test_names_of_tasks_are_read_as_folders_are(tmp_path: Path, tiny_model: Path) -> None:
+    """SST-2 is sst2; a mistyped name is told as one, and nothing else is blamed."""
+    read("sst2", tmp_path)
+    assert "| sst2" in evaluate(
+        str(tiny_model), ["SST-2"], task_data=str(tmp_path), device="cpu", say=lambda line: None
+    )
+    for words in (["stt2"], ["sst2,stt2"]):
+        with pytest.raises(UserError, match="^--tasks: no task `stt2`; did you mean `sst2`"):
+            evaluate(str(tiny_model), words, task_data=str(tmp_path))
+    with pytest.raises(UserError, match="^--tasks: no task `stt2`; did you mean `sst2`"):
+        evaluate(str(tiny_model), ["stt2"])
+
+
 def test_an_answer_without_a_match_is_wrong(tmp_path: Path) -> None:
     """Also where the reference has none: nothing is not equal to nothing."""
     (tmp_path / "own.yaml").write_text(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from keyhole.data.tasks.spec import SPLITS, task_name
+from keyhole.data.tasks.spec import SPLITS, is_task_file, is_task_name, own_name, task_name
 from keyhole.errors import UserError, listed
 
 
@@ -20,7 +20,7 @@ def check_names(names: Sequence[str], splits: dict[str, str] | None) -> None:
         called[own] = name
     for key in splits or {}:
         task, dot, _ = key.rpartition(".")
-        if dot and task not in called:
+        if dot and task_name(task) not in called:
             raise UserError(f"task_splits: found {key}, but no task {task} is set; there are {listed(called)}")
 
 
@@ -31,11 +31,21 @@ def own_splits(given: dict[str, str] | None, name: str) -> dict[str, str]:
         task, _, split = key.rpartition(".")
         if split not in SPLITS:
             raise UserError(f"task_splits: found {key}, expected {', '.join(SPLITS)}, or of one task: {name}.train")
-        if task in ("", name):
+        if not task or task_name(task) == name:
             found[split] = value
     return found
 
 
 def listed_names(names: str | list[str] | None) -> list[str]:
-    """One name, several or none, as a list."""
-    return [names] if isinstance(names, str) else list(names or ())
+    """One name, several or none, as a list; shipped tasks as they are called here."""
+    words = [names] if isinstance(names, str) else list(names or ())
+    return [own_name(name) for word in words for name in divided(word)]
+
+
+def divided(word: str) -> list[str]:
+    """`sst2,rte` is two names; a path with a comma in it is one. A name that is none among others is left to be
+    refused by itself."""
+    parts = [part.strip() for part in word.split(",")]
+    known = [is_task_name(part) for part in parts]
+    shipped = any(is_task_name(part) and not is_task_file(part) for part in parts)
+    return parts if all(known) or (shipped and all(parts) and "/" not in word) else [word]

@@ -11,7 +11,17 @@ from typing import Any
 import yaml
 
 from keyhole.data.tasks.expressions import Expression, Text
-from keyhole.data.tasks.spec import CHOICE, LIBRARY, METRICS, SPLITS, TaskSpec, task_names
+from keyhole.data.tasks.spec import (
+    CHOICE,
+    LIBRARY,
+    METRICS,
+    SPLITS,
+    TaskSpec,
+    is_task_file,
+    is_task_name,
+    own_name,
+    unknown_task,
+)
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError, listed, printable
 
@@ -37,10 +47,11 @@ def read_text(name: str) -> str:
 
 def _path(name: str) -> tuple[Path, bool]:
     """The task file, and whether it is one of the user's."""
-    is_file = Path(name).suffix in (".yaml", ".yml")
-    if not is_file and name not in task_names():
-        raise UserError(f"task: no task `{name}`; there are {', '.join(task_names())}, and files such as my.yaml")
-    return Path(os.path.expanduser(name)) if is_file else LIBRARY / f"{name}.yaml", is_file
+    if is_task_file(name):
+        return Path(os.path.expanduser(name)), True
+    if not is_task_name(name):
+        raise UserError(f"task: {unknown_task(name)}")
+    return LIBRARY / f"{own_name(name)}.yaml", False
 
 
 def parse_spec(text: str, name: str, source: str) -> TaskSpec:

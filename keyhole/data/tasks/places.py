@@ -25,7 +25,7 @@ from keyhole.assets import TRAIN
 from keyhole.data.files import only_files, read_hub
 from keyhole.data.readers import Record
 from keyhole.data.tasks.columns import pick_all
-from keyhole.data.tasks.spec import TaskSpec
+from keyhole.data.tasks.spec import TaskSpec, plain
 from keyhole.data.tasks.tables import read_rows, suffix_of
 from keyhole.errors import UserError, listed
 
@@ -124,16 +124,12 @@ def _rows(spec: TaskSpec, names: tuple[str, ...], left_out: Counter[str]) -> Ite
         yield from read_rows(Path(name), spec, left_out) if Path(name).is_file() else read_hub(name)
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[-_. ]", "", name.lower())
-
-
 def _folder(spec: TaskSpec, root: Path) -> Path:
     if not os.path.isdir(root):
         raise UserError(f"task_data: {root}: no such directory (from {Path.cwd()})")
-    wanted = [_plain(name) for name in (spec.name, *spec.folders)]
+    wanted = [plain(name) for name in (spec.name, *spec.folders)]
     inside = [path for path in sorted(root.iterdir()) if path.is_dir()]
-    found = [path for name in wanted for path in inside if _plain(path.name) == name]
+    found = [path for name in wanted for path in inside if plain(path.name) == name]
     if found:
         return found[0]
     own = {word for layout in spec.splits for names in layout.values() for name in names for word in _parts(name)[0]}

@@ -34,8 +34,10 @@ What else a file may say:
 All values are read as the text that stands in the file, so `labels: [[no], [yes]]` means these words.
 """
 
+import difflib
 import hashlib
 import json
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -106,11 +108,39 @@ def task_names() -> list[str]:
     return sorted(path.stem for path in LIBRARY.glob("*.yaml"))
 
 
+def is_task_file(name: str) -> bool:
+    """Whether a task is one of the user's, by its file."""
+    return Path(name).suffix in (".yaml", ".yml")
+
+
+def plain(name: str) -> str:
+    """A name without case, - _ . and spaces: SST-2 is sst2."""
+    return re.sub(r"[-_. ]", "", name.lower())
+
+
+def own_name(name: str) -> str:
+    """A shipped task as it is called here, whichever way it is written (SST-2 is sst2); any other name as it is."""
+    called = {plain(known): known for known in task_names()}
+    return name if is_task_file(name) else called.get(plain(name), name)
+
+
 def task_name(name: str) -> str:
     """What a task is called: the name of a shipped one, or that of the file without its suffix."""
-    return Path(name).stem if Path(name).suffix in (".yaml", ".yml") else name
+    return Path(name).stem if is_task_file(name) else own_name(name)
 
 
 def is_task_name(name: str) -> bool:
     """Whether the name is that of a shipped task, or of a task file."""
-    return name in task_names() or Path(name).suffix in (".yaml", ".yml")
+    return is_task_file(name) or own_name(name) in task_names()
+
+
+def nearest_task(name: str) -> str:
+    """The shipped task whose name is most similar; "" where none is."""
+    return next(iter(difflib.get_close_matches(plain(name), task_names(), n=1)), "")
+
+
+def unknown_task(name: str) -> str:
+    """What is said of a name that no task has."""
+    near = nearest_task(name)
+    meant = f"did you mean `{near}`? There" if near else "there"
+    return f"no task `{name}`; {meant} are {', '.join(task_names())}, and files such as my.yaml"

@@ -4,8 +4,8 @@
                  that its cells are quoted (delimited.py)
     .csv         quoted cells between commas, semicolons or tabs; a quotation mark that is never closed is refused
     no header    recognised by a first line without any known column, where the task file names the cells (`header`)
-    .txt .label  without a tab: the columns `line` and `file` (its name, the label of Subj's sentences); Latin-1 where no
-                 letter of it is UTF-8 (TREC), which is reported
+    .txt .label  without a tab: the columns `line` and `file` (its name, the label of Subj's sentences); Latin-1 where
+                 no letter of it is UTF-8 (TREC), which is reported
     .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
     the others   as in readers.py; .gz for all kinds of text
 

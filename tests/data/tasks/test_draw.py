@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from keyhole.data.run import load_data
 from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.draw import Numbers, load_task
-from keyhole.data.tasks.names import check_names
+from keyhole.data.tasks.names import check_names, listed_names
+from keyhole.data.tasks.parse import read_spec
 from keyhole.errors import UserError
 
 
@@ -142,6 +143,24 @@ def test_rows_without_labels_are_counted(tmp_path: Path) -> None:
     (tmp_path / "dev_matched.jsonl").write_text(json.dumps(row))
     with pytest.raises(UserError, match="no row that could be used; 1 without a label left out"):
         load_task("mnli", str(tmp_path), Numbers(), training=False)
+
+
+@pytest.mark.parametrize("name", ["sst-2", "SST2", "SST_2"])
+def test_names_as_folders_have_them(folder: Path, name: str) -> None:
+    """A task is found under every name that its folder may have, also in task_splits."""
+    assert listed_names(name) == ["sst2"]
+    check_names(["sst2"], {f"{name}.train": "x"})
+    drawn = load_task(name, str(folder), Numbers(), {f"{name}.train": "train[:15]"}, training=True)
+    assert drawn["train"].name == "sst2" and drawn["train"].about.endswith("train.jsonl[:15]")
+
+
+def test_several_names_in_one_word() -> None:
+    """As `keyhole eval` takes them; one that is no task is refused by itself, with the nearest that is one."""
+    assert listed_names("sst2, RTE") == ["sst2", "rte"] and listed_names(["a.yaml,b.yaml"]) == ["a.yaml", "b.yaml"]
+    assert listed_names("my,own.yaml") == ["my,own.yaml"] and listed_names("x/a,sst2") == ["x/a,sst2"]
+    (mistyped,) = [name for name in listed_names("stt2,rte") if name != "rte"]
+    with pytest.raises(UserError, match="no task `stt2`; did you mean `sst2`"):
+        read_spec(mistyped)
 
 
 def test_a_split_of_nothing_is_refused() -> None:

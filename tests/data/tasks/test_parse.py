@@ -58,7 +58,7 @@ def test_words_stay_as_they_are_written() -> None:
 
 def test_an_unknown_name_is_told_the_known_ones(tmp_path: Path) -> None:
     """A typo in a name, and a path that leads nowhere."""
-    with pytest.raises(UserError, match="no task `sst`; there are agnews, .*sst2"):
+    with pytest.raises(UserError, match="no task `sst`; did you mean `sst2`. There are agnews, .*sst2"):
         read_spec("sst")
     with pytest.raises(UserError, match="my.yaml: cannot be read: No such file"):
         read_spec(str(tmp_path / "my.yaml"))
