@@ -1,4 +1,4 @@
-"""Cells between delimiters, for training data and tasks alike: which mark divides them, and what a quotation mark means.
+"""Cells between delimiters, for training data and tasks alike: what divides them, and what a quotation mark means.
 
     delimiter    .csv: what the first line has outside of quotation marks, tabs before commas before semicolons
                  the others: tabs; a .tsv whose first line has commas and no tab is refused by what it is
@@ -16,7 +16,8 @@ tabs is quoted where
     its rows do.
 
 It is not where a cell does not close otherwise. A file with whole cells in marks and nothing else to judge by is
-either: the caller says which (`marks_are_letters`). The first 64 MiB decide; what contradicts them later is an error of the row.
+either: the caller says which (`marks_are_letters`). The first 64 MiB decide; what contradicts them later is an error
+of the row.
 """
 
 import csv
@@ -75,10 +76,12 @@ def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bo
     widths, named = set(), False
     with open_text(path, newline=end, encoding=encoding) as file:
         for line in _first_lines(bounded_lines(file, path)):
-            cells = line.rstrip("\r\n").split(TAB)
+            text = line.rstrip("\r\n")
+            cells = text.split(TAB)
             named = all(map(QUOTED_CELL.fullmatch, cells)) if not widths else named
-            widths |= {len(cells)} if line.strip() else set()
-            if '"' not in line and bare:
+            if text:
+                widths.add(len(cells))
+            if bare and '\t"' not in text and not text.startswith('"'):
                 continue
             for cell in cells:
                 if cell.startswith('"'):

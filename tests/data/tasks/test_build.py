@@ -1,5 +1,6 @@
 """Labels in all their spellings, and rows that are no question."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -108,3 +109,17 @@ def test_references_are_texts(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("columns: {x: x}\nprompt: q\nanswer: a\nreferences: x\nmetric: exact_match\n")
     with pytest.raises(UserError, match="references: found None, expected texts"):
         build(Record("a.jsonl", "line", 3, {"x": [None]}), read_spec(str(tmp_path / "own.yaml")))
+
+
+def test_the_documentation_names_the_spellings_of_labels() -> None:
+    """Every task with labels takes numbers; docs/tasks.md says which take true and false, or nothing else."""
+    text = " ".join((Path(__file__).parents[3] / "docs" / "tasks.md").read_text().split())
+    true, numbers = (
+        set(re.split(", | and ", re.search(f"{words} in ([^.;]+)[.;]", text)[1]))
+        for words in ("true and false", "numbers only")
+    )
+    spellings = {name: read_spec(name).labels for name in LABELLED}
+    assert all(str(i) in words for labels in spellings.values() for i, words in enumerate(labels))
+    assert true == {name for name, labels in spellings.items() if any("true" in words for words in labels)}
+    without_words = {name for name, labels in spellings.items() if all(len(words) == 1 for words in labels)}
+    assert numbers == without_words | {name for name in task_names() if read_spec(name).value}
