@@ -30,7 +30,6 @@ from keyhole.errors import UserError
 
 TAB = "\t"
 LOOKED_AT = 2**26  # characters of a file that decide whether it is quoted
-QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or nothing
 
 
@@ -78,22 +77,27 @@ def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bo
         for line in _first_lines(bounded_lines(file, path)):
             text = line.rstrip("\r\n")
             cells = text.split(TAB)
-            named = all(map(QUOTED_CELL.fullmatch, cells)) if not widths else named
+            named = all(map(_is_whole, cells)) if not widths else named
             if text:
                 widths.add(len(cells))
             if bare and '\t"' not in text and not text.startswith('"'):
                 continue
             for cell in cells:
                 if cell.startswith('"'):
-                    whole = QUOTED_CELL.fullmatch(cell) is not None
+                    whole = _is_whole(cell)
                     marked, broken, doubled = True, broken or not whole, doubled or (whole and '""' in cell[1:-1])
                 else:
-                    bare = bare or NUMBER.fullmatch(cell) is None
+                    bare = bare or NUMBER.fullmatch(cell[:40]) is None
     if not marked:
         return False
     if broken:
         return (len(widths) > 1 or widths == {1} or named) and _fits_quoted(path, encoding)
     return doubled or not bare or not marks_are_letters
+
+
+def _is_whole(cell: str) -> bool:
+    """Whether a cell is quoted, and every mark inside is written twice."""
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
 
 
 def _fits_quoted(path: Path, encoding: str | None) -> bool:

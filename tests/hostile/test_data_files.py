@@ -62,6 +62,7 @@ TEXTS: dict[str, bytes] = {
     "l.csv": b",".join(f"\x1b]0;{i}\x07".encode() for i in range(50_000)) + b"\n1\n",
     "m.tsv": b"text\tb\na\n",
     "n.csv": b"text\0\na\n",
+    "v.tsv": b"text\tb\n" + b'"' * (2**22 + 1) + b"\t1\t2\n" + b"9" * 2**22 + b"x\n",
     "o.parquet": b"PAR1" + b"\xff" * 100 + b"PAR1",
     "p.arrow": b"ARROW1\0\0" + b"\xff" * 100,
     "q.jsonl.gz": b"\x1f\x8b\x08\x00" + b"\xff" * 100,

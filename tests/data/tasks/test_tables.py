@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.data.readers import MOST_ROW_BYTES, read_file
@@ -142,6 +142,7 @@ def test_marks_that_do_not_quote_are_letters(tmp_path: Path, text: str) -> None:
     assert [row["sentence"] for row in rows(tmp_path / "a.tsv", "sst2")[0]] == [text, "plain", 'ends"']
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.text(max_size=9), st.text('ab"\t\n', max_size=9)), min_size=1, max_size=6))
 def test_a_quoted_table_comes_back(pairs: list[tuple[str, str]]) -> None:
     """Whatever `csv` writes with all cells quoted is read again, between tabs and between commas."""
