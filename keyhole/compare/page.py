@@ -124,6 +124,7 @@ def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
     spread = "" if cell.spread is None else f"<i>± {escape(number(cell.metric, cell.spread))}</i>"
     mark = " class='best'" if cell is best else ""
     more = f"<span class='warn' title='{escape('; '.join(cell.errors)[:400])}'>!</span>" if cell.errors else ""
+    more += f"<small>{cell.partial}</small>" if cell.partial else ""
     bar = f"<span class='bar'><span style='width:{6 + 94 * share:.0f}%'></span></span>"
     return f"<td{mark}><b>{escape(number(cell.metric, cell.mean))}</b>{spread}{more}{bar}</td>"
 

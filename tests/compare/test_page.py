@@ -91,6 +91,17 @@ def test_markdown_and_page_have_no_html_links_or_control_characters_of_names() -
     assert "\x1b" not in make_page(comparison, made, {}, ENVIRONMENT)
 
 
+@pytest.mark.parametrize("runs", [[result("a")], [result("a"), result("a", error="oh", test=None)]])
+def test_a_mean_over_fewer_seeds_than_asked_for_is_marked(runs: list[Result]) -> None:
+    """Of a seed that is missing, and of one that failed; in the table and on the page."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"a": {}}, [0, 1], "out")
+    made = Cell("m", "t", "a", (), "accuracy", 0.7, runs=runs, seeds=2)
+    assert "| a | 70.0 (1 of 2 seeds) |" in to_markdown(comparison, [made])
+    assert "1 of 2 seeds" in make_page(comparison, [made], {}, ENVIRONMENT)
+    made.seeds = 1
+    assert "1 seeds" not in to_markdown(comparison, [made]) + make_page(comparison, [made], {}, ENVIRONMENT)
+
+
 def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:
     """Where there are two of them; a search for a rate counts."""
 
