@@ -156,7 +156,11 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
         tasks = list(dict.fromkeys(cell.task for cell in own))
-        columns = [*tasks, "mean"] if len(tasks) > 1 else tasks
+        metrics = {
+            task: next((cell.metric for cell in own if cell.task == task and cell.metric), None) for task in tasks
+        }
+        columns = [task if metrics[task] is None else f"{task} ({metrics[task]})" for task in tasks]
+        columns += ["mean"] if len(tasks) > 1 else []
         parts += [f"## {_plain(model)}", "", _line(["method", *columns])]
         parts.append(_line(["---", *["---:"] * len(columns)]))
         for method in dict.fromkeys(cell.method for cell in own):
@@ -167,6 +171,8 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     parts.append(_line(["---"] * 4 + ["---:"] * 5))
     for cell in cells:
         dev, test = number(cell.dev_metric, cell.dev_mean), shown(cell)
+        dev += "" if cell.dev_mean is None or cell.dev_metric == cell.metric else f" {cell.dev_metric}"
+        test += "" if cell.mean is None else f" {cell.metric}"
         size = "-" if cell.gpu_gib is None else f"{cell.gpu_gib:.2f}"
         seconds = "-" if cell.seconds is None else f"{cell.seconds:.1f}"
         counts = f"{len({result.id for result in [*cell.grid, *cell.runs]})}"

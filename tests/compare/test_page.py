@@ -102,6 +102,33 @@ def test_a_mean_over_fewer_seeds_than_asked_for_is_marked(runs: list[Result]) ->
     assert "1 seeds" not in to_markdown(comparison, [made]) + make_page(comparison, [made], {}, ENVIRONMENT)
 
 
+def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
+    """0.0 and 0.0 is no lead; equal is what is published as equal."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
+
+    def lead(*means: float) -> str:
+        made = [
+            Cell("m", "t", name, (), "matthews", mean, runs=[result(name)])
+            for name, mean in zip("abc", means, strict=True)
+        ]
+        (said,) = re.findall(r"<p class='lead'>(.*?)</p>", make_page(comparison, made, {}, ENVIRONMENT))
+        return said
+
+    assert lead(0.0, 0.0, 0.0) == "<b>t</b>: no method leads, all 3 have 0.0 matthews."
+    assert lead(0.2, 0.51234, 0.51235) == "<b>t</b>: b and c lead with 51.2 matthews."
+    assert lead(0.2, 0.5, 0.4) == "<b>t</b>: b leads with 50.0 matthews."
+
+
+def test_the_table_names_metrics() -> None:
+    """That of test in the head, and beside each number; that of dev where it is another."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
+    text = to_markdown(
+        comparison, [Cell("m", "t", "x", (), "matthews", 0.5, None, "loss", 0.25, 2.0, runs=[result("x")])]
+    )
+    assert "| method | t (matthews) |" in text and "| 0.250 loss | 50.0 matthews |" in text
+    assert "| m | t | y | - | - | - |" in to_markdown(comparison, [Cell("m", "t", "y", missing=0)])
+
+
 def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:
     """Where there are two of them; a search for a rate counts."""
 
