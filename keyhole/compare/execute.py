@@ -7,7 +7,7 @@
 
 First every model is scored as it is (zero-shot), then every point of every grid is run with the first seed (with all
 seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read before the
-first run and before anything is written, with the rows that each seed draws: a mistake in the last one is found at once.
+first run, with the rows that each seed draws, and before anything is written: a mistake in the last is found at once.
 
 Started again, the comparison goes on: a run with a result is not repeated (unless the data, the task file or the result
 itself changed, which is said), one that was interrupted goes on from its
@@ -45,6 +45,7 @@ from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.machine.probe import environment
 from keyhole.machine.text import duration, without_controls
 from keyhole.methods.base import Workload
+from keyhole.training import rundir
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
@@ -89,7 +90,7 @@ def compare(
 
 
 def _inspect(root: Path) -> None:
-    """Refuses a directory with somebody else's files."""
+    """Refuses a directory with somebody else's files, and one that cannot be written to."""
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir: {root} is a file; choose a directory")
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -97,6 +98,7 @@ def _inspect(root: Path) -> None:
         raise UserError(
             f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
         )
+    rundir.try_place(root)
 
 
 def _take(root: Path, comparison: Comparison, day: str) -> None:
