@@ -134,12 +134,13 @@ def _end(found: Any, table: list[Any], chosen: Any) -> list[str]:
 def _least(table: list[Any], found: Any) -> list[str]:
     """Where nothing fits and nothing in particular was asked for: the row that needs the least, and what would do."""
     from keyhole.plan.changes import cheapest_changes
+    from keyhole.plan.recommend import settings_of
 
     least = min(table, key=lambda row: (row.gpu_bytes, row.host_bytes))
     lines = [
-        f"nothing fits; the least GPU memory is that of method={least.method} placement={least.placement}: "
-        f"{least.gpu_bytes / GIB:.2f} GiB, with {least.host_bytes / GIB:.1f} GiB of host memory. What would fit, "
-        "cheapest first:"
+        f"nothing fits; the least GPU memory is that of {settings_of(least, found.question)}: "
+        f"{least.gpu_bytes / GIB:.2f} GiB, with {least.host_bytes / GIB:.1f} GiB of host memory. "
+        "Changes of it that would fit, cheapest first:"
     ]
     changes = cheapest_changes(found.question, least.method, least.placement, least.wire)
     return lines + ([f"  {change}" for change in changes] or [NOTHING])
