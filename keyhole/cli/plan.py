@@ -36,12 +36,14 @@ def plan(
 
     Example: keyhole plan meta-llama/Llama-3.1-8B --gpu 24GiB --ram 64GiB --tokens 4x1024
     """
+    from keyhole.training.plan_request import Asked, check_plan
+
+    request = check_plan(Asked(model, overrides or [], gpu, ram, link, tokens, steps, machine, measure, page))
     from keyhole.plan.recommend import recommended
     from keyhole.plan.table import rows
-    from keyhole.training.planning import Asked, ask
+    from keyhole.training.planning import ask
 
-    asked = Asked(model, overrides or [], gpu, ram, link, tokens, steps, machine, measure)
-    found = ask(asked, note)
+    found = ask(request, note)
     table = rows(found.question)
     chosen = recommended(table)
     if page is not None:
@@ -68,6 +70,7 @@ def _write_page(path: Path, found: Any, table: list[Any], chosen: Any) -> None:
         raise UserError(f"--page: {path} cannot be written: {error.strerror or error}") from error
 
 
+NOTHING = "  nothing that is known here: more memory is needed"
 HEAD = (
     "",
     "method",
@@ -119,9 +122,25 @@ def _end(found: Any, table: list[Any], chosen: Any) -> list[str]:
     lines = [steps]
     if chosen is not None:
         lines.append(f"take: {settings_of(chosen, found.question)}: {reason(chosen, table, found.question)}")
-    if found.method is not None and asked and not asked[0].fits or chosen is None:
-        method, placement = (found.method or table[0].method), (found.placement or "resident")
-        lines.append(f"method={method} placement={placement} does not fit; what would, cheapest first:")
-        changes = cheapest_changes(found.question, method, placement, found.wire)
-        lines += [f"  {change}" for change in changes] or ["  nothing that is known here: more memory is needed"]
+    if found.method is not None and asked and not asked[0].fits:
+        lines.append(f"method={found.method} placement={found.placement} does not fit; what would, cheapest first:")
+        changes = cheapest_changes(found.question, found.method, str(found.placement), found.wire)
+        lines += [f"  {change}" for change in changes] or [NOTHING]
+    elif chosen is None:
+        lines += _least(table, found)
     return lines
+
+
+def _least(table: list[Any], found: Any) -> list[str]:
+    """Where nothing fits and nothing in particular was asked for: the row that needs the least, and what would do."""
+    from keyhole.plan.changes import cheapest_changes
+    from keyhole.plan.recommend import settings_of
+
+    least = min(table, key=lambda row: (row.gpu_bytes, row.host_bytes))
+    lines = [
+        f"nothing fits; the least GPU memory is that of {settings_of(least, found.question)}: "
+        f"{least.gpu_bytes / GIB:.2f} GiB, with {least.host_bytes / GIB:.1f} GiB of host memory. "
+        "Changes of it that would fit, cheapest first:"
+    ]
+    changes = cheapest_changes(found.question, least.method, least.placement, least.wire)
+    return lines + ([f"  {change}" for change in changes] or [NOTHING])

@@ -7,7 +7,7 @@
 
 First every model is scored as it is (zero-shot), then every point of every grid is run with the first seed (with all
 seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read before the
-first run: a mistake in the last one is found at once.
+first run, with the rows that each seed draws, and before anything is written: a mistake in the last is found at once.
 
 Started again, the comparison goes on: a run with a result is not repeated (unless the data, the task file or the result
 itself changed, which is said), one that was interrupted goes on from its
@@ -45,6 +45,7 @@ from keyhole.eval.rows import BATCH_TOKENS, PASSES
 from keyhole.machine.probe import environment
 from keyhole.machine.text import duration, without_controls
 from keyhole.methods.base import Workload
+from keyhole.training import rundir
 from keyhole.training.lock import locked
 from keyhole.training.signals import EXIT_INTERRUPTED
 from keyhole.training.start import Parts, train
@@ -53,6 +54,7 @@ from keyhole.training.waiting import Waiting
 
 MARKER = "comparison.json"
 FORMAT = 1
+FAILED = 1  # exit code
 MOST_MARKER_BYTES = 2**20
 ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs go on
 
@@ -65,7 +67,8 @@ def compare(
     dry_run: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Runs what is not done yet and returns the exit code: 0, or 130 when interrupted. retry: failed runs too."""
+    """Runs what is not done yet and returns the exit code: 0, FAILED when a run of the table failed, now or before, or
+    130 when interrupted. retry: failed runs too."""
     kept = Kept()
     groups, warnings = plan(comparison, kept.model_hash)
     for warning in warnings:
@@ -76,15 +79,18 @@ def compare(
             for trial in group.trials.values():
                 say(f"{trial.id}: {trial.label}")
         return 0
-    kept.day = _take(root, comparison)
+    _inspect(root)
+    kept.day = _day(root / MARKER)
+    execution = Execution(comparison, groups, kept, root, retry, allow_code_execution, say)
+    execution.read_tasks()
+    _take(root, comparison, kept.day)
     with locked(root / "runs" / "lock") as lock:
         lock.take()
-        return Execution(comparison, groups, kept, root, retry, allow_code_execution, say).go()
+        return execution.go()
 
 
-def _take(root: Path, comparison: Comparison) -> str:
-    """Makes the directory ours, and returns the day on which it began to be; one with somebody else's files is
-    refused."""
+def _inspect(root: Path) -> None:
+    """Refuses a directory with somebody else's files, and one that cannot be written to."""
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir: {root} is a file; choose a directory")
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -92,14 +98,17 @@ def _take(root: Path, comparison: Comparison) -> str:
         raise UserError(
             f"output_dir: {root} holds files that no comparison wrote (such as {strangers[0]}); choose a new directory"
         )
+    rundir.try_place(root)
+
+
+def _take(root: Path, comparison: Comparison, day: str) -> None:
+    """Makes the directory ours. day: on which it began to be."""
     try:
         (root / "runs").mkdir(parents=True, exist_ok=True)
-        day = _day(root / MARKER)
         about = {"format": FORMAT, "title": comparison.title, "source": comparison.source, "day": day}
         write_text(root / MARKER, json.dumps(about) + "\n")
     except OSError as error:
         raise UserError(f"output_dir: cannot write to {root}: {error.strerror}") from error
-    return day
 
 
 def _day(marker: Path) -> str:
@@ -134,7 +143,6 @@ class Execution:
         total = sum(len(group.points) for group in self.groups) + len(self.groups) * (len(seeds) - 1)
         if self.comparison.choose_by != "first-seed":
             total = sum(len(group.trials) for group in self.groups)
-        self._read_tasks()
         self._recall()
         left = f"{total} runs, {len(self.results)} done" if self.results else f"{total} runs"
         self.say(f"{self.comparison.title}: {left}; everything goes to {self.root}/")
@@ -149,7 +157,17 @@ class Execution:
         self._write()
         self.say((self.root / "table.md").read_text(encoding="utf-8"))
         self.say(f"page: {self.root / 'report.html'}")
-        return 0
+        return self._code()
+
+    def _code(self) -> int:
+        """FAILED where a run of the table failed, which is said; 0 otherwise."""
+        results = [*self.results.values(), *self.zero_shot.values()]
+        count = sum(result.error is not None for result in results)
+        if count:
+            self.say(
+                f"{count} of {len(results)} runs failed, zero-shot included: table.md says why, --retry repeats them"
+            )
+        return FAILED if count else 0
 
     def _recall(self) -> None:
         """What was done before: the results of all runs of the plan."""
@@ -190,12 +208,13 @@ class Execution:
                 else:
                     yield group.trials[point, seed]
 
-    def _read_tasks(self) -> None:
-        """All data: mistakes in a task are found before hours of training, and the ids of runs name their data."""
+    def read_tasks(self) -> None:
+        """All data, as every seed draws them: mistakes in a task are found before hours of training, and the ids of
+        runs name their data."""
         for group in self.groups:
-            trial = next(iter(group.trials.values()))
-            data = self.kept.load_data(data_settings(trial.config))
-            Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution).check()
+            for seed in self.comparison.seeds:
+                data = self.kept.load_data(data_settings(group.trials[group.points[0], seed].config))
+                Judge(data.dev, data.test, allow_code_execution=self.allow_code_execution).check()
         self.groups = [with_data(group, self._data_hash) for group in self.groups]
 
     def _data_hash(self, config: TrainConfig) -> str:

@@ -12,8 +12,8 @@
     output_dir: out
 
 A method's name is the method itself, unless its settings say `method: ...`; a task's likewise (`task: ...`), so that a
-file can compare one method with itself (names.py). Settings are those of `keyhole train` (docs/config.md), sections
-included.
+file can compare one method with itself (names.py). A task file, dir/plants.yaml, is called plants, as everywhere.
+Settings are those of `keyhole train` (docs/config.md), sections included.
 Where several places set one, the command line counts most, then the method, the task, and `common`. A setting that is a
 list by nature (lora.target_modules) is a grid where it is a list of lists.
 
@@ -35,6 +35,7 @@ from keyhole.config.faults import Finding, nearest, refuse
 from keyhole.config.fields import settings
 from keyhole.config.loader import COMMAND_LINE, LocatedNode, compose, open_sections, parse_override, read_text
 from keyhole.config.types import is_null, show
+from keyhole.data.tasks.spec import task_name
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
 
@@ -208,24 +209,38 @@ def _named(
     if (entry := nodes.get(key)) is not None:
         if isinstance(entry.node, yaml.MappingNode):
             named = keys(entry.node, key, faults)
-            check_names(key, [name for name, _, _ in named], entry.where, faults)
+            check_names(key, [_called(key, name) for name, _, _ in named], entry.where, faults)
             for name, node, where in named:
-                known[name] = _settings(LocatedNode(node, where), faults)
+                found = _settings(LocatedNode(node, where), faults)
                 own = key.removesuffix("s")  # tasks may say `task`, methods `method`
-                refuse_misplaced(known[name], f"under `{printable(name)}`", (own,), faults)
+                refuse_misplaced(found, f"under `{printable(name)}`", (own,), faults)
+                known[_called(key, name)] = ({} if "train_data" in found else _file_entry(key, name)) | found
         elif (words := _words(entry.node)) is not None:
-            check_names(key, words, entry.where, faults)
-            known = {name: {} for name in words}
+            check_names(key, [_called(key, name) for name in words], entry.where, faults)
+            known = {_called(key, name): _file_entry(key, name) for name in words}
         else:
             faults.append(Finding(key, f"found {show(entry.node)}, expected names", entry.where))
     asked = _split(picked.get(key, ""))
-    check_names(key, asked, COMMAND_LINE, faults)
+    check_names(key, [_called(key, name) for name in asked], COMMAND_LINE, faults)
     for name in asked if not may_add else []:
         if name not in known:
             faults.append(Finding(key, f"`{name}` is not in the file, which has {', '.join(known)}", COMMAND_LINE))
     if not (asked or known) and len(faults) == before:
         faults.append(Finding(key, "missing; there is nothing to compare"))
-    return {name: known.get(name, {}) for name in asked} if asked else known
+    chosen = {_called(key, name): known.get(_called(key, name), {}) | _file_entry(key, name) for name in asked}
+    return chosen if asked else known
+
+
+def _called(key: str, name: str) -> str:
+    """What tables call it: a task file by its name without directory and suffix."""
+    return task_name(name) if key == "tasks" else name
+
+
+def _file_entry(key: str, name: str) -> Entries:
+    """The setting `task`, where the name is that of a task file; {} otherwise."""
+    if _called(key, name) == name:
+        return {}
+    return {"task": LocatedNode(yaml.ScalarNode("tag:yaml.org,2002:str", name), "")}
 
 
 def _seeds(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[Finding]) -> list[int]:

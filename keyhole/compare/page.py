@@ -79,11 +79,20 @@ def _lead(cells: Sequence[Cell]) -> str:
         start = (
             "" if before is None or before.mean is None else f", from {number(before.metric, before.mean)} untrained"
         )
-        said.append(
-            f"<b>{escape(task)}</b>: {escape(best.method)} leads with {escape(shown(best))} "
-            f"{escape(best.metric or '')}{start}"
-        )
+        said.append(f"<b>{escape(task)}</b>: {_leader(best, own)} {escape(best.metric or '')}{start}")
     return "; ".join(said) + "." if said else "No run is finished yet."
+
+
+def _leader(best: Cell, cells: Sequence[Cell]) -> str:
+    """Who leads, with what; methods with the same number, as it is published, lead together, or nobody does."""
+    trained = [cell for cell in cells if cell.mean is not None and cell.method != ZERO_SHOT]
+    value = number(best.metric, best.mean)
+    equal = [cell.method for cell in trained if number(cell.metric, cell.mean) == value]
+    if len(equal) == 1:
+        return f"{escape(best.method)} leads with {escape(shown(best))}"
+    if len(equal) == len(trained):
+        return f"no method leads, all {len(equal)} have {escape(value)}"
+    return f"{escape(', '.join(equal[:-1]))} and {escape(equal[-1])} lead with {escape(value)}"
 
 
 def _table(cells: Sequence[Cell], colours: Mapping[str, int]) -> str:
@@ -122,8 +131,10 @@ def _cell(cell: Cell | None, best: Cell | None, cells: Sequence[Cell]) -> str:
     share = 1.0 if high == low else (cell.mean - low) / (high - low)
     share = 1 - share if lower_is_better(cell.metric or "") else share
     spread = "" if cell.spread is None else f"<i>± {escape(number(cell.metric, cell.spread))}</i>"
-    mark = " class='best'" if cell is best else ""
+    first = best is not None and number(cell.metric, cell.mean) == number(best.metric, best.mean)
+    mark = " class='best'" if first and cell.method != ZERO_SHOT else ""
     more = f"<span class='warn' title='{escape('; '.join(cell.errors)[:400])}'>!</span>" if cell.errors else ""
+    more += f"<small>{cell.partial}</small>" if cell.partial else ""
     bar = f"<span class='bar'><span style='width:{6 + 94 * share:.0f}%'></span></span>"
     return f"<td{mark}><b>{escape(number(cell.metric, cell.mean))}</b>{spread}{more}{bar}</td>"
 

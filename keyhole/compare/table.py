@@ -4,6 +4,7 @@
               (choose_by); of equal ones the first in the file. Runs that failed are no candidates
     mean      of test over the seeds of that point           spread    its standard deviation (n - 1); none for one seed
 
+A mean over fewer seeds than were asked for says so: `88.4 (1 of 3 seeds)`.
 Test questions are never used to choose.
 """
 
@@ -44,11 +45,18 @@ class Cell:
     runs: list[Result] = field(default_factory=list)  # of the chosen point, one per seed
     grid: list[Result] = field(default_factory=list)  # all that were run
     missing: int = 0  # runs of the grid that are not done
+    seeds: int = 1  # that were asked for
 
     @property
     def errors(self) -> list[str]:
         """What went wrong, each once."""
         return list(dict.fromkeys(result.error for result in [*self.grid, *self.runs] if result.error))
+
+    @property
+    def partial(self) -> str:
+        """`1 of 3 seeds`, where the mean is not that of all seeds; "" otherwise."""
+        have = sum(result.test is not None for result in self.runs if not result.error)
+        return f"{have} of {self.seeds} seeds" if self.mean is not None and have < self.seeds else ""
 
 
 def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
@@ -72,7 +80,8 @@ def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str)
 def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
     """The cell of a group, from what is done so far."""
     seeds = comparison.seeds
-    cell = Cell(group.model, group.task, group.method, choose(group, seeds, results, comparison.choose_by))
+    chosen = choose(group, seeds, results, comparison.choose_by)
+    cell = Cell(group.model, group.task, group.method, chosen, seeds=len(seeds))
     cell.grid = [results[trial.id] for trial in group.trials.values() if trial.id in results]
     first = [group.trials[point, seeds[0]] for point in group.points]
     cell.missing = sum(trial.id not in results for trial in first)
@@ -112,10 +121,10 @@ def number(metric: str | None, value: float | None) -> str:
 
 
 def shown(cell: Cell) -> str:
-    """`88.4 ± 0.3`, or why there is no number."""
+    """`88.4 ± 0.3`, with a mark where seeds are missing or failed, or why there is no number."""
     if cell.mean is not None:
         spread = "" if cell.spread is None else f" ± {number(cell.metric, cell.spread)}"
-        return number(cell.metric, cell.mean) + spread
+        return number(cell.metric, cell.mean) + spread + (f" ({cell.partial})" if cell.partial else "")
     if cell.missing:
         return "..."
     return "failed" if cell.errors else "-"
@@ -147,7 +156,11 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
         tasks = list(dict.fromkeys(cell.task for cell in own))
-        columns = [*tasks, "mean"] if len(tasks) > 1 else tasks
+        metrics = {
+            task: next((cell.metric for cell in own if cell.task == task and cell.metric), None) for task in tasks
+        }
+        columns = [task if metrics[task] is None else f"{task} ({metrics[task]})" for task in tasks]
+        columns += ["mean"] if len(tasks) > 1 else []
         parts += [f"## {_plain(model)}", "", _line(["method", *columns])]
         parts.append(_line(["---", *["---:"] * len(columns)]))
         for method in dict.fromkeys(cell.method for cell in own):
@@ -158,6 +171,8 @@ def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
     parts.append(_line(["---"] * 4 + ["---:"] * 5))
     for cell in cells:
         dev, test = number(cell.dev_metric, cell.dev_mean), shown(cell)
+        dev += "" if cell.dev_mean is None or cell.dev_metric == cell.metric else f" {cell.dev_metric}"
+        test += "" if cell.mean is None else f" {cell.metric}"
         size = "-" if cell.gpu_gib is None else f"{cell.gpu_gib:.2f}"
         seconds = "-" if cell.seconds is None else f"{cell.seconds:.1f}"
         counts = f"{len({result.id for result in [*cell.grid, *cell.runs]})}"

@@ -78,7 +78,8 @@ def describe(data: Dataset, order: np.ndarray, batch_size: int, padding: Padding
     shapes = len(set(zip(rows.tolist(), padded.tolist(), strict=True)))
     how = f"multiples of {padding.multiple} tokens" if padding.multiple > 1 else "the longest row of each batch"
     why = "null" if asked is None else asked
+    count = "1 shape" if shapes == 1 else f"{shapes:,} shapes"
     return (
-        f"padding: to {how} (pad_to_multiple_of={why}), {shapes} shapes of batches per epoch; "
+        f"padding: to {how} (pad_to_multiple_of={why}), {count} of batches per epoch; "
         f"{1 - real / whole:.1%} of the tokens are padding, {1 - real / ragged:.1%} without the multiples"
     )

@@ -1,7 +1,7 @@
 """Whether what the data settings name is there: files, tasks, a chat template. Asked before torch is imported.
 
-No row is read and no request is made, so it takes milliseconds: who mistyped a path hears of it at once. The readers
-look again when they read.
+Also whether the loss is one that the tasks have. No row is read and no request is made, so it takes milliseconds: who
+mistyped a path hears of it at once. The readers look again when they read.
 """
 
 from keyhole.data.files import resolve
@@ -9,10 +9,13 @@ from keyhole.data.settings import DataSettings
 from keyhole.data.tasks.names import check_names, listed_names, own_splits
 from keyhole.data.tasks.parse import read_spec
 from keyhole.data.tasks.places import find_splits
+from keyhole.data.tasks.spec import CHOICE
+from keyhole.errors import UserError
 
 
 def check_sources(settings: DataSettings) -> None:
-    """Refuses files, patterns and folders that are not there, and tasks that nobody knows."""
+    """Refuses files, patterns and folders that are not there, tasks that nobody knows, and a loss that a task does not
+    have."""
     for source in (settings.train_data, settings.eval_data):
         if source:
             resolve([source] if isinstance(source, str) else source)
@@ -22,4 +25,8 @@ def check_sources(settings: DataSettings) -> None:
         check_names(names, settings.task_splits)
     for name in names:
         spec = read_spec(name)
+        if settings.loss == "candidates" and spec.kind != CHOICE and name in listed_names(settings.task):
+            raise UserError(
+                f"loss: candidates needs a choice; the answers of task {spec.name} are free text: set loss=tokens"
+            )
         find_splits(spec, settings.task_data, own_splits(settings.task_splits, spec.name))

@@ -13,13 +13,12 @@ class StepNumbers:
     """The rate, the step (for random bits) and a decay of moments."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lr, self.minus_lr, self.beta = (torch.zeros((), device=device) for _ in range(3))
+        self.lr, self.beta = (torch.zeros((), device=device) for _ in range(2))
         self.step = torch.zeros((), dtype=torch.int32, device=device)
 
     def set(self, lr: float, step: int, beta: float = 0.0) -> None:
         """For the launches that follow."""
         self.lr.fill_(lr)
-        self.minus_lr.fill_(-lr)
         self.beta.fill_(beta)
         self.step.fill_(step if step < 2**31 else step - 2**32)
 

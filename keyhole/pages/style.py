@@ -22,7 +22,7 @@ color:var(--soft)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{padding:10px 14px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap;vertical-align:top}
 tbody tr:last-child>*{border-bottom:0}thead th{font-size:13px;font-weight:600;color:var(--soft)}
-thead small{display:block;font-weight:400;font-size:11px}
+thead small,td small{display:block;font-weight:400;font-size:11px}
 th:first-child,.left{text-align:left}tbody th{font-weight:600}
 th:first-child{position:sticky;left:0;background:var(--card)}
 td b{font-size:16px;font-weight:600}td i{font-style:normal;color:var(--soft);font-size:12px;margin-left:5px}

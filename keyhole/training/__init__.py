@@ -18,6 +18,7 @@ validation.py    loss and perplexity on held-out data
 journaling.py    the journal of a zeroth-order run, while it trains
 saving.py        when a checkpoint is written, whether the disk has room, and what happens when it fails
 signals.py       SIGINT, SIGTERM, SIGHUP: finish the step, save, leave
+plan_request.py  what was typed after `keyhole plan`, checked before torch is imported
 planning.py      the question behind `keyhole plan`, and the pace that a run is compared with
 start_block.py   the lines that say what was decided
 display.py       lines and the progress bar

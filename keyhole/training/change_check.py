@@ -7,6 +7,9 @@ SAMPLE elements of each, evenly spaced, are kept on the host (8 KiB a tensor in 
 bit after CHECK_STEPS steps whose rate was not 0. Gradient methods move only those rows of the embedding that
 a batch uses, so its sample is taken from rows of the first batch. A tensor whose sample has not
 changed may have changed elsewhere: hence a warning, not an error.
+
+The bias of the keys of attention is a special case. It adds the same number, q b, to every score of a query, and a
+softmax does not see it: its gradient is 0, or rounding. Where positions turn keys (rotary embeddings) it does matter.
 """
 
 from collections.abc import Iterable
@@ -18,6 +21,7 @@ from keyhole.model.model import Model
 SAMPLE = 4096
 CHECK_STEPS = 3
 NAMED = 5
+KEY_BIASES = (".key.bias", ".k_proj.bias", ".k_lin.bias", ".k.bias")  # of BERT and its kin, OPT, DistilBERT, MPNet
 
 
 class ChangeCheck:
@@ -52,10 +56,18 @@ class ChangeCheck:
 
     def verdict(self, steps: int) -> str:
         """The line for the user after so many steps."""
-        (unchanged, share), count, dtype = self.unchanged(), len(self.before), self.model.dtype
+        (still, share), count, dtype = self.unchanged(), len(self.before), self.model.dtype
         percent = f"{100 * share:.1f} % of the sampled weights changed"
+        without = [] if _turns_keys(self.model) else [name for name in still if name.endswith(KEY_BIASES)]
+        unchanged = [name for name in still if name not in without]
         if not unchanged:
-            return f"check: all {count} trained tensors changed within {steps} steps ({percent})"
+            end = f" within {steps} steps ({percent})"
+            if not without:
+                return f"check: all {count} trained tensors changed{end}"
+            biases = "bias" if len(without) == 1 else f"{len(without)} biases"
+            return (
+                f"check: all trained tensors changed{end}, but for the {biases} of keys, which no attention depends on"
+            )
         names = ", ".join(unchanged[:NAMED]) + (
             f", and {len(unchanged) - NAMED} more" if len(unchanged) > NAMED else ""
         )
@@ -65,6 +77,11 @@ class ChangeCheck:
             why += "; raise learning_rate, or set dtype=float32"
         head = f"warning: {len(unchanged)} of {count} trained tensors did not change in {steps} steps"
         return f"{head} ({names}): {why}. {percent}"
+
+
+def _turns_keys(model: Model) -> bool:
+    """Whether the model has rotary embeddings."""
+    return any("rotary" in name.lower() for name, _ in model.module.named_modules())
 
 
 def sample(tensor: torch.Tensor, rows_R: torch.Tensor | None = None) -> torch.Tensor:

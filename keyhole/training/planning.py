@@ -1,7 +1,6 @@
 """The question behind `keyhole plan`, from what was typed; and the prediction that a run is compared with.
 
-MODEL is a directory (config.json is enough), a hub id, or demo; CONFIG is a YAML file or a recipe, and brings batches,
-length, dtype, steps, and the settings of every method. The machine is, in this order:
+What was typed has been checked before (plan_request.py). The machine is, in this order:
 
     --machine NAME   an estimate (plan/profiles.py)
     here             where there is a GPU: measured once and kept (plan/measure.py)
@@ -9,9 +8,7 @@ length, dtype, steps, and the settings of every method. The machine is, in this 
     here             the CPU alone
 """
 
-import json
 import os
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,15 +16,10 @@ from typing import Any
 
 import torch
 
-from keyhole import assets
-from keyhole.config import TrainConfig
-from keyhole.config.loader import load_config, parse_config
-from keyhole.config.recipes import find_config, recipes
-from keyhole.errors import UserError
 from keyhole.loading import choose_device
 from keyhole.machine.host import host_memory
 from keyhole.machine.rates import Rates
-from keyhole.machine.sizes import GIB, Bytes, about
+from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
 from keyhole.methods.base import Room
 from keyhole.methods.work import experts_share
@@ -36,29 +28,13 @@ from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
 from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
 from keyhole.plan.measure import known, rates_of
-from keyhole.plan.profiles import PROFILES, profile
+from keyhole.plan.profiles import PROFILES
 from keyhole.plan.seconds import step_seconds
 from keyhole.plan.table import Question
+from keyhole.training.plan_request import DEFAULT, PlanRequest
 
-HERE = "here"
 RESERVE_BYTES = GIB  # of a card: the CUDA context and the desktop
 USABLE = 0.95  # of what is free
-DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What was typed."""
-
-    model: str
-    overrides: Sequence[str] = ()
-    gpu: str | None = None
-    ram: str | None = None
-    link: str | None = None
-    tokens: str | None = None
-    steps: int | None = None
-    machine: str | None = None
-    measure: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,13 +49,12 @@ class Found:
     wire: str | None = None
 
 
-def ask(asked: Asked, say: Callable[[str], None] = lambda text: None) -> Found:
-    """Reads config and model, and finds out about the machine."""
-    config, is_config = _config(asked)
-    rates, device, gpu_bytes, ram_bytes = _machine(asked, config, say)
-    batch, length = _tokens(asked.tokens, config)
+def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) -> Found:
+    """Reads the model's config, and finds out about the machine."""
+    asked, config, batch, length = request.asked, request.config, request.batch, request.length
     hf_config = read_config(config.model)
-    named = is_config or any(word.startswith("method=") for word in asked.overrides)
+    rates, device, gpu_bytes, ram_bytes = _machine(request, say)
+    named = request.is_config or any(word.startswith("method=") for word in asked.overrides)
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, choice.dtype)
     question = Question(
@@ -102,82 +77,48 @@ def ask(asked: Asked, say: Callable[[str], None] = lambda text: None) -> Found:
         f"model: {type(module).__name__}, {numel:,} parameters, {NAMES[choice.dtype]} ({choice.reason})",
         *rates.lines(),
         f"room: {room}{about(ram_bytes)} of host memory",
-        f"step: {question.accumulation} x {batch} x {length} tokens",
+        _step_line(question),
     ]
     title = f"{os.path.basename(os.path.normpath(asked.model))} on {rates.name}"
     wanted = (config.method, config.placement, config.wire) if named else (None, None, None)
     return Found(question, title, lines, *wanted)
 
 
-def _config(asked: Asked) -> tuple[TrainConfig, bool]:
-    """The config, and whether it was one that was named (else it is made around the model)."""
-    named = asked.model
-    is_file = os.path.isfile(named)
-    if (is_file and not named.endswith(".json")) or named.removesuffix(".yaml") in recipes():
-        return load_config(find_config(named)[0], asked.overrides)[0], True
-    if is_file:  # a config.json itself
-        named = os.path.dirname(os.path.abspath(named))
-    model = assets.locate(os.path.expanduser(named), assets.MODEL)
-    method = next(row.name for row in METHODS.values() if row.sweep == "reverse")
-    made = {"model": model, "method": method, "output_dir": "not-written", "train_data": "not-read", **DEFAULT}
-    return parse_config(json.dumps(made), asked.overrides, source="plan", where="")[0], False
+def _step_line(question: Question) -> str:
+    """`step: 4 samples of 1,024 tokens`, or how many micro-batches of them."""
+    samples = f"{question.batch:,} {'sample' if question.batch == 1 else 'samples'} of {question.length:,} tokens"
+    count = question.accumulation
+    return f"step: {samples}" if count == 1 else f"step: {count:,} micro-batches, each {samples}"
 
 
-def _tokens(text: str | None, config: TrainConfig) -> tuple[int, int]:
-    if text is None:
-        return config.batch_size, config.max_length or DEFAULT["max_length"]
-    match = re.fullmatch(r"(\d{1,6})x(\d{1,8})", text.strip().lower())
-    if match is None or not (int(match[1]) and int(match[2])):
-        raise UserError(f"--tokens: found {text!r}, expected samples x tokens, such as 4x1024")
-    return int(match[1]), int(match[2])
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return int(Bytes.parse(text))
-    except ValueError as error:
-        raise UserError(f"{option}: {text!r} is not {error}") from error
-
-
-def _rate(text: str) -> float:
-    size = text.strip().removesuffix("/s")
-    try:
-        return float(Bytes.parse(size))
-    except ValueError as error:
-        raise UserError(f"--link: {text!r} is no rate, such as 25GB/s") from error
-
-
-def _machine(
-    asked: Asked, config: TrainConfig, say: Callable[[str], None]
-) -> tuple[Rates, torch.device | None, int | None, int]:
+def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, torch.device | None, int | None, int]:
     """Its rates, its device where it is this one, and the GPU and host memory that may be used."""
-    gpu = asked.gpu or (str(config.gpu_memory) if config.gpu_memory is not None else None)
-    gpu_bytes = None if gpu is None else _bytes("--gpu", gpu)
+    gpu_bytes, estimate = request.gpu_bytes, request.machine
     device: torch.device | None = None
-    name = asked.machine
-    if name is None or name == HERE:
-        device = choose_device(config.device)
-        if device.type == "cpu" and gpu_bytes is not None and name is None:
+    if estimate is None:
+        device = choose_device(request.config.device)
+        if device.type == "cpu" and gpu_bytes is not None and not request.is_here:
             large = [key for key, rates in PROFILES.items() if (rates.gpu_bytes or 0) >= gpu_bytes]
             name, device = large[0] if large else list(PROFILES)[-1], None
+            estimate = PROFILES[name]
             say(f"there is no GPU here: planned for --machine {name}, the smallest that has {about(gpu_bytes)}")
-    if device is None:
-        rates = profile(str(name))
+    if estimate is not None:
+        rates = estimate
         gpu_bytes = (rates.gpu_bytes or 0) - RESERVE_BYTES if gpu_bytes is None else gpu_bytes
         ram_bytes = int(USABLE * rates.host_bytes)
     else:
-        rates = rates_of(device, asked.measure, say)
+        rates = rates_of(device, request.asked.measure, say)
         if device.type == "cuda":
             free = int(USABLE * torch.cuda.mem_get_info(device)[0])
             gpu_bytes = free if gpu_bytes is None else gpu_bytes
         else:
             gpu_bytes = None
         ram_bytes = host_memory().available_bytes
-    if asked.ram is not None:
-        ram_bytes = _bytes("--ram", asked.ram)
+    if request.ram_bytes is not None:
+        ram_bytes = request.ram_bytes
         rates = replace(rates, host_bytes=ram_bytes)
-    if asked.link is not None:
-        rates = rates.with_link(_rate(asked.link))
+    if request.link is not None:
+        rates = rates.with_link(request.link)
     return rates, device, gpu_bytes, ram_bytes
 
 

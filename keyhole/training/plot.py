@@ -1,7 +1,8 @@
 """run/loss.png: the loss per step, its running mean, and the evaluations; beside it the metrics of the tasks, if any.
 
 A zeroth-order loss is noisy, so the single steps are drawn faint and the mean over the last 2 % of the run
-(at least five steps) in full. matplotlib is imported here only, without a window.
+(at least five steps) in full. Names of many tasks stand right of their plot, in columns, and the picture is wider.
+matplotlib is imported here only, without a window.
 """
 
 import importlib.util
@@ -9,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.disk.files import replacing
+from keyhole.machine.text import printable
 from keyhole.training.metrics import read_metrics
+
+MOST_INSIDE, NAMES_PER_COLUMN = 12, 20
+COLUMN_WIDTH, MOST_NAME = 3.2, 40  # inches, characters
 
 
 def running_mean(values: list[float], window: int) -> list[float]:
@@ -46,7 +51,8 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
 
     metrics_of_tasks = task_curves(entries)
     panels = 2 if metrics_of_tasks else 1
-    figure = Figure(figsize=(8 * panels, 4.5), dpi=120, layout="constrained")
+    columns = -(-len(metrics_of_tasks) // NAMES_PER_COLUMN) if len(metrics_of_tasks) > MOST_INSIDE else 0
+    figure = Figure(figsize=(8 * panels + COLUMN_WIDTH * columns, 4.5), dpi=120, layout="constrained")
     axes, *others = figure.subplots(1, panels, squeeze=False)[0]
     x, y = zip(*steps, strict=True)
     window = max(5, len(steps) // 50)
@@ -60,10 +66,11 @@ def plot_loss(metrics: Path, picture: Path, title: str) -> bool:
     for beside in others:
         for name, points in metrics_of_tasks.items():
             style = {"marker": "*", "markersize": 12, "linestyle": ""} if name.startswith("test") else {"marker": "o"}
-            beside.plot(*zip(*points, strict=True), label=name, **style)
+            beside.plot(*zip(*points, strict=True), label=printable(name, MOST_NAME), **style)
         beside.set(xlabel="step", title="metrics of the tasks")
         beside.grid(alpha=0.3)
-        beside.legend()
+        outside = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0), "ncols": columns, "fontsize": "small"}
+        beside.legend(**outside if columns else {})
     with replacing(picture) as file:
         FigureCanvasAgg(figure).print_png(file)
     return True

@@ -8,15 +8,16 @@
       run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
       run/lock             held by the process that writes here (lock.py)
 
-Nothing that is not ours is written over, and nothing of ours without --resume. `inspect` changes nothing; the directory
-is made (`open_run`) only when data and model have turned out to be good. Then the lock is held, so everything that was
-inspected without it is inspected again: another process may have made a run here meanwhile. In run/ only regular files
-and directories are accepted: through a link a run would write elsewhere.
+Nothing that is not ours is written over, and nothing of ours without --resume. `inspect` leaves everything as it is;
+the directory is made (`open_run`) only when data and model have turned out to be good. Then the lock is held, so
+everything that was inspected without it is inspected again: another process may have made a run here meanwhile. In run/
+only regular files and directories are accepted: through a link a run would write elsewhere.
 """
 
 import json
 import os
 import re
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +114,7 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
     found = RunDir(Path(output_dir))
     _check_place(found.root)
     if not os.path.lexists(found.root):
+        try_place(found.root)
         return found
     if not found.root.is_dir():
         raise UserError(f"output_dir: {found.root} is a file; choose a directory")
@@ -129,6 +131,7 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
             f"output_dir: {found.root} holds a run already ({found.holds}); go on from there with --resume, "
             "or choose another output_dir"
         )
+    try_place(found.root)
     return found
 
 
@@ -156,6 +159,19 @@ def _check_place(root: Path) -> None:
         raise UserError(
             f"output_dir: {place} cannot be written to (read-only, or not yours); choose another output_dir"
         )
+
+
+def try_place(root: Path) -> None:
+    """Makes a directory in the nearest directory that exists, and removes it again. Permissions alone do not say that
+    it can be written to: those of /proc let root write."""
+    place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".keyhole-", dir=place))
+    except OSError as error:
+        raise UserError(
+            f"output_dir: {place} cannot be written to: no directory can be made in it ({error.strerror}); choose "
+            "another output_dir"
+        ) from error
 
 
 def _refuse_links(run: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_config_brings_its_settings(directory: Path, tmp_path: Path, capsys: p
     )
     assert main(["plan", str(config), "--machine", "laptop", "--gpu", "100MiB"]) == 0
     told = capsys.readouterr().out
-    assert "step: 1 x 8 x 2048 tokens" in told
+    assert "step: 8 samples of 2,048 tokens" in told
     assert "method=lomo placement=resident does not fit; what would, cheapest first:" in told
 
 
@@ -66,3 +66,14 @@ def test_mistakes_are_named(directory: Path, options: list[str], says: str, caps
     """One line, exit code 2."""
     assert main(["plan", str(directory), *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_where_nothing_fits_no_row_is_blamed_that_nobody_asked_for(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row that needs the least is named as what it is; steps of several micro-batches are told apart."""
+    words = ["--machine", "laptop", "--gpu", "1MiB", "--ram", "1MiB", "gradient_accumulation_steps=3"]
+    assert main(["plan", str(directory), *words]) == 0
+    told = capsys.readouterr().out
+    assert "nothing fits; the least GPU memory is that of method=" in told and "does not fit" not in told
+    assert "step: 3 micro-batches, each 4 samples of 1,024 tokens" in told

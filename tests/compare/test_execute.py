@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from keyhole.compare import kept as kept_module
-from keyhole.compare.execute import compare
+from keyhole.compare.execute import FAILED, compare
 from keyhole.compare.file import read_comparison
 from keyhole.compare.result import Result, read_result, write_result
+from keyhole.data.loader import order
 from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
@@ -143,12 +144,12 @@ def test_a_failing_run_is_recorded_and_the_others_go_on(tmp_path: Path, monkeypa
     path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
     with monkeypatch.context() as patch:
         patch.setattr(loop.Run, "step", step)
-        assert run(path, out, "seeds=0") == 0
+        assert run(path, out, "seeds=0") == FAILED
     adamw, lomo = cell(out, "adamw"), cell(out, "lomo")
     assert adamw["errors"] == ["step 2: the loss is nan", "MemoryError"] and adamw["mean"] is None
     assert lomo["errors"] == ["ZeroDivisionError: oh"] and lomo["chosen"] == [["learning_rate", "1e-4"]]
     assert "the loss is nan" in (out / "table.md").read_text() and "failed" in (out / "report.html").read_text()
-    assert run(path, out, "seeds=0") == 0
+    assert run(path, out, "seeds=0") == FAILED, "also when the failure is one of before"
     assert cell(out, "adamw") == adamw, "it would fail again, so it is not run again"
     assert not cell(out, "lomo")["errors"]
     assert run(path, out, "seeds=0", retry=True) == 0
@@ -160,13 +161,29 @@ def test_mistakes_are_found_before_the_first_run(tmp_path: Path) -> None:
     out, other = tmp_path / "o", f"tasks: {{demo: , sst2: {{task_data: {tmp_path}}}}}"
     with pytest.raises(UserError, match="no folder sst2/"):
         run(write(tmp_path / "a.yaml", TEXT.replace("tasks: [demo]", other)), out)
-    assert not (out / "results").exists()
+    assert not out.exists(), "nothing is written before the tasks are read"
     with pytest.raises(UserError, match="lomo on demo: 1 problem\n.*line 6: .*lerning_rate: unknown key"):
         run(write(tmp_path / "b.yaml", TEXT.replace("lomo: {learning", "lomo: {lerning")), out)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     with pytest.raises(UserError, match="letter.txt"):
         run(write(tmp_path / "c.yaml"), tmp_path / "mine")
+
+
+def test_a_wrong_label_that_a_later_seed_draws_is_found_before_the_first_run(tmp_path: Path) -> None:
+    """Seed 3 draws 2 + 2 of the rows without the wrong one, seed 0 with it; the order of the seeds does not matter."""
+    rows = [{"text": f"good thing {i}", "stars": 5 if i % 2 else 1} for i in range(12)]
+    drawn = {seed: set(order(len(rows), seed, 0)[:4].tolist()) for seed in (3, 0)}
+    rows[min(drawn[0] - drawn[3])]["stars"] = 7
+    (tmp_path / "data" / "my").mkdir(parents=True)
+    for split, own in (("train", rows), ("validation", [row | {"stars": 5} for row in rows])):
+        (tmp_path / "data" / "my" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    text = TEXT.replace("tasks: [demo]", f"tasks: {{mine: {{task: {write(tmp_path / 'my.yaml', TASK)}}}}}")
+    path, out = write(tmp_path / "c.yaml", text), tmp_path / "out"
+    words = (f"task_data={tmp_path}/data", "num_train=2", "num_dev=2", "methods=adamw")
+    with pytest.raises(UserError, match="label: found 7, expected 1; 5"):
+        run(path, out, *words, "seeds=3,0")
+    assert not out.exists()
 
 
 TASK = """columns: {review: text, label: stars}

@@ -40,6 +40,22 @@ def test_the_command_line_counts_most(tmp_path: Path) -> None:
     assert not any("num_train_epochs" in warning for warning in warnings)
 
 
+@pytest.mark.parametrize("tasks", ["[rte, my/plants.yaml]", "{rte: , my/plants.yaml: {num_train: 5}}"])
+def test_a_task_file_is_called_as_everywhere(tmp_path: Path, tasks: str) -> None:
+    """By its name without directory and suffix, in a list, with settings and on the command line; twice is refused."""
+    path = write(tmp_path / "a.yaml", TEXT.replace("tasks: [demo]", f"tasks: {tasks}"))
+
+    def configs(*words: str) -> dict[str, str]:
+        groups, _ = plan(read_comparison(path, words), lambda model: "content")
+        return {group.task: next(iter(group.trials.values())).config.task for group in groups}
+
+    assert configs() == {"rte": "rte", "plants": "my/plants.yaml"}
+    assert configs("tasks=plants") == configs("tasks=my/plants.yaml") == {"plants": "my/plants.yaml"}
+    assert configs("tasks=your/plants.yaml") == {"plants": "your/plants.yaml"}
+    with pytest.raises(UserError, match="`plants` is named twice"):
+        configs("tasks=my/plants.yaml,your/plants.yaml")
+
+
 def test_the_hash_knows_what_changes_numbers(tmp_path: Path) -> None:
     """Settings and the content of the model do; the place of the output and how often it prints do not."""
     path = write(tmp_path / "a.yaml")

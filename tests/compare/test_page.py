@@ -91,6 +91,44 @@ def test_markdown_and_page_have_no_html_links_or_control_characters_of_names() -
     assert "\x1b" not in make_page(comparison, made, {}, ENVIRONMENT)
 
 
+@pytest.mark.parametrize("runs", [[result("a")], [result("a"), result("a", error="oh", test=None)]])
+def test_a_mean_over_fewer_seeds_than_asked_for_is_marked(runs: list[Result]) -> None:
+    """Of a seed that is missing, and of one that failed; in the table and on the page."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"a": {}}, [0, 1], "out")
+    made = Cell("m", "t", "a", (), "accuracy", 0.7, runs=runs, seeds=2)
+    assert "| a | 70.0 (1 of 2 seeds) |" in to_markdown(comparison, [made])
+    assert "1 of 2 seeds" in make_page(comparison, [made], {}, ENVIRONMENT)
+    made.seeds = 1
+    assert "1 seeds" not in to_markdown(comparison, [made]) + make_page(comparison, [made], {}, ENVIRONMENT)
+
+
+def test_methods_with_one_number_lead_together_or_not_at_all() -> None:
+    """0.0 and 0.0 is no lead; equal is what is published as equal."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
+
+    def lead(*means: float) -> str:
+        made = [
+            Cell("m", "t", name, (), "matthews", mean, runs=[result(name)])
+            for name, mean in zip("abc", means, strict=True)
+        ]
+        (said,) = re.findall(r"<p class='lead'>(.*?)</p>", make_page(comparison, made, {}, ENVIRONMENT))
+        return said
+
+    assert lead(0.0, 0.0, 0.0) == "<b>t</b>: no method leads, all 3 have 0.0 matthews."
+    assert lead(0.2, 0.51234, 0.51235) == "<b>t</b>: b and c lead with 51.2 matthews."
+    assert lead(0.2, 0.5, 0.4) == "<b>t</b>: b leads with 50.0 matthews."
+
+
+def test_the_table_names_metrics() -> None:
+    """That of test in the head, and beside each number; that of dev where it is another."""
+    comparison = Comparison("a", "a", {"m": "dir"}, {"t": {}}, {"x": {}}, [0], "out")
+    text = to_markdown(
+        comparison, [Cell("m", "t", "x", (), "matthews", 0.5, None, "loss", 0.25, 2.0, runs=[result("x")])]
+    )
+    assert "| method | t (matthews) |" in text and "| 0.250 loss | 50.0 matthews |" in text
+    assert "| m | t | y | - | - | - |" in to_markdown(comparison, [Cell("m", "t", "y", missing=0)])
+
+
 def test_methods_without_gradients_are_drawn_over_forward_passes() -> None:
     """Where there are two of them; a search for a rate counts."""
 

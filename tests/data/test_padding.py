@@ -64,7 +64,7 @@ def test_the_report_counts_every_candidate() -> None:
     """A question's candidates are rows of the batch."""
     data = rows([4, 6, 3])
     data.rows, data.right = [[0, 1], [2]], [0, 0]
-    assert "1 shapes of batches per epoch; 27.8% of the tokens are padding, 27.8% without" in describe(
+    assert ", 1 shape of batches per epoch; 27.8% of the tokens are padding, 27.8% without" in describe(
         data, np.arange(2), 2, Padding(1), None
     )
 

@@ -57,7 +57,7 @@ def header_and_rest(path: Path) -> tuple[dict[str, Any], bytes]:
 def packed(header: dict[str, Any]) -> bytes:
     """A header with a right checksum, whatever it says."""
     text = json.dumps(header).encode()
-    front = journal.FRONT.pack(journal.MAGIC, journal.VERSION, len(text)) + text
+    front = journal.FRONT.pack(journal.MAGIC, journal.VERSIONS[0], len(text)) + text
     return front + journal.CRC.pack(zlib.crc32(front))
 
 

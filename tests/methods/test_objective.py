@@ -69,7 +69,7 @@ def differentiated_by_autograd(method: Any) -> Callable[[list], torch.Tensor]:
 
         return step
 
-    def forward(sent: list, turn: Any) -> torch.Tensor:
+    def forward(sent: list, *_: Any) -> torch.Tensor:
         current[:] = [plain_candidates_loss(model.module, given[0])]
         return current[0].detach()
 

@@ -12,7 +12,8 @@ from keyhole.machine.sizes import GIB
 from keyhole.methods.work import experts_share
 from keyhole.plan import measure
 from keyhole.plan.profiles import PROFILES
-from keyhole.training.planning import Asked, ask
+from keyhole.training.plan_request import Asked, check_plan
+from keyhole.training.planning import ask
 from keyhole.training.start import train
 
 
@@ -30,7 +31,7 @@ def mixture(tmp_path: Path) -> Path:
 def test_options_replace_the_numbers_of_a_machine(mixture: Path) -> None:
     """--gpu, --ram, --link and --tokens; a config.json itself is a model too."""
     options = {"gpu": "6GiB", "ram": "20GiB", "link": "10GB/s", "tokens": "2x64", "machine": "4090"}
-    found = ask(Asked(str(mixture / "config.json"), **options))
+    found = ask(check_plan(Asked(str(mixture / "config.json"), **options)))
     question = found.question
     assert (question.gpu_bytes, question.host_bytes) == (6 * GIB, 20 * GIB)
     assert (question.batch, question.length, question.tokens_per_step) == (2, 64, 128)
@@ -43,13 +44,13 @@ def test_options_replace_the_numbers_of_a_machine(mixture: Path) -> None:
 def test_without_a_gpu_the_smallest_machine_that_is_large_enough_is_taken(mixture: Path) -> None:
     """And said."""
     said: list[str] = []
-    found = ask(Asked(str(mixture), gpu="11GiB"), said.append)
+    found = ask(check_plan(Asked(str(mixture), gpu="11GiB")), said.append)
     assert found.question.rates is PROFILES["3060"] and "planned for --machine 3060" in said[0]
 
 
 def test_a_mixture_counts_the_experts_that_a_token_meets(mixture: Path) -> None:
     """Two of eight."""
-    config = ask(Asked(str(mixture), machine="h100")).question.module.config
+    config = ask(check_plan(Asked(str(mixture), machine="h100"))).question.module.config
     assert experts_share(config) == 0.25
 
 

@@ -1,7 +1,10 @@
 """The curve."""
 
 import json
+import warnings
 from pathlib import Path
+
+import pytest
 
 from keyhole.training.plot import plot_loss, running_mean
 
@@ -20,3 +23,14 @@ def test_draws_a_picture(tmp_path: Path) -> None:
     assert plot_loss(metrics, tmp_path / "loss.png", "title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("tasks", [1, 20, 60])
+def test_many_tasks_are_drawn_without_a_warning(tmp_path: Path, tasks: int) -> None:
+    """The names of their curves have room beside the plot: matplotlib warns where they leave none to it."""
+    metrics = tmp_path / "metrics.jsonl"
+    scores = {f"{split}_a task with a long name {i} accuracy": 0.5 for i in range(tasks) for split in ("eval", "test")}
+    metrics.write_text(json.dumps({"step": 1, "loss": 1.0}) + "\n" + json.dumps({"step": 1, **scores}) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plot_loss(metrics, tmp_path / "loss.png", "title")

@@ -77,6 +77,10 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
     (tmp_path / "good.yaml").write_text(
         f"model: demo\nmethod: zo\ntrain_data: demo\nmax_steps: 3\noutput_dir: {tmp_path / 'out'}\n"
     )
+    (tmp_path / "squad").mkdir()
+    for split in ("train", "dev"):
+        (tmp_path / "squad" / f"{split}.json").write_text('{"data": []}')
+    squad = ["train_data=null", "task=squad", f"task_data={tmp_path}"]
     run = ["train", str(tmp_path / "good.yaml")]
     cases = {
         "unknown key": (["train", str(tmp_path / "bad.yaml")], "lerning_rate"),
@@ -97,6 +101,16 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
         "no checkpoint": ([*run, "--resume", f"{tmp_path}/absent"], "--resume"),
         "other settings": ([*run, f"output_dir={tmp_path}/used", "--resume"], "batch_size: the run has 4"),
         "keyhole data": (["data", *run[1:], f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
+        "loss of a choice": ([*run, *squad, "loss=candidates"], "loss: candidates needs a choice"),
+        "no place for files": ([*run, "output_dir=/proc/x"], "output_dir: /proc cannot be written to"),
+        "plan --gpu": (["plan", "demo", "--gpu", "8"], "--gpu: '8' is not a size"),
+        "plan --ram": (["plan", "demo", "--ram", "x"], "--ram: 'x' is not a size"),
+        "plan --link": (["plan", "demo", "--link", "0GB/s"], "--link: '0GB/s' is no rate"),
+        "plan --tokens": (["plan", "demo", "--tokens", "4by3"], "--tokens: found '4by3'"),
+        "plan --machine": (["plan", "demo", "--machine", "cray"], "--machine: 'cray' is not one of"),
+        "plan --page": (["plan", "demo", "--page", f"{tmp_path}/absent/p.html"], "--page: "),
+        "plan key": (["plan", "demo", "lerning_rate=1"], "lerning_rate"),
+        "plan no model": (["plan", f"{tmp_path}/absent"], "model: "),
         "dry run": ([*run, "--dry-run", f"train_data={tmp_path}/absent.jsonl"], "absent.jsonl: no such file"),
     }
     told = dict(zip(cases, commands(*(words for words, _ in cases.values())), strict=True))
@@ -108,7 +122,7 @@ def test_refusals_come_before_torch(tmp_path: Path, held: Path) -> None:
 
 def test_help_and_recipes_need_no_torch() -> None:
     """`--help`, of every verb too, the list of recipes and a recipe are printed without torch."""
-    verbs = ("train", "data", "eval", "chat", "compare", "replay", "bench", "config", "demo", "env")
+    verbs = ("train", "plan", "data", "eval", "chat", "compare", "replay", "bench", "config", "demo", "env")
     asked = [["--help"], ["--version"], ["config", "ls"], ["config", "show"], ["compare"]]
     told = commands(*asked, *([verb, "--help"] for verb in verbs))
     assert [code for code, _, _ in told] == [0] * len(told)

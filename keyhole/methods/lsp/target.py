@@ -81,16 +81,21 @@ class Target:
         grad = grad if self.p is None else compressed(grad.contiguous(), self.p, self.q)
         s.copy_(grad) if first else s.add_(grad)
 
-    def apply(
-        self, w: torch.Tensor, delta: torch.Tensor, rates: tuple[Number, Number], decay: float, how: dict
-    ) -> None:
-        """The weight moves by lr delta, seen through the projectors. rates: lr and -lr; how: rounding, seed, step."""
+    def rates(self, lr: float, decay: float) -> tuple[float, float]:
+        """Two numbers of a step, for `apply`: of a matrix lr scale and keep = 1 - lr decay; of a plain tensor, which is
+        moved by w - rate (delta + wd w), the signs turned round: -lr and wd."""
+        keep = 1.0 - lr * decay
+        if self.p is not None:
+            return lr * self.scale, keep
+        return -lr, (keep - 1) / lr if lr else 0
+
+    def apply(self, w: torch.Tensor, delta: torch.Tensor, rates: tuple[Number, Number], how: dict) -> None:
+        """The weight moves by lr delta, seen through the projectors. how: rounding, seed, step."""
         how = how | {"offset": self.tensor.start}
         if self.p is not None:
-            rates = {"factor": self.scale, "weight_decay": decay, "lr": rates[0]}
-            ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, **rates, **how)
-        else:  # w - lr (g + wd w), the signs turned round
-            ops.sgd_update_(w, delta.view(w.shape), lr=rates[1], weight_decay=-decay, **how)
+            ops.decompress_add_(w, delta.view(self.shape), self.p, self.q, rates[0], keep=rates[1], **how)
+        else:
+            ops.sgd_update_(w, delta.view(w.shape), lr=rates[0], weight_decay=rates[1], **how)
 
     def take(self, p: Projector, q: Projector) -> None:
         """Uses other projectors from now on."""

@@ -82,6 +82,8 @@ class SubspaceUpdates:
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, where recordings write them
         self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, where recordings read them
         self.targets = {target.tensor.start: target for members in units.values() for target in members}
+        self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for recordings
+        self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
         self.lengths, self.timing = assign_places(units), Timing(model.device.type == "cuda")
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
@@ -126,6 +128,8 @@ class SubspaceUpdates:
         self.current = LSPStep(number, lr)
         if self.numbers is not None:
             self.numbers.set(lr, number)
+            rates = [target.rates(lr, self._decay_of(target)) for target in self.targets.values()]
+            self.rates_K2.copy_(torch.tensor(rates, pin_memory=self.rates_K2.is_cuda), non_blocking=True)
         if self.host is not None:
             self.current.host_norms = self.host.down.numbers(len(self.model.layout.units) + 1)
 
@@ -315,20 +319,28 @@ class SubspaceUpdates:
             if self.place_of(page) is self.host and not self.host.fetch(page):
                 return
 
+    def _decay_of(self, target: Target) -> float:
+        return self.rule.weight_decay.of(target.tensor.param)
+
     def _numbers_of(self, update: OwedUpdate) -> StepNumbers | None:
-        """Those on the device, if they are of the update's step."""
-        return self.numbers if update.step is self.current else None
+        """Those on the device, if they are of the update's step, and say all (the decay of a plain tensor is not among
+        them)."""
+        plain = (target for target in update.targets if target.p is None)
+        fits = update.step is self.current and not any(self._decay_of(target) for target in plain)
+        return self.numbers if fits else None
 
     def _apply(
         self, update: OwedUpdate, deltas: torch.Tensor, weights: list[torch.Tensor], numbers: StepNumbers | None
     ) -> None:
         lr, how = update.step.lr, {"rounding": self.rule.rounding, "seed": self.rule.seed, "step": update.step.number}
-        rates: tuple[Number, Number] = (lr, -lr)
         if numbers is not None:
-            rates, how["step"] = (numbers.lr, numbers.minus_lr), numbers.step
+            how["step"] = numbers.step
         for target, w in zip(update.targets, weights, strict=True):
-            decay = self.rule.weight_decay.of(target.tensor.param)
-            target.apply(w, view_in(deltas, target), rates, decay, how)
+            rates: tuple[Number, Number] = target.rates(lr, self._decay_of(target))
+            if numbers is not None:
+                first, second = self.rates_K2[self.place_in_rates[target.name]]
+                rates = (first, 0.0 if target.p is None else second)
+            target.apply(w, view_in(deltas, target), rates, how)
 
     def apply_owed(self, wanted: Callable[[Unit], bool]) -> None:
         """Applies what units that are `wanted` are owed."""

@@ -16,19 +16,16 @@ One stage would gather r^2 numbers for every weight; two gather r for each of d 
 stage 2 always whole rows of E: memory moves in one piece for every kind of projector. The tiles of W that share
 columns of E run side by side, so that E comes out of cache (d 512 bytes for 128 columns).
 
-Bytes per bfloat16 weight: 2 read + 2 written, and 4 r from cache. alpha is lr times a factor, `keep` is
-1 - lr wd.
+Bytes per bfloat16 weight: 2 read + 2 written, and 4 r from cache. `keep` is 1 - lr wd, 1 without weight decay.
 All arithmetic is float32; the rounding is that of rounding/store.py: nearest, stochastic (with the bits of
 rounding/bits2d.py: a program works on a strip of 128 rows, 16 at a time) or kahan (then y = c + alpha (..) +
 (keep - 1) w). Reference and kernel differ by the rounding of the sums.
 Legend: m, n sides of W; A rows of delta (d of P), d columns (d of Q), r entries per row.
 """
 
-from dataclasses import dataclass
-
 import torch
 
-from keyhole.ops.arguments import Count, Number, Scalar, float32, is_on_device, number
+from keyhole.ops.arguments import Count, Number, Scalar, is_on_device, number
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
 from keyhole.ops.lsp.compress import power_of_two
 from keyhole.ops.lsp.projector import Projector
@@ -45,26 +42,6 @@ EXACT = "ieee" if torch.version.hip else "tf32x3"
 _LANE_ROWS, _LANES, _FLOAT32_MAX = tl.constexpr(LANE_ROWS), tl.constexpr(LANES), tl.constexpr(FLOAT32_MAX)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """alpha = lr factor and keep = 1 - lr decay: the same in float32, wherever lr is."""
-
-    lr: Number
-    factor: float
-    decay: float
-
-    def values(self) -> tuple[float, float]:
-        lr = float(self.lr)
-        return float32(lr * self.factor), float32(1.0 - float32(lr * self.decay))
-
-    def arguments(self) -> tuple[Number, float, float]:
-        """Of a kernel: alpha, 1, keep by value; or the rate on the device, factor, decay."""
-        if isinstance(self.lr, torch.Tensor):
-            return self.lr, self.factor, self.decay
-        alpha, keep = self.values()
-        return alpha, 1.0, keep
-
-
 def expand_reference(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor) -> None:
     """delta Q^T."""
     columns_nr = q.columns_Rr()
@@ -73,9 +50,11 @@ def expand_reference(delta_Ad: torch.Tensor, q: Projector, out_An: torch.Tensor)
         out_An += delta_Ad[:, columns_nr[:, k]].to(torch.float32) * q.values_Rr[:, k]
 
 
-def apply_reference_(w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, rates: Rates, how: Store) -> None:
+def apply_reference_(
+    w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, alpha: Number, keep: Number, how: Store
+) -> None:
     """Stage 2."""
-    alpha, keep = rates.values()
+    alpha, keep = float(alpha), float(keep)
     columns_mr, w_fp32_mn, c_mn = p.columns_Rr(), w_mn.to(torch.float32), how.compensation
     moved_mn = torch.zeros_like(w_fp32_mn)
     for k in range(p.r):
@@ -137,25 +116,15 @@ def _move(pointers, row, column, m, n, total, rates, words, lane, STOCHASTIC: tl
     return count
 
 
-@jit()
-def _rates(alpha, factor, keep, ON_DEVICE: tl.constexpr):
-    """alpha and keep; from a rate on the device, its factor, and the weight decay in the place of keep."""
-    if ON_DEVICE:
-        rate = tl.load(alpha)
-        alpha, keep = rate * factor, 1.0 - rate * keep
-    return alpha, keep
-
-
-@jit(do_not_specialize=["alpha", "factor", "keep", "offset", "step", "k0", "k1"])
+@jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
 def _apply_kernel(
     w_ptr, c_ptr, wide_ptr, values_ptr, runs_ptr, changed_ptr,
-    m, n, r, group, alpha, factor, keep, offset, step, k0, k1,
+    m, n, r, group, alpha, keep, offset, step, k0, k1,
     RUN: tl.constexpr, BLOCKS: tl.constexpr, STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stage 2, one program: a strip of some columns of W."""
+    """Stage 2, one program: a strip of some columns of W. ON_DEVICE: alpha, keep and step are pointers."""
     if ON_DEVICE:
-        step = tl.load(step)
-    alpha, keep = _rates(alpha, factor, keep, ON_DEVICE)
+        alpha, keep, step = tl.load(alpha), tl.load(keep), tl.load(step)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC)
     pointers, count = (w_ptr, c_ptr, changed_ptr), strip * 0
@@ -172,17 +141,16 @@ def _apply_kernel(
         tl.atomic_add(changed_ptr, count.to(tl.int64))
 
 
-@jit(do_not_specialize=["alpha", "factor", "keep", "offset", "step", "k0", "k1"])
+@jit(do_not_specialize=["alpha", "keep", "offset", "step", "k0", "k1"])
 def _decompress_blocks_kernel(
     w_ptr, c_ptr, delta_ptr, p_ptr, q_ptr, changed_ptr,
-    m, n, A, D, group_p, group_q, alpha, factor, keep, offset, step, k0, k1,
+    m, n, A, D, group_p, group_q, alpha, keep, offset, step, k0, k1,
     r_p: tl.constexpr, r_q: tl.constexpr, DEPTH_P: tl.constexpr, DEPTH_Q: tl.constexpr,
     STOCHASTIC: tl.constexpr, ON_DEVICE: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Both stages for blocks, one program: a strip of some columns of W."""
+    """Both stages for blocks, one program: a strip of some columns of W. ON_DEVICE: as above."""
     if ON_DEVICE:
-        step = tl.load(step)
-    alpha, keep = _rates(alpha, factor, keep, ON_DEVICE)
+        alpha, keep, step = tl.load(alpha), tl.load(keep), tl.load(step)
     strip, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     words = strip_words(strip, column, n, offset, unsigned(step, k0, k1), STOCHASTIC)
     pointers, count = (w_ptr, c_ptr, changed_ptr), strip * 0
@@ -205,18 +173,15 @@ def _decompress_blocks_kernel(
         tl.atomic_add(changed_ptr, count.to(tl.int64))
 
 
-def apply_triton_(w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, rates: Rates, how: Store) -> None:
+def apply_triton_(
+    w_mn: torch.Tensor, wide_An: torch.Tensor, p: Projector, alpha: Number, keep: Number, how: Store
+) -> None:
     """Stage 2 by kernel."""
     m, n = w_mn.shape
     tensors = (w_mn, how.compensation, wide_An, p.values_Rr, p.runs, how.changed)
-    numbers = (m, n, p.r, p.group, *rates.arguments(), how.offset, *key(how.seed, how.step))
-    flags = {
-        "ON_DEVICE": is_on_device(rates.lr, how.step),
-        "RUN": p.run,
-        "BLOCKS": p.group > 0,
-        "STOCHASTIC": how.is_stochastic(w_mn.dtype),
-        "COLUMNS": COLUMNS,
-    }
+    numbers = (m, n, p.r, p.group, alpha, keep, how.offset, *key(how.seed, how.step))
+    flags = {"RUN": p.run, "BLOCKS": p.group > 0, "STOCHASTIC": how.is_stochastic(w_mn.dtype), "COLUMNS": COLUMNS}
+    flags["ON_DEVICE"] = is_on_device(alpha, keep, how.step)
     grid = (-(-m // STRIP_ROWS), -(-n // COLUMNS))
     _apply_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
 
@@ -229,14 +194,14 @@ def depth(p: Projector, width: int) -> int:
 
 
 def blocks_triton_(
-    w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: Projector, rates: Rates, how: Store
+    w_mn: torch.Tensor, delta_Ad: torch.Tensor, p: Projector, q: Projector, alpha: Number, keep: Number, how: Store
 ) -> None:
     """Both stages by one kernel, for blocks."""
     m, n = w_mn.shape
     tensors = (w_mn, how.compensation, delta_Ad, p.values_Rr, q.values_Rr, how.changed)
-    numbers = (m, n, p.d, q.d, p.group, q.group, *rates.arguments(), how.offset, *key(how.seed, how.step))
+    numbers = (m, n, p.d, q.d, p.group, q.group, alpha, keep, how.offset, *key(how.seed, how.step))
     flags = {"r_p": p.r, "r_q": q.r, "DEPTH_P": depth(p, LANE_ROWS), "DEPTH_Q": depth(q, BLOCK_COLUMNS)}
-    flags |= {"ON_DEVICE": is_on_device(rates.lr, how.step)}
+    flags["ON_DEVICE"] = is_on_device(alpha, keep, how.step)
     flags |= {"STOCHASTIC": how.is_stochastic(w_mn.dtype), "PRECISION": EXACT, "COLUMNS": BLOCK_COLUMNS}
     grid = (-(-m // STRIP_ROWS), -(-n // BLOCK_COLUMNS))
     _decompress_blocks_kernel[grid](*tensors, *numbers, **flags, num_warps=4, enable_fp_fusion=False)
@@ -266,10 +231,9 @@ def decompress_add_(
     delta_dd: torch.Tensor,
     p: Projector,
     q: Projector,
-    lr: Number,
+    alpha: Number,
     *,
-    factor: float = 1.0,
-    weight_decay: float = 0.0,
+    keep: Number = 1.0,
     rounding: str = "nearest",
     compensation: torch.Tensor | None = None,
     offset: int = 0,
@@ -277,18 +241,19 @@ def decompress_add_(
     step: Count = 0,
     changed: Scalar = None,
 ) -> None:
-    """w <- round((1 - lr weight_decay) w + lr factor P delta Q^T), in place. lr, step: values, or both on the device.
+    """w <- round(keep w + alpha P delta Q^T), in place.
 
     w: contiguous [m, n], float32 | bfloat16 | float16; delta: contiguous [d_P, d_Q], any of these. offset: global
     index of w's first element. compensation: with rounding "kahan", like w. changed (int64 scalar): stored values
-    that changed are added. Where the step is not finite the weight is left alone: it does not decay either.
+    that changed are added. alpha, keep and step: values, or all of them numbers on the device. Where the step is not
+    finite the weight is left alone: it does not decay either.
     """
     assert w_mn.shape == (p.rows, q.rows) and delta_dd.shape == (p.d, q.d), (w_mn.shape, delta_dd.shape, p.d, q.d)
     how = Store(rounding, compensation, offset, seed, step, changed)
     how.check(w_mn)
-    rates = Rates(number(lr), float32(factor), float32(weight_decay))
+    alpha, keep = number(alpha), number(keep)
     with on_device(w_mn):
         if use_kernel(w_mn.device) and is_one_stage(p, q):
-            return blocks_triton_(w_mn, delta_dd.contiguous(), p, q, rates, how)
+            return blocks_triton_(w_mn, delta_dd.contiguous(), p, q, alpha, keep, how)
         run = apply_triton_ if use_kernel(w_mn.device) else apply_reference_
-        run(w_mn, expand(delta_dd, q), p, rates, how)
+        run(w_mn, expand(delta_dd, q), p, alpha, keep, how)

@@ -221,5 +221,6 @@ def test_the_time_it_will_take_does_not_count_compiling(monkeypatch: pytest.Monk
     monkeypatch.setattr(replays, "_now", lambda device: clock[0])
     monkeypatch.setattr(replays.time, "perf_counter", lambda: 100.0)
     records = [journal.Record(1, 0, 0, 0, 0.0, "cpu", (1e-3, 0.5))]
-    took_s = replays.apply_records(SimpleNamespace(model=model, replay=units, step_count=0), records, said.append)
+    method = SimpleNamespace(model=model, replay=units, step_count=0, memory=torch.zeros(0))
+    took_s = replays.apply_records(method, records, said.append)
     assert said == ["replaying 1 steps: about 8 s"] and took_s == sum(took_s for _, took_s in seconds)

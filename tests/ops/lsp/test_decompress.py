@@ -44,7 +44,7 @@ def test_equals_the_dense_products(kinds: tuple[str, str], m: int, n: int, d: in
     w_mn, delta_dd, p, q = problem(kinds, m, n, d, r, "cuda" if kernel and not backend.INTERPRETED else "cpu")
     expected = 0.9 * w_mn.double() - 0.3 * (p.dense_Rd().double() @ delta_dd.double() @ q.dense_Rd().double().T)
     with force("kernel" if kernel else "reference"):
-        decompress_add_(w_mn, delta_dd, p, q, 0.1, factor=-3.0, weight_decay=1.0)
+        decompress_add_(w_mn, delta_dd, p, q, -0.3, keep=0.9)
     torch.testing.assert_close(w_mn, expected.float(), rtol=1e-5, atol=1e-5)
 
 
@@ -92,7 +92,7 @@ def test_a_step_that_is_not_finite_leaves_the_weight(
     before, lost_mn = w_mn.clone(), torch.full_like(w_mn, 1e-3) if rounding == "kahan" else None
     with force(choice):
         decompress_add_(
-            w_mn, delta_dd.fill_(float("nan")), p, q, 0.3, weight_decay=0.3, rounding=rounding, compensation=lost_mn
+            w_mn, delta_dd.fill_(float("nan")), p, q, -0.3, keep=0.9, rounding=rounding, compensation=lost_mn
         )
     assert torch.equal(w_mn, before)
     assert lost_mn is None or torch.equal(lost_mn, torch.full_like(w_mn, 1e-3))

@@ -1,0 +1,129 @@
+"""What was typed after `keyhole plan`, checked before torch is imported and before a machine is measured.
+
+MODEL is a directory (config.json is enough), a hub id, or demo; CONFIG is a YAML file or a recipe, and brings batches,
+length, dtype, steps, and the settings of every method. Options replace numbers of the machine or of the config:
+
+    --gpu, --ram SIZE    bytes that may be used           --link RATE     bytes/s, each way
+    --tokens BxT         samples x tokens of a batch      --machine NAME  one of plan/profiles.py, or here
+
+Importing torch and transformers takes seconds and measuring a machine a minute, so this file imports neither, and all
+of this is read first (tests/training/test_start.py looks at what is imported when a mistake is named).
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from keyhole import assets
+from keyhole.config import TrainConfig
+from keyhole.config.loader import load_config, parse_config
+from keyhole.config.recipes import find_config, recipes
+from keyhole.errors import UserError
+from keyhole.machine.rates import Rates
+from keyhole.machine.sizes import Bytes
+from keyhole.methods import METHODS
+from keyhole.model.structure.source import check_directory
+from keyhole.plan.profiles import profile
+
+HERE = "here"
+DEFAULT = {"batch_size": 4, "max_length": 1024, "max_steps": 1000}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed."""
+
+    model: str
+    overrides: Sequence[str] = ()
+    gpu: str | None = None
+    ram: str | None = None
+    link: str | None = None
+    tokens: str | None = None
+    steps: int | None = None
+    machine: str | None = None
+    measure: bool = False
+    page: str | None = None
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The same, read. machine: None where it is to be found out; is_here: --machine here was typed."""
+
+    asked: Asked
+    config: TrainConfig
+    is_config: bool  # a config was named; otherwise it is made around the model
+    batch: int
+    length: int
+    gpu_bytes: int | None
+    ram_bytes: int | None
+    link: float | None
+    machine: Rates | None
+    is_here: bool
+
+
+def check_plan(asked: Asked) -> PlanRequest:
+    """Reads options, config and the place of the model; UserError names the first mistake."""
+    is_here = asked.machine is not None and asked.machine.lower() == HERE
+    machine = None if asked.machine is None or is_here else profile(asked.machine)
+    ram_bytes = None if asked.ram is None else _bytes("--ram", asked.ram)
+    link = None if asked.link is None else _rate(asked.link)
+    gpu_bytes = None if asked.gpu is None else _bytes("--gpu", asked.gpu)
+    if asked.tokens is not None:
+        _tokens(asked.tokens)
+    if asked.page is not None:
+        _check_page(Path(asked.page))
+    config, is_config = _config(asked)
+    if gpu_bytes is None and config.gpu_memory is not None:
+        gpu_bytes = int(config.gpu_memory)
+    usual = config.batch_size, config.max_length or DEFAULT["max_length"]
+    batch, length = usual if asked.tokens is None else _tokens(asked.tokens)
+    check_directory(config.model)
+    return PlanRequest(asked, config, is_config, batch, length, gpu_bytes, ram_bytes, link, machine, is_here)
+
+
+def _config(asked: Asked) -> tuple[TrainConfig, bool]:
+    """The config, and whether it was one that was named (else it is made around the model)."""
+    named = asked.model
+    is_file = os.path.isfile(named)
+    if (is_file and not named.endswith(".json")) or named.removesuffix(".yaml") in recipes():
+        return load_config(find_config(named)[0], asked.overrides)[0], True
+    if is_file:  # a config.json itself
+        named = os.path.dirname(os.path.abspath(named))
+    model = assets.locate(os.path.expanduser(named), assets.MODEL)
+    method = next(row.name for row in METHODS.values() if row.sweep == "reverse")
+    made = {"model": model, "method": method, "output_dir": "not-written", "train_data": "not-read", **DEFAULT}
+    return parse_config(json.dumps(made), asked.overrides, source="plan", where="")[0], False
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,8})", text.strip().lower())
+    if match is None or not (int(match[1]) and int(match[2])):
+        raise UserError(f"--tokens: found {text!r}, expected samples x tokens, such as 4x1024")
+    return int(match[1]), int(match[2])
+
+
+def _bytes(option: str, text: str) -> int:
+    try:
+        return int(Bytes.parse(text))
+    except ValueError as error:
+        raise UserError(f"{option}: {text!r} is not {error}") from error
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(Bytes.parse(text.strip().removesuffix("/s")))
+    except ValueError:
+        rate = 0.0
+    if not rate:
+        raise UserError(f"--link: {text!r} is no rate, such as 25GB/s")
+    return rate
+
+
+def _check_page(path: Path) -> None:
+    if path.is_dir():
+        raise UserError(f"--page: {path} is a directory; name a file, such as plan.html")
+    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        raise UserError(f"--page: {path} cannot be written: {path.absolute().parent} is not there, or not writable")
