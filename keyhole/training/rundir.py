@@ -14,10 +14,10 @@ everything that was inspected without it is inspected again: another process may
 only regular files and directories are accepted: through a link a run would write elsewhere.
 """
 
+import errno
 import json
 import os
 import re
-import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,11 +162,18 @@ def _check_place(root: Path) -> None:
 
 
 def try_place(root: Path) -> None:
-    """Makes a directory in the nearest directory that exists, and removes it again. Permissions alone do not say that
-    it can be written to: those of /proc let root write."""
+    """Makes a file without a name in the nearest directory that exists: nothing stays, whenever the process is killed.
+    Where a file system has none, makes a directory and removes it again. Permissions alone do not say that it can be
+    written to: those of /proc let root write."""
     place = next(place for place in (root, *root.absolute().parents) if place.is_dir())
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".keyhole-", dir=place))
+        try:
+            os.close(os.open(place, os.O_WRONLY | getattr(os, "O_TMPFILE", os.O_DIRECTORY), 0o600))
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT):
+                raise
+            (place / ".probe.tmp").mkdir(exist_ok=True)
+            (place / ".probe.tmp").rmdir()
     except OSError as error:
         raise UserError(
             f"output_dir: {place} cannot be written to: no directory can be made in it ({error.strerror}); choose "
