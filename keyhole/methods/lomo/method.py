@@ -183,14 +183,7 @@ class LOMO(UpdateSink, Method):
         found = Flags(fine)
         self.step_count += 1
         self.numbers.set(self.lr, self.step_count, self._beta)
-        self.received.clear()
-        self.table_squares.clear()
-        try:
-            reverse(self, True)
-        except BaseException:  # out of memory, an interrupt: what has been updated stays so
-            if self.received:
-                self.bad.fill_(1)
-            raise
+        self._last_reverse(reverse)
         if self.norm is None and self.measures_norm:
             self.norm = self.sum_squares.sqrt()
         self.bad.mul_(fine)
@@ -202,6 +195,17 @@ class LOMO(UpdateSink, Method):
             self.step_count -= 1
         elif self.step_count == 1:
             self._refuse_hidden_gradients()
+
+    def _last_reverse(self, reverse: Any) -> None:
+        """The reverse that updates."""
+        self.received.clear()
+        self.table_squares.clear()
+        try:
+            reverse(self, True)
+        except BaseException:  # out of memory, an interrupt: what has been updated stays so
+            if self.received:
+                self.bad.fill_(1)
+            raise
 
     @property
     def _beta(self) -> float:
@@ -224,14 +228,7 @@ class LOMO(UpdateSink, Method):
                 clip = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
                 self.scale = clip if self.scale is None else self.scale * clip
         self.step_count += 1
-        self.received.clear()
-        self.table_squares.clear()
-        try:
-            reverse(self, True)
-        except BaseException:  # out of memory, an interrupt: what has been updated stays so
-            if self.received:
-                self.bad.fill_(1)
-            raise
+        self._last_reverse(reverse)
         if self.norm is None and self.measures_norm:
             self._add_extra_squares()
             self.norm = self.sum_squares.sqrt()

@@ -27,22 +27,19 @@ Bytes per pass: the inputs of all blocks (they are kept between forward and reve
 twice a gradient of one of them, and in the graphs' pool one block's activations.
 """
 
-import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from types import NoneType
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
+from keyhole.model.forward.graphs import no_collection, signature_of, tensors_of
+
 Values = list[Any]
-SMALL_FLOP = 4e11  # of one block in one pass: above, launches take less time than what they launch
 MAX_GRAPHS = 2048  # a few shapes of forward and reverse for each block
 MOST_PARAMETERS = 2**20  # whose gradients a recording keeps; those of linear layers go to the buffer
 SIGHTS = 2  # a recording is made when its turn comes for this time: before, libraries choose kernels and workspaces
-PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 
 
 class _Recording:
@@ -89,16 +86,16 @@ class RecordedBlocks:
     ) -> Any:
         """run(values), or what is the same. What is returned stays as it is until the next forward of the same turn.
         depends_on: addresses of weights, and whatever else a recording depends on."""
-        kind = ("forward", turn, block, _signature(values), depends_on)
+        kind = ("forward", turn, block, signature_of(values), depends_on)
         if not self._is_due(kind):
             return run(values)
         key = (kind, self._sources(values))
         if key not in self.recordings:
             expected = run(values)
-            if _signature(expected) is None:
+            if signature_of(expected) is None:
                 self.recordings[key] = None
                 return expected
-            places = self._places(("output", turn), block, self.block_count, _tensors(expected))
+            places = self._places(("output", turn), block, self.block_count, tensors_of(expected))
             static = self._copied(turn, values)
             found = self._capture(lambda: _into(places, run(static)))
             return self._checked(key, found, expected)
@@ -117,7 +114,7 @@ class RecordedBlocks:
     ) -> tuple[tuple[Values, Values], bool]:
         """run(values, grads), or what is the same, and whether run was not called. run returns the gradients of inputs
         and of parameters, and writes to `memory`."""
-        kind = ("reverse", turn, block, _signature([*values, *grads]), depends_on)
+        kind = ("reverse", turn, block, signature_of([*values, *grads]), depends_on)
         if not self._is_due(kind):
             return run(values, grads), False
         of_grads = ("gradient", turn)
@@ -127,11 +124,11 @@ class RecordedBlocks:
             expected = run(values, grads)
             after = [flat.clone() for flat in memory]
             found = None
-            if sum(g.numel() for g in _tensors(expected[1])) <= MOST_PARAMETERS:
+            if sum(g.numel() for g in tensors_of(expected[1])) <= MOST_PARAMETERS:
                 for flat, old in zip(memory, before, strict=True):
                     flat.copy_(old)
-                places = self._places(("input gradient", turn), block % 2, 2, _tensors(expected[0]))
-                more = self._places(("parameter gradient", turn, block), 0, 1, _tensors(expected[1]))
+                places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
+                more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
                 static = self._copied(turn, values), self._copied(of_grads, grads)
 
                 def captured() -> tuple[Values, Values]:
@@ -179,7 +176,7 @@ class RecordedBlocks:
         one = _Recording()
         torch.cuda.synchronize(self.device)
         try:
-            with torch.cuda.stream(self.stream), _no_collection():
+            with torch.cuda.stream(self.stream), no_collection():
                 one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     one.result = run()
@@ -196,8 +193,8 @@ class RecordedBlocks:
         if found is None:
             return expected
         found.graph.replay()
-        if _signature(found.result) != _signature(expected) or not all(
-            torch.equal(x, y) for x, y in zip(_tensors(found.result), _tensors(expected), strict=True)
+        if signature_of(found.result) != signature_of(expected) or not all(
+            torch.equal(x, y) for x, y in zip(tensors_of(found.result), tensors_of(expected), strict=True)
         ):
             self.why = "a recording gave other bits"
             return expected
@@ -219,7 +216,7 @@ class RecordedBlocks:
 
     def _sources(self, values: Values) -> tuple[int, ...]:
         """Per tensor the address, if a recording has written it there; else 0: it will be copied."""
-        return tuple(t.data_ptr() if self.is_static(t) else 0 for t in _tensors(values))
+        return tuple(t.data_ptr() if self.is_static(t) else 0 for t in tensors_of(values))
 
     def _copied(self, turn: Hashable, values: Values) -> Values:
         """The values with their tensors in static memory."""
@@ -254,27 +251,6 @@ class RecordedBlocks:
         self.pool = torch.cuda.graph_pool_handle()  # the old one goes with its last graph
 
 
-def _signature(value: Any) -> tuple | None:
-    """Equal for values that one recording can serve: all but the contents of their tensors. None: no recording can,
-    since there is something in it that might change unseen."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return kind, value.shape, value.stride(), value.dtype, value.device
-    if kind in PLAIN:
-        return kind, value
-    if kind not in (tuple, list):
-        return None
-    parts = [_signature(part) for part in value]
-    return None if None in parts else (kind, *parts)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """All tensors in a value, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for part in value for t in _tensors(part)] if isinstance(value, tuple | list) else []
-
-
 def _into(places: list[torch.Tensor], value: Any) -> Any:
     """The same value with its tensors copied to these places."""
     left = iter(places)
@@ -285,16 +261,3 @@ def _into(places: list[torch.Tensor], value: Any) -> Any:
         return type(part)(place(one) for one in part) if isinstance(part, tuple | list) else part
 
     return place(value)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's garbage collector: it might free a graph of a model that is gone, and that would invalidate the
-    recording."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

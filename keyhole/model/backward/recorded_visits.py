@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from keyhole.model.backward.recorded import SMALL_FLOP, RecordedBlocks
+from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.sink import Recordable, Sink
 from keyhole.model.backward.tape import Visit, pass_on
 from keyhole.model.backward.unit_gradients import UnitGradients
 from keyhole.model.batch import DeviceBatch
+from keyhole.model.forward.graphs import SMALL_FLOP
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
 

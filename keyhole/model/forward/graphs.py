@@ -76,7 +76,7 @@ class BlockGraphs:
             if not (adjacent and steady and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
-            inputs = _signature((*args, *kwargs.values()))
+            inputs = signature_of((*args, *kwargs.values()))
             if inputs is None:
                 return ordinary(*args, **kwargs)
             key = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
@@ -112,7 +112,7 @@ class BlockGraphs:
         one = self.recorded[key]
         if one is None:
             return ordinary(*args, **kwargs)
-        tensors = _tensors([*args, *kwargs.values()])
+        tensors = tensors_of([*args, *kwargs.values()])
         versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]  # None: not counted
         for i, now in enumerate(zip(tensors, versions, strict=True)):
             last = one.last[i]  # masks and rotary tables are the same object from block to block
@@ -120,7 +120,7 @@ class BlockGraphs:
                 one.inputs[i].copy_(now[0])
                 one.last[i] = now if i else None  # the hidden states are first, and always new
         one.graph.replay()
-        output = _replace(one.output, iter([tensor.clone() for tensor in _tensors(one.output)]))
+        output = _replace(one.output, iter([tensor.clone() for tensor in tensors_of(one.output)]))
         if (key, unit) not in self.checked:
             expected = ordinary(*args, **kwargs)
             changed = any(v is not None and t._version != v for t, v in zip(tensors, versions, strict=True))
@@ -130,14 +130,14 @@ class BlockGraphs:
 
     def _record(self, ordinary: Callable, args: tuple, kwargs: dict) -> _Recorded | None:
         one = _Recorded()
-        one.inputs = [tensor.clone() for tensor in _tensors([*args, *kwargs.values()])]
+        one.inputs = [tensor.clone() for tensor in tensors_of([*args, *kwargs.values()])]
         one.last = [None] * len(one.inputs)
         static = iter(one.inputs)
         static_args = tuple(_replace(value, static) for value in args)
         static_kwargs = {name: _replace(value, static) for name, value in kwargs.items()}
         torch.cuda.synchronize(self.model.device)
         try:
-            with torch.cuda.stream(self.stream), _no_collection():
+            with torch.cuda.stream(self.stream), no_collection():
                 one.graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     one.output = ordinary(*static_args, **static_kwargs)
@@ -146,11 +146,11 @@ class BlockGraphs:
         except RuntimeError:
             torch.cuda.synchronize(self.model.device)
             return None
-        return None if _signature(one.output) is None else one
+        return None if signature_of(one.output) is None else one
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Without Python's garbage collector: it might free a graph of a model that is gone, and that would invalidate the
     recording."""
     enabled = gc.isenabled()
@@ -165,7 +165,7 @@ def _no_collection() -> Iterator[None]:
 PLAIN = (bool, int, float, str, NoneType, torch.dtype, torch.device)
 
 
-def _signature(value: Any) -> tuple | None:
+def signature_of(value: Any) -> tuple | None:
     """Equal for values that one graph can serve: all but the contents of their tensors. None: no graph can, since there
     is something in it that might change unseen."""
     kind = type(value)
@@ -175,16 +175,16 @@ def _signature(value: Any) -> tuple | None:
         return kind, value
     if kind not in (tuple, list, dict):
         return None
-    parts = [_signature(part) for part in (value.values() if kind is dict else value)]
+    parts = [signature_of(part) for part in (value.values() if kind is dict else value)]
     return None if None in parts else (kind, *(value if kind is dict else ()), *parts)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """All tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def _replace(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -198,6 +198,6 @@ def _replace(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 def _same(mine: Any, theirs: Any) -> bool:
     """Whether two outputs are equal to the bit. Waits for the device, once per block."""
-    if _signature(mine) != _signature(theirs):
+    if signature_of(mine) != signature_of(theirs):
         return False
-    return all(torch.equal(x, y) for x, y in zip(_tensors(mine), _tensors(theirs), strict=True))
+    return all(torch.equal(x, y) for x, y in zip(tensors_of(mine), tensors_of(theirs), strict=True))

@@ -13,9 +13,10 @@ import torch
 
 import keyhole
 from keyhole.methods.step_numbers import StepNumbers
-from keyhole.model.backward.recorded import RecordedBlocks, _tensors
+from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
 from keyhole.model.backward.reverse import Reverse
+from keyhole.model.forward.graphs import tensors_of
 from tests.model.decoders import batch, config
 
 
@@ -33,7 +34,7 @@ class Graph:
         self.recorded.owner.visits._offering = offering
         if mark is not None:
             sink.rewind(mark)
-        assert all(self.recorded.is_static(t) for t in _tensors(self.result)), "a result would be overwritten"
+        assert all(self.recorded.is_static(t) for t in tensors_of(self.result)), "a result would be overwritten"
         self.recorded.replays += 1
 
 

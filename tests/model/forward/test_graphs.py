@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import keyhole
-from keyhole.model.forward.graphs import BlockGraphs, _no_collection, _signature
+from keyhole.model.forward.graphs import BlockGraphs, no_collection, signature_of
 from keyhole.model.structure.find import find_blocks
 from tests.methods.zo.loops import EPS, load
 from tests.model.decoders import batch
@@ -32,7 +32,7 @@ def test_no_collection_within(enabled: bool) -> None:
     was = gc.isenabled()
     try:
         gc.enable() if enabled else gc.disable()
-        with pytest.raises(ValueError), _no_collection():
+        with pytest.raises(ValueError), no_collection():
             assert not gc.isenabled()
             raise ValueError
         assert gc.isenabled() == enabled
@@ -232,6 +232,6 @@ def test_inputs_that_are_handed_on_or_changed_are_seen(kind: type[nn.Module]) ->
 def test_what_could_change_unseen_gets_no_graph() -> None:
     """An object of another kind (a cache) in the inputs; plain values and nested tensors have a signature."""
     x = torch.ones(2)
-    assert _signature((x, [1, None, {"a": (x, "b", torch.float32)}])) is not None
-    assert _signature((x, {"cache": object()})) is None
-    assert _signature((True, x)) != _signature((1, x)) and _signature({"a": x}) != _signature({"b": x})
+    assert signature_of((x, [1, None, {"a": (x, "b", torch.float32)}])) is not None
+    assert signature_of((x, {"cache": object()})) is None
+    assert signature_of((True, x)) != signature_of((1, x)) and signature_of({"a": x}) != signature_of({"b": x})
