@@ -36,6 +36,8 @@ from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
+from keyhole.methods.zo.low_rank import passes as shared_passes
+from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
@@ -74,6 +76,9 @@ class ZO(Method):
         deferred_update: bool = True,
         write_back_every: int | None = None,
         compile: bool | str = False,
+        rank: int | None = None,
+        refresh: int = 50,
+        fold: bool = True,
     ) -> None:
         if estimator not in DEFAULTS:
             raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
@@ -97,7 +102,9 @@ class ZO(Method):
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
-        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1)
+        low_rank = rank is not None
+        blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
+        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
         model.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
@@ -106,8 +113,14 @@ class ZO(Method):
         remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
         pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
         self.memory = torch.zeros(remembers, device=device)
-        self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
+        dense = max((u.numel for u in layout.units[1:] if u.index not in blocks), default=0)
+        self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
         self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
+        self.factors: Factors | None = None
+        if low_rank:
+            how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding}
+            self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
+            self.update.beside = self.factors.bring_home
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -127,10 +140,15 @@ class ZO(Method):
         self.update.begin()
         with self.model.sweep("train"):
             self._perturb_spine(looks)
-            serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
-            hidden = self.model.lockstep(looks.passes, serve, rows, steady=True, block_at_once=at_once)
+            if self.factors is not None:
+                hidden = shared_passes.run(self, looks)
+            else:
+                serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
+                hidden = self.model.lockstep(looks.passes, serve, rows, steady=True, block_at_once=at_once)
             nll = self._nll(hidden, looks)
             self.update.apply_to_rest()
+            if self.factors is not None:
+                shared_passes.fold_rest(self)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
         if not self.deferred_update:
             self.flush()
@@ -260,6 +278,10 @@ class ZO(Method):
         self.memory = torch.where(finite, memory, self.memory)
         self.projected = found.projected
         self.latest = self.update.defer(Pending(coef, self.step_count))
+        if self.factors is not None:
+            self.factors.update(self.latest)
+            if self.model.engine.shared:  # all ranks together, while nobody uploads them
+                self.factors.bring_home()
         self.step_count += 1
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -286,7 +308,8 @@ class ZO(Method):
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
-        return bool(self.update.owed(unit))
+        apart = self.factors is not None and unit.index in self.factors.units
+        return self.factors.is_behind(unit) if apart else bool(self.update.owed(unit))
 
     def describe(self) -> list[str]:
         """For the start block: what was decided."""
@@ -300,7 +323,8 @@ class ZO(Method):
         return [] if self.search is None else self.search.news()
 
     def flush(self) -> None:
-        """Applies the deferred update, so that the weights at home are the weights after the last step."""
+        """Applies the deferred update, so that the weights at home are the weights after the last step (of matrices
+        with factors: after the last period)."""
         self.update.flush()
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
