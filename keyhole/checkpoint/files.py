@@ -55,7 +55,7 @@ def save_checkpoint(
     before_rename is called when everything else is done, and may refuse by an exception."""
     tensors, scalars = split_state(method_state)
     with staged(path.parent, path.name) as temporary:
-        write_files(model, temporary)
+        write_files(model, temporary, merged=False)
         if tensors:
             write_tensors(temporary / TENSORS, tensors)
         write_state(temporary, about, scalars)

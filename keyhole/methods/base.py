@@ -13,7 +13,7 @@ row; no other file knows a method by its name (tests/test_layers.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from keyhole.methods.work import StepWork
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
+    from keyhole.model.forward.low_rank import Factors
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Layout, Unit
     from keyhole.model.weights.format import Wire
@@ -67,6 +68,7 @@ class RunSettings(Protocol):
     wire: str | None
     placement: str
     max_grad_norm: float | None
+    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,11 @@ class Method:
     def call_before_update(self, callback: Callable[[], None]) -> None:
         """Has the callback called before an update changes weights (traits: announces = "step")."""
         raise NotImplementedError  # abstract: only where the row says so
+
+    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+        """Of a state that was saved: what a model's files lack, and what has to be added to them before others can use
+        them; None where nothing is."""
+        return None
 
     # -- for the journal (checkpoint/journal/), where the row says so ------------------------------------------------
 

@@ -40,7 +40,8 @@ class ChangeCheck:
                 for _, part in list(self.model.homes.own_parts(tensor))[:1]:
                     yield tensor.name, sample(part)
             elif tensor.param.requires_grad:
-                home = self.model.home(tensor)
+                beside = None if self.model.factors is None else self.model.factors.sample(tensor)
+                home = self.model.home(tensor) if beside is None else beside
                 yield tensor.name, sample(home, self.rows_R if tensor is table else None)
         for name, param in ({} if self.model.addon is None else self.model.addon.params).items():
             yield name, sample(param.data)

@@ -21,7 +21,7 @@ passes.
 Legend: q directions, m micro-batches; a look is a place near w (estimators/base.py); passes are numbered look by look.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
 from keyhole.methods.zo.low_rank import passes as shared_passes
+from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.update import Pending, Update
@@ -103,6 +104,11 @@ class ZO(Method):
         self.step_count = 0
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         low_rank = rank is not None
+        if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
+            raise UserError(
+                f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
+                "direction of low rank leaves the weights alone within a period"
+            )
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
         self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
         model.attach(self)
@@ -329,13 +335,16 @@ class ZO(Method):
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit that has had them all."""
-        return self.update.replay(updates)
+        return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
         if self.projected is None:
             return {}
-        return {"projected_grad": self.projected.abs().mean(), "changed": self.changed / self.update.trained_numel}
+        changed, total = self.changed, self.update.trained_numel
+        if self.factors is not None:
+            changed, total = changed + self.factors.changed, total + self.factors.parts.numel
+        return {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""
@@ -348,7 +357,12 @@ class ZO(Method):
 
     def _counts(self) -> dict[str, Any]:
         counts = {"step_count": self.step_count, "seed": self.noise["seed"]}
-        return counts | ({"memory": self.memory.tolist()} if self.memory.numel() else {})
+        counts |= {"memory": self.memory.tolist()} if self.memory.numel() else {}
+        return counts if self.factors is None else counts | factor_state.to_state(self.factors)
+
+    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+        """The factors of a checkpoint, where its weights lack them."""
+        return None if self.factors is None else factor_state.saved(self.factors, state)
 
     def journal_update(self) -> torch.Tensor | None:
         """[lr, c_1 .. c_q] of the last step, applied or not, and what is remembered after it."""
@@ -372,5 +386,7 @@ class ZO(Method):
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         self.step_count = int(state["step_count"])
+        if self.factors is not None:
+            factor_state.from_state(self.factors, state, self.step_count)
         self.changed.fill_(state.get("changed", 0))
         self.remember(state.get("memory", ()))

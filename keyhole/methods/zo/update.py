@@ -284,9 +284,11 @@ class Update:
         self.own_changed = None
 
     @torch.no_grad()
-    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+    def replay(
+        self, updates: list[tuple[Pending, float]], beside: Callable[[Unit, torch.Tensor], None] | None = None
+    ) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit that has had them all. `changed`
-        counts the last."""
+        counts the last. beside: updates a unit whose updates are not ours; None: none of them has any."""
         engine = self.model.engine
         assert not self.waiting, "flush first"
         self.defer(updates[-1][0])
@@ -294,12 +296,17 @@ class Update:
         try:
             with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
                 for unit in self.model.layout.units:
-                    if not self.model.writes(unit.index):
+                    apart = unit.index in self.elsewhere
+                    if not self.model.writes(unit.index) or (apart and beside is None):
                         continue
                     w = engine.acquire(unit.index)
-                    for pending, weight_decay in updates:
-                        self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})
-                    self._go_home(unit)
+                    if apart:
+                        beside(unit, w)
+                        engine.commit(unit.index)
+                    else:
+                        for pending, weight_decay in updates:
+                            self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})
+                        self._go_home(unit)
                     engine.release(unit.index)
                     yield unit
         finally:

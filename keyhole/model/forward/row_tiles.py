@@ -27,7 +27,9 @@ from keyhole.model.structure.layout import Unit
 class RowTiles:
     """The tiles of one layer. units: one per tile, where the layer is cut; None where all of its weight is bound."""
 
-    def __init__(self, model: Callable[[], Any], layer: nn.Linear, rows: list[tuple[int, int]], units: list[Unit] | None):
+    def __init__(
+        self, model: Callable[[], Any], layer: nn.Linear, rows: list[tuple[int, int]], units: list[Unit] | None
+    ):
         self.model, self.layer, self.rows, self.units = model, weakref.ref(layer), rows, units
 
     def weight(self, tile: int) -> torch.Tensor:

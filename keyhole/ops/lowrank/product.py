@@ -43,17 +43,17 @@ def widen_reference(
 
 @jit()
 def _narrow_kernel(
-    x_ptr, v_ptr, p_ptr, M, I, r,
+    x_ptr, v_ptr, p_ptr, M, width, r,
     ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: all of some rows."""
     row, j = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
-    at = x_ptr + row.to(tl.int64)[:, None] * I
+    at = x_ptr + row.to(tl.int64)[:, None] * width
     total = tl.zeros([ROWS, RANK], tl.float32)
-    for start in range(0, I, DEPTH):
+    for start in range(0, width, DEPTH):
         i = start + tl.arange(0, DEPTH)
-        x = tl.load(at + i[None, :], (row < M)[:, None] & (i < I)[None, :], 0.0)
-        v = tl.load(v_ptr + j[None, :] * I + i[:, None], (j < r)[None, :] & (i < I)[:, None], 0.0)
+        x = tl.load(at + i[None, :], (row < M)[:, None] & (i < width)[None, :], 0.0)
+        v = tl.load(v_ptr + j[None, :] * width + i[:, None], (j < r)[None, :] & (i < width)[:, None], 0.0)
         if _INTERPRETED:  # which has no product of 16-bit numbers
             x, v = x.to(tl.float32), v.to(tl.float32)
         total += tl.dot(x, v, input_precision=PRECISION)
@@ -62,24 +62,24 @@ def _narrow_kernel(
 
 @jit()
 def _widen_kernel(
-    p_ptr, b_ptr, bias_ptr, y_ptr, M, O, r, b_stride, bias_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, b_stride, bias_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """One program: a tile of the y of one pass."""
     one = tl.program_id(2)
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + one.to(tl.int64) * bias_stride + column, column < O, 0.0)
+        bias = tl.load(bias_ptr + one.to(tl.int64) * bias_stride + column, column < width, 0.0)
         total += bias.to(tl.float32)[None, :]
     p_ptr += one.to(tl.int64) * M * r
     b_ptr += one.to(tl.int64) * b_stride
     for j in range(r):
         p = tl.load(p_ptr + row * r + j, row < M, 0.0)
-        b = tl.load(b_ptr + j * O + column, column < O, 0.0)
+        b = tl.load(b_ptr + j * width + column, column < width, 0.0)
         total += p[:, None] * b[None, :]
-    at = (one.to(tl.int64) * M + row)[:, None] * O + column[None, :]
+    at = (one.to(tl.int64) * M + row)[:, None] * width + column[None, :]
     y = round_nearest(total, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + at, y, (row < M)[:, None] & (column < O)[None, :])
+    tl.store(y_ptr + at, y, (row < M)[:, None] & (column < width)[None, :])
 
 
 def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
@@ -98,10 +98,8 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
     return p_Mr
 
 
-def widen(
-    p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """p B^T + b as [L, M, O] in this dtype. p: contiguous float32; b, bias: float32, contiguous from pass to pass on."""
+def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """p B^T + b as [L, M, O] in this dtype. p: contiguous float32; b: float32, contiguous for each pass."""
     (looks, rows, rank), width = p_LMr.shape, b_LrO.shape[2]
     assert p_LMr.is_contiguous() and b_LrO.shape[:2] == (looks, rank), (p_LMr.shape, b_LrO.shape)
     assert b_LrO[0].is_contiguous() and (bias_LO is None or bias_LO.shape == (looks, width)), b_LrO.stride()

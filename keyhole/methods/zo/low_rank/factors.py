@@ -7,7 +7,7 @@ For every linear layer W [O, I] of the blocks, step t in period k = t // refresh
     look:    A +- eps U_{t,i}            the weights w +- eps z_i, without a copy of them
     update:  A <- A - lr sum_i c_i U_{t,i}
 
-An element of z_i has variance 1, as in a dense direction, so eps and rates mean the same. (LOZO writes U V^T, and lr / r
+An element of z_i has variance 1, as in a dense direction, so eps and rates mean the same. (LOZO has U V^T, and lr / r
 in the update: the same step, with an eps larger by sqrt(r).) So a step of low rank is a dense one on the array of all
 A, which is thousands of times smaller than the model: both take the same kernel (ops/zo/flat.py), in float32. v holds
 V / sqrt(r), rounded to the dtype of compute; every use of it is of these very numbers.
@@ -70,7 +70,9 @@ class Factors:
         device = model.device
         self.now = torch.zeros(self.parts.numel, device=device)
         self.looks = torch.empty(2 * pairs, self.parts.numel, device=device)
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # by matrix: v [k r, I] and a [k r, O] of earlier periods
+        self.kept: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # by matrix: v [k r, I] and a [k r, O] of earlier periods
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # steps done; v is that of the period they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
@@ -132,7 +134,7 @@ class Factors:
         """A period more, behind those that are kept."""
         of_period = [(self._rows(v, m.v), self._rows(a, m.a).to(v.dtype)) for m in self.parts.matrices]
         if not self.kept:
-            self.kept = [(v_rI.clone(), a_rO) for v_rI, a_rO in of_period]
+            self.kept = [(v_rI.clone(), a_rO.clone()) for v_rI, a_rO in of_period]
             return
         for i, ((v_kI, a_kO), (v_rI, a_rO)) in enumerate(zip(self.kept, of_period, strict=True)):
             self.kept[i] = torch.cat([v_kI, v_rI]), torch.cat([a_kO, a_rO])  # one at a time: little is there twice

@@ -32,6 +32,7 @@ from keyhole.model.structure.reach import reads_inside
 
 ALIGN = 8192  # a tile of noise
 MOST_VECTORS = 0.05  # of the elements of the blocks
+LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes that compute x W^T + b (GPT-2's: x W + b), and nothing else
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def called_layers(module: nn.Module) -> Iterator[nn.Module]:
     """The linear layers of blocks whose own forward is called."""
 
     def inside(part: nn.Module) -> Iterator[nn.Module]:
-        if type(part) in (nn.Linear, Conv1D):
+        if type(part).__name__ in LINEAR and isinstance(part, nn.Linear | Conv1D):
             yield part
         elif not reads_inside(part):
             for child in part.children():
