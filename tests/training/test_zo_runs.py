@@ -19,6 +19,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="fzoo", directions=3), "weight_decay": 0.1},
     "grzo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="grzo", directions=3), "placement": "stream"},
     "meazo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="meazo"), "placement": "stream", "dtype": "bfloat16"},
+    "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), "placement": "stream", "dtype": "bfloat16"},
+    "low rank, auto": {"learning_rate": "auto", "zo": ZOConfig(rank=2, refresh=4, fold=False)},
     "auto": {"learning_rate": "auto"},
     "auto, meazo": {"learning_rate": "auto", "zo": ZOConfig(estimator="meazo"), "lr_scheduler_type": "linear"},
     "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo"), "dtype": "bfloat16"},
