@@ -66,6 +66,9 @@ class Factors(Protocol):
     def point(self, module: nn.Module, look: int | None, several: bool) -> None:
         """Points the module's own vectors to those of a look; several: the pass carries more than this one."""
 
+    def graph_key(self) -> tuple | None:
+        """Equal for passes that find what is added in the same memory; None: it moves."""
+
     def added_to(self, layer: nn.Module) -> Added | None:
         """None: nothing."""
 

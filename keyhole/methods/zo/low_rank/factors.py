@@ -124,11 +124,11 @@ class Factors:
     def _end_period(self) -> None:
         a = self.now[: self.parts.a_numel]
         if self.folds:
-            self.fold = Fold(a.clone(), self.v, self.steps, set(self.units))
+            self.fold = Fold(a.clone(), self.v.clone(), self.steps, set(self.units))
         else:
             self.keep(a, self.v)
         a.zero_()
-        self.v = self.draw_v(self.steps // self.refresh)
+        self.v.copy_(self.draw_v(self.steps // self.refresh))  # where it is: graphs have its address
 
     def keep(self, a: torch.Tensor, v: torch.Tensor) -> None:
         """A period more, behind those that are kept."""
@@ -280,6 +280,12 @@ class Factors:
         """[L, n] the factors at the looks of the pass that runs."""
         share = self.running
         return self.now[None] if share is None else self.looks[share.first : share.first + share.count]
+
+    def graph_key(self) -> tuple | None:
+        memory = (self.looks, self.v, self.spines)
+        if not self.shares or not self.folds or self.spines is None:
+            return None
+        return self.running, *(tensor.data_ptr() for tensor in memory)
 
     def added_to(self, layer: torch.nn.Module) -> Added | None:
         """What the layer's product gets."""

@@ -79,7 +79,8 @@ def run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
     found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
     with factors.carried({i: one.share() for i, one in enumerate(passes)}, zo.spines):
         batches = [repeated(one.batch, one.count) for one in passes]
-        for one, hidden in zip(passes, model.lockstep(batches, serve, _rows(zo, looks, passes)), strict=True):
+        rows = _rows(zo, looks, passes)
+        for one, hidden in zip(passes, model.lockstep(batches, serve, rows, steady=True), strict=True):
             for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):
                 found[number] = part
     return found

@@ -48,7 +48,7 @@ def from_state(factors: Factors, state: Any, steps: int) -> None:
     factors.fold, factors.kept, factors.steps = None, [], steps
     for period, a in enumerate(state["kept"] if "kept" in state else ()):
         factors.keep(a.to(factors.now.device), factors.draw_v(period))
-    factors.v = factors.draw_v(steps // factors.refresh)
+    factors.v.copy_(factors.draw_v(steps // factors.refresh))
 
 
 def saved(factors: Factors, state: Any) -> Factors | None:
@@ -57,7 +57,7 @@ def saved(factors: Factors, state: Any) -> Factors | None:
     if steps % factors.refresh == 0 and "kept" not in state:
         return None
     twin = copy.copy(factors)
-    twin.now = torch.empty_like(factors.now)
+    twin.now, twin.v = torch.empty_like(factors.now), torch.empty_like(factors.v)
     from_state(twin, state, steps)
     return twin
 
