@@ -162,6 +162,9 @@ class Traits:
     weights, and makes the same update; shards: keeps and updates a part of the weights. None: not at all."""
     keeps_base: bool = False
     """The model's own weights never change: a run goes on from the original model and the method's state."""
+    light: Callable[[Any], bool] = lambda settings: False
+    """Whether checkpoints hold the method's tensors alone, with everything that has changed: a run goes on from the
+    original model and these."""
     may_change: tuple[str, ...] = ()
     """Own settings that may change when a run goes on."""
     passes: Callable[[Any], int] = lambda settings: 1
@@ -182,6 +185,10 @@ class Traits:
     def rates(self, own: Any) -> tuple[float, tuple[float, float]]:
         """(the rate where none is given, the range that has been seen to work) with these own settings."""
         return (self.learning_rate, self.sane_rates) if self.usual_rates is None else self.usual_rates(own)
+
+    def from_original(self, own: Any) -> bool:
+        """Whether a run with these own settings goes on from the original model, and not from a checkpoint's."""
+        return self.keeps_base or self.light(own)
 
     @property
     def streams(self) -> bool:
@@ -225,6 +232,10 @@ class Method:
     name: str
     model: Model
     lr: float
+    keeps_base: bool = False
+    """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    light: bool = False
+    """Whether its checkpoints hold its own tensors alone (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
         """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py)."""

@@ -57,6 +57,7 @@ def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
     """Bytes on disk of the weights and of the method's tensors, and a margin for the small files."""
     tensors = [value for value in method_state.values() if isinstance(value, torch.Tensor)]
     weights = sum(t.shape.numel() for t in model.layout.tensors) * torch.finfo(model.dtype).bits // 8
+    weights = 0 if method_state.get("light") else weights
     return weights + sum(t.numel() * t.element_size() for t in tensors) + MARGIN_BYTES
 
 
@@ -272,7 +273,12 @@ class Saver:
         source = self.last_good if step is None else self.root / f"checkpoint-{step}"
         assert source is not None
         try:
-            beside = self.method.learned_beside(method_state(source, read_state(source)))
+            state = method_state(source, read_state(source))
+            if self.method.light:
+                self.method.load_state_dict(state)
+                hf.save_model(self.model, self.root)
+                return
+            beside = self.method.learned_beside(state)
             finish = None if beside is None else partial(hf.merge_files, self.model, factors=beside)
             hf.publish(source, self.root, OWN_FILES, finish)
         except OSError as error:

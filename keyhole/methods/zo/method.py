@@ -104,6 +104,7 @@ class ZO(Method):
         self.step_count = 0
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         low_rank = rank is not None
+        self.keeps_base = self.light = low_rank and not fold
         if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
             raise UserError(
                 f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
@@ -353,7 +354,7 @@ class ZO(Method):
 
     def deferred_state(self) -> dict[str, Any] | None:
         """The same without a flush, while an update waits for the next step to visit the weights."""
-        return None if self.pending is None else self._counts()
+        return None if self.pending is None or self.light else self._counts()
 
     def _counts(self) -> dict[str, Any]:
         counts = {"step_count": self.step_count, "seed": self.noise["seed"]}

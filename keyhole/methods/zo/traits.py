@@ -82,6 +82,10 @@ def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
         yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
 
 
+def _keeps_factors(own: ZOConfig) -> bool:
+    return own.rank is not None and not own.fold
+
+
 def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
     if own.rank is None:
         if not own.fold:
@@ -117,6 +121,7 @@ ZO = Traits(
     search_steps=SEARCH_STEPS,
     search_passes=3,
     fill=filled,
+    light=_keeps_factors,
     whole_blocks=lambda own: own.compile,
     advice=_advice,
     faults=_faults,

@@ -67,9 +67,7 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
     if names is None:
         _write_by_transformers(model, path, merged)
         return
-    for name, content in small_files(model).items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(content)
+    write_small_files(model, path)
     files = plan_files(model, names)
     create_files(files, path)
     for name, tensor in chain(model.named_tensors(merged), saved_buffers(model.module).items()):
@@ -162,6 +160,13 @@ def small_files(model: Any) -> dict[str, bytes]:
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(path)
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def write_small_files(model: Any, path: Path) -> None:
+    """Everything but the weights."""
+    for name, content in small_files(model).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
 
 
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
