@@ -323,7 +323,8 @@ class ZO(Method):
         drops = dropout_rates(self.model.module)
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
         search = [] if self.search is None else self.search.describe()
-        return self.update.write_back.describe() + off + search
+        blocks = self.update.write_back.describe() if self.factors is None else self.factors.describe()
+        return blocks + off + search
 
     def news(self) -> list[str]:
         """The rate, when it has just been found."""

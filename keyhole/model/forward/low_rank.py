@@ -55,6 +55,13 @@ class Share:
     rows: int = 0
     tokens: int = 0
 
+    def check(self, x: torch.Tensor) -> None:
+        """Refuses what is not all rows, or all tokens, one after the other."""
+        lead = x.shape[:-1]
+        by_rows = lead[0] in (self.rows, self.tokens) or (lead[0] == 1 and len(lead) == 2)
+        if lead.numel() != self.tokens or not by_rows:
+            raise NotByRows(f"an input of {tuple(x.shape)} for {self.rows} rows and {self.tokens} tokens")
+
 
 class Factors(Protocol):
     """What a model's layers ask of the method that learned something beside their weights."""
@@ -97,7 +104,11 @@ def _forward(model: Callable[[], Any], layer: nn.Module) -> Forward:
         owner = model()
         factors = None if owner is None or torch.is_grad_enabled() else owner.factors
         added = None if factors is None else factors.added_to(layer)
-        return ordinary(x) if added is None else product(x, layer, added, tiles)
+        if added is None:
+            return ordinary(x)
+        if (share := factors.running) is not None and share.count > 1:
+            share.check(x)
+        return product(x, layer, added, tiles)
 
     return forward
 

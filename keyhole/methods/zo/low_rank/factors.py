@@ -87,7 +87,8 @@ class Factors:
                 self.by_owner.setdefault(id(vector.owner), []).append(vector)
         spine = {id(t.param): t for t in model.layout.spine.tensors}
         self.in_spine: dict[int, list[FlatTensor]] = {}
-        owners = [m for m in model.head.decoder.modules() if id(m) not in self.by_layer]
+        inside = model.module if model.classifies else model.head.decoder
+        owners = [m for m in inside.modules() if id(m) not in self.by_layer]
         for owner in owners:
             if own := [spine[id(p)] for p in owner._parameters.values() if id(p) in spine]:
                 self.in_spine[id(owner)] = own
@@ -249,6 +250,16 @@ class Factors:
 
     def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
         return flat[at].view(self.rank, -1)
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        parts, end = self.parts, "folded into the weights" if self.folds else "kept beside weights that never change"
+        size = (4 * (self.now.numel() + self.looks.numel()) + self.v.nbytes) / 2**20
+        what = f"low rank: z = U V^T / sqrt({self.rank}) in {len(parts.matrices)} linear layers"
+        learned = f"learned in {parts.numel:,} numbers ({size:.1f} MiB with V and looks)"
+        when = f"every {self.refresh} steps a new V, and what was learned is {end}"
+        passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
+        return [f"{what}, {learned}; {when}", f"passes: {passes}"]
 
     # -- what layers ask (model/forward/low_rank.py) ---------------------------------------------------------------
 

@@ -9,7 +9,8 @@ and a unit that streams stays in its slot while all batches of the step pass it.
 before is folded in when it arrives, and only then it goes home: within a period nothing is written back.
 
 Where modules with parameters have modules inside (so that they cannot be called look by look), of a classifier, and of
-a model with layers in its head, every look is a pass of its own through the same W.
+a model with layers in its head, every look is a pass of its own through the same W. So it is where a module turns out
+to see other shapes than rows of tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 from keyhole import ops
 from keyhole.methods.zo.looks import Looks
 from keyhole.model.batch import DeviceBatch, repeated
-from keyhole.model.forward.low_rank import Share
+from keyhole.model.forward.low_rank import NotByRows, Share
 from keyhole.model.structure.layout import Unit
 
 if TYPE_CHECKING:
@@ -63,6 +64,15 @@ def carry(looks: Looks, together: bool) -> list[Carried]:
 
 def run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
     """The hidden states of all passes, numbered as those of a dense step."""
+    if zo.factors.together:
+        try:
+            return _run(zo, looks)
+        except NotByRows:  # a matter of the model's code alone, so it shows in the first step
+            zo.factors.together = False
+    return _run(zo, looks)
+
+
+def _run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
     model, factors, engine = zo.model, zo.factors, zo.model.engine
     assert all(pair.looks == 2 for pair in looks.pairs[:-1]), "looks are numbered without gaps"
     factors.perturb(looks.pairs, zo.step_count, zo.eps)
@@ -70,11 +80,13 @@ def run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
         weights = None if unit is None else arrive(zo, unit)
-        for index, one in enumerate(passes):
-            model.binding.bind(unit, weights, spines[one.first])
-            resume(index)
-        if unit is not None:
-            engine.release(unit.index)
+        try:
+            for index, one in enumerate(passes):
+                model.binding.bind(unit, weights, spines[one.first])
+                resume(index)
+        finally:
+            if unit is not None:
+                engine.release(unit.index)
 
     found: list[torch.Tensor] = [torch.empty(0)] * len(looks.passes)
     with factors.carried({i: one.share() for i, one in enumerate(passes)}, zo.spines):
