@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import keyhole
 from keyhole.checkpoint.journal import format as journal
@@ -114,3 +115,26 @@ def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_pa
         train(replace(stopped, model=str(other), max_steps=4), resume="")
     assert train(replace(stopped, max_steps=4), resume="") == 0
     assert same(weights(root), weights(stopped.output_dir)) and losses(through) == losses(stopped)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, fold: bool) -> None:
+    """Loaded as a model, a checkpoint is the run at its step, factors included; a method made on it finds them in the
+    weights; what was edited is refused."""
+    own = {"zo": ZOConfig(rank=2, refresh=2, fold=fold), "dtype": "float32", "placement": "resident"}
+    config = make("run", **settings("low rank") | own | {"max_steps": 3, "save_steps": 3})
+    assert train(config) == 0
+    path, batch = Path(config.output_dir) / "checkpoint-3", {"input_ids": torch.tensor([[5, 6, 7, 8]])}
+    batch["labels"] = batch["input_ids"]
+    at_end, base = (keyhole.load(source, device="cpu").nll(batch)[0] for source in (config.output_dir, config.model))
+    model = keyhole.load(str(path), device="cpu")
+    torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
+    assert (at_end - base).abs() > 1e-3 and any("factors: of rank 2" in line for line in model.describe())
+    keyhole.LOMO(model, 1e-3)
+    torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
+    edited = Path(shutil.copytree(path, tmp_path / "edited"))
+    (edited / "keyhole_state.json").write_text(
+        (path / "keyhole_state.json").read_text().replace('rank": 2', 'rank": 3')
+    )
+    with pytest.raises(UserError, match="zo.rank: the checkpoint has no factors of this rank"):
+        keyhole.load(str(edited), device="cpu")

@@ -12,6 +12,7 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.parts import find_parts
 from keyhole.model.batch import to_device
+from keyhole.model.forward.low_rank import NotByRows, Share
 from keyhole.ops.loss import RunningNLL
 from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
 from tests.model.decoders import batch
@@ -230,4 +231,69 @@ def test_on_the_gpu_streamed_equals_resident(name: str, dtype: str) -> None:
         model = load(name, **small, placement="stream", chaos=random.Random(schedule))
         assert train(model, 7, lr=1e-2, **LOW) == expected, schedule
         assert equal(weights(resident), weights(model)), schedule
+        model.close()
+
+
+def test_a_model_that_mixes_rows_gets_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a layer sees other shapes than rows of tokens, the step is made again with a pass per look, streamed too,
+    and so are all later ones."""
+    resident = load()
+    away = streamed(resident, chaos=random.Random(0))
+    assert Share(0, 2, rows=4, tokens=40).check(torch.zeros(40, 8)) is None
+    for wrong in ((10, 4, 8), (20, 8), (2, 20, 8)):
+        with pytest.raises(NotByRows):
+            Share(0, 2, rows=4, tokens=40).check(torch.zeros(wrong))
+
+    def refuse(share: Share, x: torch.Tensor) -> None:
+        raise NotByRows("mixed")
+
+    monkeypatch.setattr(Share, "check", refuse)
+    expected = train(resident, 4, lr=1e-2, **LOW)
+    assert not resident.factors.together and train(away, 4, lr=1e-2, **LOW) == expected
+    assert equal(weights(resident), weights(away))
+
+
+def test_frozen_parameters_stay() -> None:
+    """What requires no gradient has no factors, and is not perturbed; the rest moves."""
+    model = load("opt")
+    frozen = {t.name for t in model.layout.tensors if "fc1" in t.name or "k_proj.bias" in t.name or "embed" in t.name}
+    for tensor in model.layout.tensors:
+        tensor.param.requires_grad_(tensor.name not in frozen)
+    before = {name: x.clone() for name, x in model.named_tensors()}
+    train(model, 4, lr=1e-2, **LOW)
+    assert {name for name, x in model.named_tensors() if torch.equal(x, before[name])} == frozen
+
+
+def test_it_learns() -> None:
+    """On one batch, the loss falls."""
+    losses = train(load(), 12, [batch()], lr=1e-2, directions=2, rank=4, refresh=4)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def test_packed_weights_stay_as_they_are() -> None:
+    """Kept factors beside weights in 8 bits: no byte of a block changes, and folding into them is refused."""
+    model = load("opt", wire="fp8", placement="stream")
+    blocks = [unit.index for unit in model.layout.of_kind("block")]
+    before = [model.engine.homes[i].clone() for i in blocks]
+    losses = train(model, 5, lr=1e-2, fold=False, **LOW)
+    assert all(map(torch.equal, before, (model.engine.homes[i] for i in blocks))) and len(set(losses)) == 5
+    with pytest.raises(UserError, match="zo.fold=false: weights that are packed are frozen"):
+        keyhole.ZO(model)
+    with pytest.raises(UserError, match="set zo.fold=false"):
+        keyhole.ZO(load("opt", wire="fp8"), rank=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["opt", "llama", "gpt2"])
+def test_graphs_change_no_number(name: str) -> None:
+    """Blocks launched as CUDA graphs of their own give the bits of blocks launched kernel by kernel."""
+    batches = [batch(seed=1), batch(seed=2, length=6)]
+    expected = train(plain := load(name, device="cuda", graphs=False), 9, batches, directions=2, **LOW)
+    for where in ("resident", "stream"):
+        model = load(name, device="cuda", placement=where)
+        assert train(model, 9, batches, directions=2, **LOW) == expected
+        assert equal(weights(plain), weights(model))
+        if where == "resident":
+            assert any(model.graphs.checked.values()) and all(model.graphs.recorded.values())
         model.close()

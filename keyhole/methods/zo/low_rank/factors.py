@@ -224,6 +224,9 @@ class Factors:
     def settle(self) -> None:
         """Puts all that was learned into the weights at home, within a period too, and ends."""
         model = self.model
+        if self.steps == 0:
+            model.factors = None
+            return
         self.bring_home()
         with model.rewriting_shared(), model.sweep("flush", learn=False):
             for unit in model.layout.of_kind("block"):

@@ -109,7 +109,7 @@ def find_parts(model: Model, rank: int) -> Parts:
     tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
     in_spine = {id(t.param): t for t in layout.spine.tensors}
     layers = {id(layer.weight): layer for layer in called_layers(model.module)}
-    shapes = {i: _sides(layers[i]) for i in tensors if i in layers}
+    shapes = {i: _sides(layers[i], tensor) for i, tensor in tensors.items() if i in layers}
     a_numel = rank * sum(outputs for _, outputs, _ in shapes.values())
     places, end = {}, a_numel
     for i, tensor in tensors.items():
@@ -130,9 +130,9 @@ def find_parts(model: Model, rank: int) -> Parts:
     return Parts(rank, matrices, vectors, a_numel, end, v_end, start, start + -(-end // ALIGN) * ALIGN)
 
 
-def _sides(layer: nn.Module) -> tuple[int, int, bool]:
+def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
     """(inputs, outputs, whether the matrix lies as [inputs, outputs])."""
-    transposed, (rows, columns) = isinstance(layer, Conv1D), layer.weight.shape
+    transposed, (rows, columns) = isinstance(layer, Conv1D), tensor.shape  # of a packed unit, a parameter is empty
     return (rows, columns, True) if transposed else (columns, rows, False)
 
 
