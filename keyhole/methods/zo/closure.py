@@ -80,7 +80,7 @@ def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
     zo.model.apply_deferred()
     losses = []
     if zo.factors is not None:
-        zo.factors.perturb(zo.estimator.pairs, zo.step_count, zo.eps)
+        zo.factors.perturb([zo._perturbation(pair) for pair in zo.estimator.pairs])
     for number, pair in enumerate(zo.estimator.pairs):
         for side in range(pair.looks):
             look = nullcontext() if zo.factors is None else zo.factors.seen_at(2 * number + side)

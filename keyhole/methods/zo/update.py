@@ -46,7 +46,7 @@ class Pending:
     """An update that is known but not applied yet: [lr, c_1 .. c_q] on the device, and the step of its noise."""
 
     coef: torch.Tensor
-    step: int
+    step: Any  # a number; while a step is recorded, one on the device
 
 
 class Update:
@@ -258,7 +258,8 @@ class Update:
     def _forget(self) -> None:
         """Updates that every home has had are not needed again."""
         had = min(self.at_home[unit.index] for unit in self._own_units())
-        self.waiting, self.at_home = self.waiting[had:], [count - had for count in self.at_home]
+        self.waiting = self.waiting[had:]
+        self.at_home = [0 if unit in self.elsewhere else count - had for unit, count in enumerate(self.at_home)]
 
     @torch.no_grad()
     def flush(self) -> None:

@@ -35,7 +35,6 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
-from keyhole.methods.zo.estimators.base import Pair
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts, Vector, find_parts, vector_at
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
@@ -106,10 +105,9 @@ class Factors:
         where = {"offset": self.parts.v_start, "step": period, "device": self.model.device}
         return ops.draw_noise(self.parts.v_numel, **where, **self.noise).mul_(self.rank**-0.5).to(self.model.dtype)
 
-    def perturb(self, pairs: list[Pair], step: int, eps: float) -> None:
-        """Makes the looks of a step."""
-        for p, pair in enumerate(pairs):
-            how = {"step": step, "eps": eps * pair.scale, "direction": pair.direction, "beside": pair.beside}
+    def perturb(self, perturbations: list[dict[str, Any]]) -> None:
+        """Makes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
+        for p, how in enumerate(perturbations):
             moved = ops.ZOStep(self.parts.start, **self.noise, **how)
             ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], moved)
 
@@ -145,6 +143,11 @@ class Factors:
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks a fold."""
         return self.fold is not None and unit.index in self.fold.left
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a step reads what the step before has read, and changes no weight of blocks."""
+        return self.folds and (self.fold is None or not self.fold.left)
 
     def is_behind(self, unit: Unit) -> bool:
         """Whether the unit's home lacks a fold, or numbers of vectors."""

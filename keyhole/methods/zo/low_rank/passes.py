@@ -52,7 +52,7 @@ def carry(looks: Looks, together: bool) -> list[Carried]:
     for batches in looks.batches:
         numbers.append(range(at, at + len(batches)))
         at += len(batches)
-    alike = all(batches is looks.batches[0] for batches in looks.batches)
+    alike = len({tuple(map(id, batches)) for batches in looks.batches}) == 1
     size = 1 if not together else len(numbers) if alike else 2
     found = []
     for first in range(0, len(numbers), size):
@@ -62,20 +62,20 @@ def carry(looks: Looks, together: bool) -> list[Carried]:
     return found
 
 
-def run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
+def run(zo: ZO, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
     """The hidden states of all passes, numbered as those of a dense step."""
     if zo.factors.together:
         try:
-            return _run(zo, looks)
+            return _run(zo, looks, steady)
         except NotByRows:  # a matter of the model's code alone, so it shows in the first step
             zo.factors.together = False
-    return _run(zo, looks)
+    return _run(zo, looks, steady)
 
 
-def _run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
+def _run(zo: ZO, looks: Looks, steady: bool) -> list[torch.Tensor]:
     model, factors, engine = zo.model, zo.factors, zo.model.engine
     assert all(pair.looks == 2 for pair in looks.pairs[:-1]), "looks are numbered without gaps"
-    factors.perturb(looks.pairs, zo.step_count, zo.eps)
+    factors.perturb([zo._perturbation(pair) for pair in looks.pairs])
     passes, spines = carry(looks, factors.together), zo.spines.flatten(0, 1)
 
     def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
@@ -92,7 +92,7 @@ def _run(zo: ZO, looks: Looks) -> list[torch.Tensor]:
     with factors.carried({i: one.share() for i, one in enumerate(passes)}, zo.spines):
         batches = [repeated(one.batch, one.count) for one in passes]
         rows = _rows(zo, looks, passes)
-        for one, hidden in zip(passes, model.lockstep(batches, serve, rows, steady=True), strict=True):
+        for one, hidden in zip(passes, model.lockstep(batches, serve, rows, steady=steady), strict=True):
             for number, part in zip(one.numbers, hidden.chunk(one.count), strict=True):
                 found[number] = part
     return found
