@@ -8,6 +8,8 @@ are in host memory (streamed) or on the device (resident). A visit is the engine
 
 All ranks visit the same pages in the same order, so their collectives match: the order of uploads follows from that of
 acquire and release, and from nothing that differs between ranks. Prefetch works as always, as far as there are slots.
+Only a gate (protocols.py) is a matter of time: a page that it holds back is waited for, where one process would go on
+and look again later; and nothing is prefetched for the next sweep, before which everything is rewritten.
 
 Bytes per visit and rank: k up, (N - 1) k received; slots hold whole pages.
 """
@@ -48,9 +50,13 @@ class ShardedEngine(Engine):
             for page, home in enumerate(homes)
         ]
         super().__init__(whole, streamed | set(numels), device, **options)
+        self.on_host = streamed
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         return {page: (self.ranks.rank * part.numel(), part) for page, part in self.own.items()}
+
+    def kept(self, page: int) -> torch.Tensor:
+        return self.own.get(page, self.homes[page])
 
     def on_device(self, page: int) -> torch.Tensor:
         """A sharded page that is held, with its padding."""
@@ -64,6 +70,17 @@ class ShardedEngine(Engine):
         super().commit(page)
         if page in self.numels:
             self.held[page].intact = False
+
+    def _prefetch(self) -> None:
+        if self.gate is None:
+            super()._prefetch()
+            return
+        while self.free and (self.overlap or not self.held) and self.cursor + len(self.ahead) < len(self.order):
+            page = self.order[self.cursor + len(self.ahead)]
+            if page in self.held or any(slot.page == page for slot in self.ahead):
+                return
+            self.gate.wait(page)
+            self._upload(page)
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         if page not in self.numels:

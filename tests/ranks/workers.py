@@ -110,6 +110,17 @@ LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family,
     "adalomo, tied": ("qwen2", {}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "max_grad_norm": 1.0}),
     "lomo-lora, clipped": ("llama", {}, {"method": keyhole.LOMOLoRA, "lr": 0.05, "r": 4, "max_grad_norm": 0.5}),
     "apollo-mini": ("mistral", {}, {"method": keyhole.APOLLOMini, "lr": 1e-4}),
+    "adam-offload": ("llama", {}, {"method": keyhole.AdamOffload, "lr": 1e-3, "weight_decay": 0.1, "threads": 1}),
+    "adam-offload, streamed, tied, clipped": (
+        "qwen2",
+        {"placement": "stream"},
+        {"method": keyhole.AdamOffload, "lr": 1e-3, "max_grad_norm": 0.5, "threads": 1},
+    ),
+    "adam-offload, experts, two workers": (
+        "mixtral",
+        {"placement": "stream"},
+        {"method": keyhole.AdamOffload, "lr": 1e-3, "gpu_updates": True, "threads": 1},
+    ),
     "bf16 at home, rounded by index": ("llama", {"wire": "bf16", "placement": "stream"}, {}),
 }
 
@@ -126,7 +137,9 @@ def lomo_results(ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
         numbers, before = [], getattr(ranks, "bytes_received", 0)
         for step in range(3):
             loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
-            numbers += [loss.double(), method.metrics()["grad_norm"].double(), method.metrics()["changed"].double()]
+            told = method.metrics()
+            numbers += [loss.double(), told["grad_norm"].double(), torch.as_tensor(told.get("changed", 0.0)).double()]
+        method.flush()
         parts = [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()]
         if model.addon is not None and ranks.is_leader:
             parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.addon.params.items()]

@@ -39,6 +39,7 @@ ADAM_OFFLOAD = Traits(
     device_bytes="keyhole.methods.adam_offload.memory:device_bytes",
     step_work="keyhole.methods.adam_offload.memory:step_work",
     host_check="keyhole.methods.adam_offload.memory:check_host_state",
+    ranks="shards",
     may_change=("schedule", "threads", "gpu_updates"),
     advice=host_activations,
 )
