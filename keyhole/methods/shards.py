@@ -127,6 +127,11 @@ def share(model: Model, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], 
     return sent, first, max(1, count), float(bool(own))
 
 
+def first_rank(model: Model, batch: Batch | list[Batch]) -> int:
+    """The rank that has the first micro-batch: not the leader, where there are fewer than ranks."""
+    return -(-model.ranks.size // min(model.ranks.size, len(as_list(batch)))) - 1
+
+
 def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
     """Of all ranks, from what each has of it."""
     return model.ranks.in_order(loss[None], [model.ranks.size]).sum()

@@ -99,6 +99,8 @@ def mapped_bytes(name: str) -> int:
     return total
 
 
+WIDE = {"lr": 1e-3, "eps": 1e-3}  # Adam divides by |g| + eps: small ones make much of what is only rounded differently
+SUBSPACE = WIDE | {"d": 16, "r": 2, "alpha": 0.01, "check_freq": 2, "check_share": 1.0}
 LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, how it is loaded, settings, method
     "llama resident": ("llama", {}, {}),
     "llama streamed, clipped": ("llama", {"placement": "stream"}, {"max_grad_norm": 0.5}),
@@ -110,16 +112,32 @@ LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family,
     "adalomo, tied": ("qwen2", {}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "max_grad_norm": 1.0}),
     "lomo-lora, clipped": ("llama", {}, {"method": keyhole.LOMOLoRA, "lr": 0.05, "r": 4, "max_grad_norm": 0.5}),
     "apollo-mini": ("mistral", {}, {"method": keyhole.APOLLOMini, "lr": 1e-4}),
-    "adam-offload": ("llama", {}, {"method": keyhole.AdamOffload, "lr": 1e-3, "weight_decay": 0.1, "threads": 1}),
+    "adam-offload": ("llama", {}, {"method": keyhole.AdamOffload, **WIDE, "weight_decay": 0.1, "threads": 1}),
     "adam-offload, streamed, tied, clipped": (
         "qwen2",
         {"placement": "stream"},
-        {"method": keyhole.AdamOffload, "lr": 1e-3, "max_grad_norm": 0.5, "threads": 1},
+        {"method": keyhole.AdamOffload, **WIDE, "max_grad_norm": 0.5, "threads": 1},
     ),
     "adam-offload, experts, two workers": (
         "mixtral",
         {"placement": "stream"},
-        {"method": keyhole.AdamOffload, "lr": 1e-3, "gpu_updates": True, "threads": 1},
+        {"method": keyhole.AdamOffload, **WIDE, "gpu_updates": True, "threads": 1},
+    ),
+    "lsp": ("llama", {"placement": "stream"}, {"method": keyhole.LSP, **SUBSPACE, "optimizer_on": "gpu"}),
+    "lsp, moments on the host, clipped": (
+        "qwen2",
+        {},
+        {"method": keyhole.LSP, **SUBSPACE, "optimizer_on": "cpu", "threads": 1, "max_grad_norm": 0.5},
+    ),
+    "lsp, experts, free": (
+        "mixtral",
+        {"placement": "stream"},
+        {"method": keyhole.LSP, **SUBSPACE, "kind": "free", "fit_steps": 5, "optimizer_on": "cpu", "threads": 1},
+    ),
+    "lsp, waiting on the device": (
+        "gpt2",
+        {},
+        {"method": keyhole.LSP, **SUBSPACE, "optimizer_on": "gpu", "max_grad_norm": 0.5, "weight_decay": 0.1},
     ),
     "bf16 at home, rounded by index": ("llama", {"wire": "bf16", "placement": "stream"}, {}),
 }

@@ -92,6 +92,7 @@ LSP = Traits(
     step_work="keyhole.methods.lsp.memory:step_work",
     steps=1.2,
     wires=("fp32", "bf16", "fp16"),
+    ranks="shards",
     may_change=("optimizer_on", "threads"),
     advice=host_activations,
     faults=_faults,
