@@ -41,6 +41,7 @@ class AdamParts(GradientParts):
     def _send(self, unit: Unit, starts: list[int], part: torch.Tensor) -> None:
         """The pieces of tensors with a gradient leave, and their norms become those of all ranks."""
         method, step = self.method, self.method.current
+        self.model.engine.before_change(unit.index)  # on every rank, also where none of its elements are
         norms_K, first = step.norms(starts)[0], step.slots[starts[0]]
         own_K = torch.zeros_like(norms_K)
         for start in starts:

@@ -54,7 +54,6 @@ from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.weak import weakly
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
