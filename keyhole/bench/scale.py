@@ -19,7 +19,7 @@ network.
     floor = max of compute and of each link: with perfect overlap the shorter ones hide behind the longest
 
 The formulas leave out activations, the start of a step, and what a link loses to others: a floor, not a promise. What
-ranks send is counted in tests/ranks/test_gradients.py, and compared with these bytes; times of one GPU in docs/ranks.md.
+ranks send is counted in tests/ranks/test_gradients.py and compared with these bytes; times of one GPU in docs/ranks.md.
 """
 
 from dataclasses import dataclass

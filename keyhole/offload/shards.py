@@ -64,6 +64,8 @@ class ShardedEngine(Engine):
     def before_change(self, page: int) -> None:
         super().before_change(page)
         self.rewritten.add(page)
+        if self.gate is not None and any(slot.page == page for slot in self.ahead):
+            self._drop_ahead()
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         return {page: (self.ranks.rank * part.numel(), part) for page, part in self.own.items()}

@@ -50,11 +50,13 @@ def check_host_state(
     element_bytes: int,
     loaded: bool = False,
     cut: dict[int, tuple[int, int]] | None = None,
+    ranks: int = 1,
 ) -> None:
-    """UserError with what is missing when weights and state will not fit. loaded: the weights are there already."""
-    state = host_state_bytes(layout, streamed, element_bytes, cut)
-    weights = element_bytes * sum(u.numel for u in layout.units if u.index in streamed)
-    needed, slack = state + (0 if loaded else weights), 0 if loaded else SLACK_BYTES
+    """UserError with what is missing when weights and state will not fit. loaded: the weights are there already; ranks:
+    processes that will each take so much of this machine's memory."""
+    state, here = host_state_bytes(layout, streamed, element_bytes, cut), cut or {}
+    weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
+    needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
     available = host_memory().available_bytes
     if needed + slack > available:
         raise UserError(
