@@ -99,6 +99,7 @@ class Costs:
         # units that ranks share out come into slots, wherever their parts are; gradients of a block are put side by
         # side, and a unit of them is exchanged in float32 at most, sent and received
         found, formats = plan(layout, streamed | set(cut), self.work, self.room), self.room.formats
+        assert isinstance(found, backward.ReverseBytes)
         kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i not in streamed)
         block = sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
         exchanged = formats.dtype.itemsize * block + 8 * max(layout.units[i].numel for i in cut)
