@@ -160,6 +160,12 @@ class Traits:
     ranks: Literal["replicas", "shards"] | None = None
     """How several ranks (keyhole/ranks) train together. Each takes its part of the micro-batches; replicas: has all
     weights, and makes the same update; shards: keeps and updates a part of the weights. None: not at all."""
+    exchanged: Callable[[float], float] = lambda width: 1.0
+    """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
+    width; gathers of weights do not count."""
+    through_host: tuple[float, float] = (0.0, 0.0)
+    """Of an optimizer on the host: bytes over the link per byte of 16-bit weights, where these are resident, and bytes
+    through host memory per parameter, per step."""
     keeps_base: bool = False
     """The model's own weights never change: a run goes on from the original model and the method's state."""
     may_change: tuple[str, ...] = ()

@@ -93,6 +93,7 @@ LSP = Traits(
     steps=1.2,
     wires=("fp32", "bf16", "fp16"),
     ranks="shards",
+    exchanged=lambda width: 4.0 * min(1.0, LSPConfig.d / width) ** 2,  # 8 bytes per number, d x d of width x width
     may_change=("optimizer_on", "threads"),
     advice=host_activations,
     faults=_faults,
