@@ -15,6 +15,7 @@ from keyhole.methods.zo import update
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
+from keyhole.training.validation import evaluate
 from tests.model.decoders import TWELVE, batch, config
 from tests.model.streaming import streamed
 
@@ -100,15 +101,20 @@ def mapped_bytes(name: str) -> int:
 
 
 def evaluation_results(ranks: Ranks, directory: str) -> dict[str, Any]:
-    """Scores and answers of a model, streamed: rows of many lengths, and questions."""
-    how = {"device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=64)}
-    model = keyhole.load(directory, ranks=ranks, **how)
+    """Scores and answers of a model, streamed, whole on every rank and in parts: rows of many lengths, held-out batches
+    (more and fewer than ranks), and questions."""
+    found: dict[str, Any] = {}
     rows = [Sample(list(range(5, 7 + n)), [-100, *range(6, 7 + n)]) for n in range(1, 12)]
-    nll_R, count_R = score_rows(model, rows, batch_tokens=20, passes=2)
     questions = [Question(text, ("x",), 0) for text in ("The soup", "A", "Bread was warm and", "Stamp:", "1 + 1 =")]
-    answers = generate_answers(model, questions, max_new_tokens=4, batch_tokens=20)
-    model.close()
-    return {"nll": nll_R, "count": count_R, "answers": answers}
+    for method in ("zo", "lomo"):
+        how = {"device": "cpu", "placement": "stream", "workload": keyhole.Workload(method, tokens=64)}
+        model = keyhole.load(directory, ranks=ranks, **how)
+        nll_R, count_R = score_rows(model, rows, batch_tokens=20, passes=2)
+        answers = generate_answers(model, questions, max_new_tokens=4, batch_tokens=20)
+        held_out = [evaluate(model, micro_batches(0, count)) for count in (1, 5, 11)]
+        found[method] = {"nll": nll_R, "count": count_R, "answers": answers, "held out": held_out}
+        model.close()
+    return found
 
 
 def write_evaluation(path: Path, directory: str) -> int:
