@@ -181,7 +181,7 @@ def verdict(good: bool) -> str:
 def measured(arguments: argparse.Namespace, root: Path) -> tuple[list[str], dict[str, Any]]:
     """The lines of the table, and all numbers."""
     quick, records = arguments.quick, {}
-    tokens, bf16 = (16, "float32") if quick else (arguments.tokens, "bfloat16")  # not every CPU multiplies bfloat16
+    tokens, bf16 = arguments.tokens, "float32" if quick else "bfloat16"  # not every CPU multiplies the latter
     small = [Task(name, arguments.small, "float32", 3, min(tokens, 256), True, quick) for name in CLASSES]
     speed = [Task(name, arguments.shape, bf16, arguments.steps, tokens, quick=quick) for name in ("zo", "lomo")]
     large = [Task("zo", arguments.large, bf16, 3, tokens, quick=quick)]
@@ -212,14 +212,14 @@ def measured(arguments: argparse.Namespace, root: Path) -> tuple[list[str], dict
         best = [min(step_s(one[number]) for one in each) for each in (alone, joined_one)]
         slower = best[1] / best[0] - 1
         lines.append(
-            f"| {task.method}, {task.shape}, bf16: a step | {best[0]:.4f} s | torchrun, one rank: {best[1]:.4f} s | "
+            f"| {task.method}, {task.shape}, {bf16}: a step | {best[0]:.4f} s | torchrun, one rank: {best[1]:.4f} s | "
             f"{slower:+.2%} | {verdict(slower <= 0.01)} |"
         )
         lines.append(f"| the same on two ranks | | {step_s(both[number]):.3f} s | one GPU and gloo for both | |")
 
     one, two = run(large, None, root), run(large, 2, root)
     records["memory"] = {"one": one, "two": two}
-    lines.append(f"| zo, {arguments.large}, bf16: bits | | | equal | {verdict(same_bits(one[0], two[0]))} |")
+    lines.append(f"| zo, {arguments.large}, {bf16}: bits | | | equal | {verdict(same_bits(one[0], two[0]))} |")
     for key, what in (("pss_bytes", "host memory"), ("weights_bytes", "of that, streamed weights")):
         a, b = one[0][0][key], sum(rank[key] for rank in two[0])
         judged = verdict(b <= 1.05 * a)
@@ -250,7 +250,9 @@ def main() -> None:
     if arguments.work:
         work([Task(**task) for task in json.loads(arguments.work)], arguments.directory)
         return
-    arguments.steps = 3 if arguments.quick else arguments.steps
+    if arguments.quick:
+        arguments.small = arguments.shape = arguments.large = "tiny"
+        arguments.steps, arguments.tokens = 3, 16
     with tempfile.TemporaryDirectory() as root:
         lines, records = measured(arguments, Path(root))
     if arguments.out:

@@ -27,31 +27,35 @@ def micro_batches(step: int, count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [batch(rows=1 + i % 2, length=8 + i, seed=10 * step + i) for i in range(count)]
 
 
-def zo_results(ranks: Ranks) -> dict[str, Any]:
+def zo_results(ranks: Ranks, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Losses and weights after two steps of zo, of every family: resident in one process, streamed on several ranks, in
-    single matrices through a poisoned slot, with write-backs every second step."""
+    single matrices through a poisoned slot, with write-backs every second step. sizes: cases go to launches of so many
+    ranks in turn; one process has all."""
     found: dict[str, Any] = {}
     cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in TWELVE}
     cases |= {estimator: ("llama", {"estimator": estimator}) for estimator in DEFAULTS}
     cases |= {"searched": ("llama", {"lr": "auto"})}
-    for case, (name, settings) in cases.items():
+    turns = {size: place for place, size in enumerate(sizes)}
+    for number, (case, (name, settings)) in enumerate(cases.items()):
+        if ranks.several and number % len(sizes) != turns[ranks.size]:
+            continue
         model = keyhole.load(config(name), init="random", device="cpu", dtype="float32")
         if ranks.several:
             model = streamed(model, max_unit_numel=1, slot_count=1, chaos=random.Random(ranks.rank))
             model.ranks = ranks
         method = keyhole.ZO(model, **{"lr": LR} | settings, write_back_every=2 if ranks.several else None)
-        losses = [method.step(micro_batches(step)) for step in range(STEPS)]
+        losses = [method.step(micro_batches(step, count=5)) for step in range(STEPS)]
         method.flush()
         found[case] = {"losses": torch.stack(losses), **{n: t.clone() for n, t in model.named_tensors()}}
         model.close()
     return found
 
 
-def write_zo_results(directory: Path) -> int:
+def write_zo_results(directory: Path, sizes: tuple[int, ...]) -> int:
     """A rank's part of zo_results, in a file of its own."""
     torch.set_num_threads(1)
     with joined() as ranks:
-        torch.save(zo_results(ranks), directory / f"{ranks.rank}.pt")
+        torch.save(zo_results(ranks, sizes), directory / f"{ranks.size} {ranks.rank}.pt")
     return 0
 
 
