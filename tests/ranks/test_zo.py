@@ -1,4 +1,4 @@
-"""zo on two and four ranks has the bits of one process: twelve families, tied ones and mixtures of experts among them."""
+"""zo on two and four ranks has the bits of one process: twelve families, tied and with experts among them."""
 
 from pathlib import Path
 
