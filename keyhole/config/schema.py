@@ -143,6 +143,8 @@ class RunConfig:
     """Print a line every so many steps (run/metrics.jsonl has every step)."""
     eval_steps: Count | None = None
     """Evaluate every so many steps; null = at the end only."""
+    sample_answers: Annotated[int, Limit(0, 20)] = 3
+    """Answers of the model on the run's page (run/report.html) at every evaluation, where they are cheap; 0 = none."""
     load_best_model_at_end: bool = False
     """Publish the weights of the best evaluation instead of the last ones; each new best is saved, and kept."""
     metric_for_best_model: str | None = None

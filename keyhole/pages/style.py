@@ -40,6 +40,14 @@ min-width:76px;max-width:150px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr));gap:16px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:12px;padding:14px 8px 8px}
 svg{display:block;width:100%;height:auto}polyline{fill:none;stroke-linejoin:round}.line{stroke-width:2.4}
+.raw{stroke-width:1;opacity:.25}figcaption{padding:4px 10px 6px;color:var(--soft);font-size:13px}
+.choice{display:flex;flex-wrap:wrap;gap:6px}.panel{display:none;width:100%;min-width:0;margin-top:8px}
+.pick{position:absolute;opacity:0;width:1px;height:1px}
+.pick+label{cursor:pointer;border:1px solid var(--line);border-radius:99px;padding:3px 14px;font-size:13px;
+color:var(--soft);background:var(--card)}
+.pick:checked+label{color:var(--card);background:var(--glow);border-color:var(--glow)}
+.pick:focus-visible+label{outline:2px solid var(--ink)}
+.p0:checked~.q0,.p1:checked~.q1,.p2:checked~.q2{display:block}
 .band{opacity:.14}.grid{stroke:var(--line)}.base{stroke:var(--soft);stroke-dasharray:4 4}
 .tick{fill:var(--soft);font-size:11px}.axis{fill:var(--soft);font-size:12px}.name{font-size:12.5px;font-weight:600}
 details{margin:14px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
