@@ -12,7 +12,7 @@ Where the longest curve is LOG_FROM times the shortest, x is logarithmic, so tha
 still seen beside one that takes an hour.
 
 No label lies over another one: names stand in a column right of the plot, in the order of the curves' ends, and the
-chart grows with their number; ticks keep their distance. Sizes are those of a phone, where text is largest (style.py).
+chart grows with their number; ticks keep their distance. Sizes of text are those of style.py.
 Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
 """
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from keyhole import assets
 from keyhole.disk.files import read_small
 from keyhole.errors import UserError
 from keyhole.machine.text import printable
@@ -39,7 +40,7 @@ class View:
     @property
     def title(self) -> str:
         """`zo on opt-13b`: of a directory, its name."""
-        model = self.story.model
+        model = "demo" if self.story.model == str(assets.MODEL) else self.story.model
         is_path = os.path.isabs(model) or model.startswith(("./", "../", "~"))
         model = os.path.basename(os.path.normpath(model)) if is_path else model
         return f"{self.story.method} on {model}" if self.story.method else self.name

@@ -166,10 +166,11 @@ def _asked(dataset: Dataset, index: int) -> tuple[list[int], list[int]] | None:
 
 
 def _fits(model: Model, rows: list[tuple[list[int], list[int]]]) -> bool:
-    """Whether tokens and their keys and values are within what a training step takes, and leaves free after it."""
+    """Whether tokens, and their keys and values, take no more of a GPU than a training step does, which is over."""
+    if model.device.type != "cuda":
+        return True
     tokens = len(rows) * (max(len(prompt) for prompt, _ in rows) + NEW_TOKENS)
     config = model.config.get_text_config()
     layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
     cached = 2 * layers * hidden * tokens * model.dtype.itemsize
-    free = model.placed.device_bytes.during_a_step
-    return len(rows) == 1 and model.device.type != "cuda" or tokens <= model.placed.work.tokens and cached <= free
+    return tokens <= model.placed.work.tokens and cached <= model.placed.device_bytes.during_a_step
