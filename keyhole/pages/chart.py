@@ -24,7 +24,7 @@ from html import escape
 from keyhole.pages.labels import NAME_HEIGHT, apart
 
 WIDTH, HEIGHT = 560, 310
-LEFT, TOP, BOTTOM = 74, 14, 46
+LEFT, TOP, BOTTOM = 86, 14, 46
 LETTER = 9.2  # width of one in a name
 LOG_FROM = 20.0
 MOST_NAME = 16
@@ -77,8 +77,8 @@ class Axes:
         self.log, self.right, self.bottom, self.height = log, WIDTH - right, height - BOTTOM, height
         self.low_x = min(x) if log and x else 0.0
         self.high_x = max(max(x, default=1.0), self.low_x * 1.001, 1e-9)
-        largest = max((abs(value) for value in y), default=1.0)
-        span = (max(y) - min(y) if y else 0.0) or largest * 0.1 or 1.0
+        largest, span = max((abs(value) for value in y), default=1.0), max(y) - min(y) if y else 0.0
+        span = span if span > 1e-6 * largest else largest * 0.1 or 1.0  # less is rounding
         self.low_y, self.high_y = min(y, default=0.0) - 0.06 * span, max(y, default=1.0) + 0.06 * span
 
     def x(self, value: float) -> float:
@@ -144,10 +144,12 @@ def _finite(each: Series) -> Series:
 
 def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:
     bottom, right, parts = axes.bottom, axes.right, []
-    for value in ticks(axes.low_y, axes.high_y):
+    values = ticks(axes.low_y, axes.high_y)
+    digits = _digits(values)
+    for value in values:
         y = axes.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.{digits}g}</text>')
     for value in axes.x_ticks():
         x = f"{axes.x(value):.1f}"
         parts.append(f'<text class="tick" x="{x}" y="{bottom + 20}" text-anchor="middle">{value:g}</text>')
@@ -158,6 +160,13 @@ def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:
     turned = f"translate(14 {(TOP + bottom) / 2:.1f}) rotate(-90)"
     parts.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_label)}</text>')
     return parts
+
+
+def _digits(values: Sequence[float]) -> int:
+    """Digits that tell neighbours apart."""
+    step = min((b - a for a, b in zip(values, values[1:], strict=False)), default=0.0)
+    largest = max(map(abs, values), default=0.0)
+    return min(8, max(4, 2 + math.ceil(math.log10(largest / step)))) if step > 0 and largest > 0 else 4
 
 
 def _points(axes: Axes, x: Sequence[float], y: Sequence[float]) -> str:

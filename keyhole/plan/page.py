@@ -17,7 +17,7 @@ from keyhole.plan.table import Question, Row
 
 WIDTH, HEIGHT = 560, 380
 LEFT, RIGHT, TOP, BOTTOM = 86, 130, 26, 48
-EXTRA = """.plan{max-width:860px}.hollow{fill:var(--card);stroke-width:2}.no td,.no th{color:var(--soft)}
+EXTRA = """.plan{max-width:680px}.hollow{fill:var(--card);stroke-width:2}.no td,.no th{color:var(--soft)}
 .take th,.take td{font-weight:700}.take th{color:var(--glow)}.budget{stroke:var(--glow);stroke-dasharray:5 4}
 .parts{display:flex;height:8px;width:110px;border-radius:3px;overflow:hidden;background:var(--line)}
 .parts span{display:block;height:100%}"""

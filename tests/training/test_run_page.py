@@ -39,7 +39,10 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
 ) -> None:
     """It begins with what was decided and ends with curves, a trace, the data, answers and the result; what the run
     wrote is what `keyhole report` makes of its files."""
-    crossing = {"placement": "stream", "offload": OffloadConfig(reuse_slots=False)}  # two units would stay in their slots
+    crossing = {
+        "placement": "stream",
+        "offload": OffloadConfig(reuse_slots=False),
+    }  # two units would stay in their slots
     config, real, seen = make(method="lomo", eval_data=str(tiny_data), **crossing), loop.Run.step, []
 
     def step(self: loop.Run, number: int) -> None:
