@@ -145,7 +145,8 @@ def predict(model: Model, method: str, tokens: float | None = None) -> Predictio
     work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens))
     work = replace(work, experts=experts_share(model.config))
     formats: Wire = model.formats
-    room, streamed = Room(formats, placed.workspace_bytes, placed.limit_bytes), model.engine.streamed
+    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
+    streamed = model.engine.streamed
     asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
     on_gpu = model.device.type == "cuda"
     host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + PROCESS_BYTES[on_gpu]
