@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from keyhole.ranks import Ranks
 from keyhole.report.page import now
 from keyhole.report.story import Story
 from keyhole.report.view import STORY, View
-from keyhole.training import page_facts, rundir, start_block, tracker
+from keyhole.training import page_facts, rundir, start_block, trackers
 from keyhole.training.display import Display
 from keyhole.training.follow import Follower
 from keyhole.training.journaling import Journaling, open_journal
@@ -57,6 +58,7 @@ from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
 from keyhole.training.start import Parts, Request
+from keyhole.training.trackers.behind import Behind
 from keyhole.training.validation import Judge
 
 
@@ -308,7 +310,7 @@ def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: st
 def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) -> Reports:
     """The files and lines that tell of the run. lines: the start block; machine: its environment."""
     config, directory, first = job.config, job.directory, job.origin.step
-    track = tracker.tracker(config.report_to, directory.run, first)
+    name = directory.root.absolute().name
     title = start_block.title(config.method, config.model)
     metrics = MetricsFile(directory.metrics, first)
     if metrics.lacks and not job.origin.elsewhere:
@@ -316,9 +318,10 @@ def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) 
     fresh = Story(job.run_id or "", title, config.method, config.model, model.device.type)
     fresh.total, fresh.lines, fresh.began = job.schedule.total, lines, now()
     story = begin_story(directory.run / STORY, job.run_id, first, fresh)
-    name = directory.root.absolute().name
     view = View(name, directory.run, story, begin_curves(metrics.kept), machine, to_yaml(config))
-    reports = Reports(metrics, track, job.display, directory.curve, title, RunPage(view))
+    told = trackers.About(directory.run, job.run_id or name, name, first, flat_config(config))
+    opened = [Behind(each, partial(trackers.open_tracker, each, told)) for each in trackers.names_of(config.report_to)]
+    reports = Reports(metrics, opened, job.display, directory.curve, title, RunPage(view))
     reports.tell("the plan", lambda: reports.page.planned(page_facts.planned(model, config.method)))
     reports.tell("rows of the data", lambda: setattr(story, "samples", page_facts.samples(job.data, model.tokenizer)))
     reports.begin()

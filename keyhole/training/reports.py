@@ -7,13 +7,14 @@ them can end a step (metrics.py says in which order they and the journal are ask
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from keyhole.training.display import Display
 from keyhole.training.metrics import Entry, MetricsFile
 from keyhole.training.plot import plot_loss
 from keyhole.training.run_page import RunPage
-from keyhole.training.tracker import NullTracker
+from keyhole.training.trackers.behind import Behind
 
 AGAIN = "it is tried again"
 
@@ -22,9 +23,9 @@ class Reports:
     """Where entries of steps and evaluations go. curve and title: of the picture that is drawn at the end."""
 
     def __init__(
-        self, metrics: MetricsFile, track: NullTracker, display: Display, curve: Path, title: str, page: RunPage
+        self, metrics: MetricsFile, trackers: list[Behind], display: Display, curve: Path, title: str, page: RunPage
     ) -> None:
-        self.metrics, self.track, self.display, self.curve, self.title = metrics, track, display, curve, title
+        self.metrics, self.trackers, self.display, self.curve, self.title = metrics, trackers, display, curve, title
         self.page = page
         self.failing: set[str] = set()
         display.heard = page.happened
@@ -49,11 +50,12 @@ class Reports:
                 self.display.line(f"run/metrics.jsonl is complete again, up to step {entry['step']}")
 
     def show(self, entry: Entry) -> None:
-        """To the page, the tracker and the user."""
+        """To the page, the trackers and the user."""
         if self._try("run/report.html", lambda: self.page.add(entry), AGAIN):
             self.failing.discard("run/report.html")
-        if not self._try("report_to", lambda: self.track.write(entry), "the tracker gets nothing more"):
-            self.track = NullTracker()
+        for each in list(self.trackers):
+            if not self._try(f"report_to: {each.name}", partial(each.write, entry), "it gets nothing more"):
+                self.trackers.remove(each)
         if "loss" in entry:
             self._try("the line of a step", lambda: self.display.step(entry), "training goes on")
 
@@ -75,7 +77,8 @@ class Reports:
         """Closes the files and draws the curve; says what could not be."""
         lost = "some entries are lost"
         self._try("closing run/metrics.jsonl", self.metrics.close, lost)
-        self._try("closing the tracker", self.track.close, lost)
+        for each in self.trackers:
+            self._try(f"report_to: {each.name}", each.close, lost)
         self._try("writing run/report.html", self.page.close, "the numbers are in run/metrics.jsonl")
         self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
 
