@@ -1,15 +1,17 @@
 """The demo's HTML page: one self-contained file, with no script and nothing fetched from anywhere.
 
-From top to bottom: what was done in two sentences, the table, the curves by step and by second, the task
-with examples, and everything needed to run it again (settings, seed, versions, commands). It follows the
-reader's light or dark theme.
+From top to bottom: what was done in two sentences, the table, the same run in a budget smaller than the model, the
+curves by step and by second, the task with examples, and everything needed to run it again (settings, seed, versions,
+commands). It follows the reader's light or dark theme.
 """
 
 import json
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from keyhole import assets
+from keyhole.demo.budget import Squeezed
 from keyhole.demo.train import Result
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.pages.chart import Series, chart, noisy
@@ -41,14 +43,17 @@ def cells(result: Result) -> list[str]:
     ]
 
 
-def make_report(results: list[Result], seed: int, environment: dict[str, Any]) -> str:
-    """The page."""
+def make_report(
+    results: list[Result], seed: int, environment: dict[str, Any], squeezed: Sequence[Squeezed] = ()
+) -> str:
+    """The page. squeezed: what was trained in a budget smaller than the model."""
     done = [(i % len(COLOURS), r) for i, r in enumerate(results) if not r.skipped]
     steps = [noisy(r.method, i, [n + 1.0 for n in range(len(r.losses))], r.losses) for i, r in done]
     seconds = [noisy(r.method, i, r.times_s, r.losses) for i, r in done]
     sections = [
         _summary(results),
         _table(results),
+        _budget(squeezed),
         f"<section><h2>Loss curves</h2><div class='charts'>{_figure(steps, 'step')}{_figure(seconds, 'seconds')}</div>"
         "<p class='note'>Faint: each step as measured. Strong: running mean. A step costs differently by method, "
         "so one chart compares what a step teaches and the other what a second does. The training loss is the "
@@ -104,6 +109,53 @@ def _bar(result: Result, index: int) -> str:
     )
 
 
+def squeezed_line(found: Squeezed) -> str:
+    """`lomo in 4.9 MiB, a model of 9.7 MiB: losses and weights are the same bits; 48.0 MiB crossed up, 27.4 down`."""
+    sizes = f"{found.method} in {size(found.budget_bytes)}, a model of {size(found.weights_bytes)}"
+    if found.skipped:
+        return f"{sizes}: skipped: {found.skipped}"
+    crossed = f"{size(found.up_bytes)} crossed the link up, {size(found.down_bytes)} down"
+    return f"{sizes}: {verdict(found)}; {crossed} in {len(found.losses)} steps"
+
+
+def verdict(found: Squeezed) -> str:
+    """Whether the run in the budget is the one without."""
+    if found.same_losses and found.same_weights:
+        return "losses and weights are the same bits as with all weights on the device"
+    return "NOT the same as with all weights on the device: " + (
+        "the weights differ" if found.same_losses else "the losses differ"
+    )
+
+
+def _budget(squeezed: Sequence[Squeezed]) -> str:
+    """The model and the budget as bars, and what was compared."""
+    if not squeezed:
+        return ""
+    rows = []
+    for found in squeezed:
+        name = f"<th scope='row'>{escape(found.method)}</th>"
+        if found.skipped:
+            rows.append(f"<tr>{name}<td colspan='6' class='why'>skipped: {escape(found.skipped[:400])}</td></tr>")
+            continue
+        share = 100 * found.budget_bytes / max(1, found.weights_bytes)
+        bar = f"<span class='wide'><span class='fill b0' style='width:{share:.1f}%'></span></span>"
+        same = "same" if found.same_losses and found.same_weights else "no"
+        mark = f"<td class='{same} left'>{escape(verdict(found))}</td>"
+        numbers = (found.weights_bytes, found.budget_bytes, found.up_bytes, found.down_bytes)
+        cells = "".join(f"<td>{size(number)}</td>" for number in numbers)
+        rows.append(f"<tr>{name}<td>{bar}</td>{cells}{mark}</tr>")
+    head = "".join(f"<th>{escape(column)}</th>" for column in ("method", "", "model", "budget", "up", "down"))
+    return (
+        "<section><h2>In a budget smaller than the model</h2><p>A deeper model with random weights, trained for "
+        f"{max(len(found.losses) for found in squeezed)} steps with all weights on the device, and again in a budget "
+        "that has to hold everything: weights in use, activations, logits, buffers. The rest of the weights waits in "
+        "host memory and crosses the link when it is needed.</p><div class='scroll'><table class='small'><thead><tr>"
+        f"{head}<th class='left'>compared, bit by bit</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        "<p class='note'>Bar: the budget as a share of the weights. Up, down: bytes that crossed the link in all "
+        "steps. Where there is no GPU, copies within host memory stand for the link.</p></section>"
+    )
+
+
 def _task() -> str:
     rows = [json.loads(line) for line in assets.TEST.read_text(encoding="utf-8").splitlines()[:EXAMPLES]]
     items = "".join(
@@ -146,5 +198,6 @@ STYLE = """
 .wide{display:block;position:relative;width:170px;height:10px;border-radius:5px;background:var(--line)}
 .fill{display:block;height:100%;border-radius:5px}
 .mark{position:absolute;top:-4px;width:2px;height:18px;background:var(--ink)}
+.same{color:#14957d;font-weight:600}.no{color:#cc3f55;font-weight:700}
 .stamp0{color:#3b6fe0;font-weight:600}.stamp1{color:#cc3f55;font-weight:600}
 """

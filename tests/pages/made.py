@@ -11,6 +11,7 @@ from keyhole.compare import page as compare_page
 from keyhole.compare.file import Comparison
 from keyhole.compare.result import Result
 from keyhole.compare.table import Cell, zero_shot_cell
+from keyhole.demo.budget import Squeezed
 from keyhole.demo.report import make_report
 from keyhole.demo.train import Result as DemoResult
 from keyhole.machine.sizes import GIB
@@ -118,7 +119,10 @@ def demo() -> str:
         one.losses = [0.05 + 1.2 / (1 + k) for k in range(60)]
         one.times_s = [0.1 * (i + 1) * (k + 1) for k in range(60)]
         made.append(one)
-    return make_report(made, 0, ENVIRONMENT)
+    shown = [
+        Squeezed(name, "", 10**7, 5 * 10**6, 0, 0, 10**8, 10**7, [1.0], [2.0], True, True) for name in ("zo", "lomo")
+    ]
+    return make_report(made, 0, ENVIRONMENT, [*shown, Squeezed("lsp", "too small " * 60)])
 
 
 PAGES = {"run": run, "report": report, "plan": plan, "compare": compare, "demo": demo}
