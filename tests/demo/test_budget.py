@@ -14,11 +14,11 @@ from tests.demo.test_report import ENVIRONMENT
 @pytest.mark.parametrize("name", shown(list(METHODS)))
 def test_the_same_bits_in_less_than_the_model(name: str) -> None:
     """Everything is planned within the budget, most weights cross, and nothing differs."""
-    found = squeeze(name, steps=2, device="cpu")
+    found = squeeze(name, steps=1, device="cpu")
     assert not found.skipped
     assert found.planned_bytes <= found.budget_bytes == int(SHARE * found.weights_bytes) < found.weights_bytes
-    assert found.same_losses and found.same_weights and len(found.losses) == 2
-    assert found.up_bytes >= 2 * found.streamed_bytes > found.weights_bytes and found.down_bytes > 0
+    assert found.same_losses and found.same_weights and len(found.losses) == 1
+    assert found.up_bytes >= found.streamed_bytes > found.weights_bytes / 2 and found.down_bytes > 0
 
 
 def test_another_run_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever joins the table is run, with the settings of its row."""
     table = {"sgd": METHODS["sgd"], "newcomer": replace(METHODS["sgd"], demo=Demo(lr=0.125))}
-    for module in ("run", "train"):
+    for module in ("run", "train", "budget"):
         monkeypatch.setattr(f"keyhole.demo.{module}.METHODS", table)
     results = run_demo(tmp_path, steps=1, device="cpu")
     assert results[-1].method == "newcomer" and results[-1].settings.lr == 0.125
