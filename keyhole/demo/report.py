@@ -181,7 +181,7 @@ def _again(results: list[Result], seed: int, environment: dict[str, Any]) -> str
     return (
         "<h2>What was run</h2><div class='scroll'><table class='task small'><thead><tr><th>method</th><th>steps</th>"
         "<th>notes per step</th>"
-        f"<th>learning rate</th><th>options</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<th>learning rate</th><th class='left'>options</th></tr></thead><tbody>{rows}</tbody></table></div>"
         f"<p class='note'>Seed {seed}, float32, rate falling linearly to 0.</p>{machine_text(environment)}"
         "<pre>keyhole demo                     this page again\n"
         "keyhole train demo-zo            one method, with checkpoints and all settings\n"

@@ -25,7 +25,7 @@ from keyhole.pages.labels import NAME_HEIGHT, apart
 
 WIDTH, HEIGHT = 560, 310
 LEFT, TOP, BOTTOM = 86, 14, 46
-LETTER = 9.2  # width of one in a name
+LETTER = 10.0  # width of one in a name, at most on average
 LOG_FROM = 20.0
 MOST_NAME = 16
 TICK_GAP = 52.0  # between the middles of two numbers under the plot
@@ -116,7 +116,7 @@ def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, base
     curves = any(len(each.x) > 1 for each in series)
     log = curves and min(x, default=0.0) > 0 and max(ends) / min(ends) >= LOG_FROM
     longest = max((min(len(each.name), MOST_NAME) for each in series), default=0)
-    right = 24 + LETTER * longest
+    right = 26 + LETTER * longest
     height = max(HEIGHT, math.ceil(TOP + BOTTOM + 12 + NAME_HEIGHT * len(series)))
     axes = Axes(x, y, log, right, height)
     body = _grid(axes, x_label, y_label)

@@ -15,6 +15,8 @@ from typing import Any
 from keyhole.report.entries import Entry, finite, is_test
 
 MOST = 300
+MOST_NAMES, LONGEST_NAME = 200, 80
+MOST_SECONDS, MOST_TOKENS = 1e9, 10**15  # of a step
 NO_CURVE = {"step", "epoch", "tokens", "seconds"}
 
 
@@ -50,11 +52,11 @@ class Curves:
     losses: list[tuple[int, float]] = field(default_factory=list)  # of the first and the last step
     highest: dict[str, float] = field(default_factory=dict)
     recent: list[tuple[float, float]] = field(default_factory=list)  # tokens and seconds of the last steps
+    seen: set[str] = field(default_factory=set)  # names
 
     def add(self, entry: Entry) -> None:
         """An entry of metrics.jsonl. What is no number, or not finite, is left out."""
-        step = entry["step"]
-        numbers = {name: number for name, value in entry.items() if (number := finite(value)) is not None}
+        step, numbers = entry["step"], self._numbers(entry)
         if is_test(entry):
             self.tests[step] = {name: value for name, value in numbers.items() if name.startswith("test_")}
             return
@@ -62,15 +64,27 @@ class Curves:
             self._add_evaluation(step, numbers)
             return
         self.steps, self.last_step = self.steps + 1, step
-        self.tokens += int(numbers.get("tokens", 0))
-        self.seconds += max(0.0, numbers.get("seconds", 0.0))
-        self.recent = [*self.recent[-19:], (numbers.get("tokens", 0.0), numbers.get("seconds", 0.0))]
+        tokens = min(max(0, int(numbers.get("tokens", 0))), MOST_TOKENS)
+        seconds = min(max(0.0, numbers.get("seconds", 0.0)), MOST_SECONDS)
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.recent = [*self.recent[-19:], (float(tokens), seconds)]
         if "loss" in numbers:
             self.losses = [*self.losses[:1], (step, numbers["loss"])]
         for name, value in numbers.items():
             self.highest[name] = max(value, self.highest.get(name, value))
         sums = {name: [1.0, value, value, value] for name, value in numbers.items() if name not in NO_CURVE}
         self._add_point(Point(1, step, self.seconds, sums))
+
+    def _numbers(self, entry: Entry) -> dict[str, float]:
+        """What is a number in an entry, under names that there can be."""
+        found: dict[str, float] = {}
+        for name, value in entry.items():
+            number = finite(value)
+            known = name in self.seen or (len(self.seen) < MOST_NAMES and len(name) <= LONGEST_NAME)
+            if number is not None and known:
+                self.seen.add(name)
+                found[name] = number
+        return found
 
     def _add_evaluation(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if name != "step"}

@@ -36,12 +36,15 @@ def read_lines(path: Path) -> tuple[list[Entry], int]:
     return entries, unreadable
 
 
+LARGEST = 1e100  # what is larger was measured by nobody, and its square is no number
+
+
 def finite(value: Any) -> float | None:
-    """The value as a number; None where it is none, or not finite."""
+    """The value as a number; None where it is none, not finite, or as good as that."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    return number if math.isfinite(number) and abs(number) <= LARGEST else None

@@ -47,15 +47,17 @@ def busy(spans: Sequence[tuple[float, float]]) -> float:
 
 def fewer(spans: Sequence[tuple[float, float]], most: int = MOST) -> list[tuple[float, float]]:
     """Sorted spans, neighbours joined (smallest gaps first) until there are at most so many."""
-    kept = [(begin, begin + duration) for begin, duration in spans]
-    if len(kept) > most:
-        gaps = sorted(range(1, len(kept)), key=lambda i: kept[i][0] - kept[i - 1][1])
-        joined = set(gaps[: len(kept) - most])
-        made: list[tuple[float, float]] = []
-        for i, (begin, end) in enumerate(kept):
-            made[-1:] = [(made[-1][0], max(made[-1][1], end))] if i in joined else [*made[-1:], (begin, end)]
-        kept = made
-    return [(begin, end - begin) for begin, end in kept]
+    ends = [begin + duration for begin, duration in spans]
+    by_gap = sorted(range(1, len(spans)), key=lambda i: spans[i][0] - ends[i - 1])
+    joined = set(by_gap[: max(0, len(spans) - most)])  # with the one before
+    made: list[tuple[float, float]] = []
+    for i, (begin, duration) in enumerate(spans):
+        if i in joined:
+            first, length = made[-1]
+            made[-1] = first, max(first + length, ends[i]) - first
+        else:
+            made.append((begin, duration))
+    return made
 
 
 def _drawing(lanes: dict[str, list[tuple[float, float]]], shares: dict[str, float], start: float, end: float) -> str:

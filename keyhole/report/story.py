@@ -126,7 +126,7 @@ def _text(value: Any, otherwise: str = "") -> str:
 
 def _whole(value: Any) -> int:
     number = finite(value)
-    return int(number) if number is not None and number >= 0 else 0
+    return min(int(number), 2**53) if number is not None and number >= 0 else 0
 
 
 def _list(value: Any, most: int) -> list[Any]:

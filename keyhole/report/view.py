@@ -116,8 +116,9 @@ def _entry(line: bytes) -> Entry | None:
 
 
 def _without_story(settings: dict[str, Any], curves: Curves) -> Story:
-    method, model = (str(settings.get(name, "")) for name in ("method", "model"))
-    total = settings.get("max_steps") if isinstance(settings.get("max_steps"), int) else curves.last_step
+    method, model = (printable(settings.get(name, ""), 200) for name in ("method", "model"))
+    asked = settings.get("max_steps")
+    total = asked if isinstance(asked, int) and 0 < asked < 2**53 else curves.last_step
     state = DONE if curves.last_step >= total else ""
     return Story(method=method, model=model, title=f"{method} on {model}", total=total, state=state)
 

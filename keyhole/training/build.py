@@ -58,7 +58,7 @@ from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
 from keyhole.training.start import Parts, Request
-from keyhole.training.trackers.behind import Behind
+from keyhole.training.trackers.behind import Behind, wait_until_open
 from keyhole.training.validation import Judge
 
 
@@ -321,6 +321,7 @@ def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) 
     view = View(name, directory.run, story, begin_curves(metrics.kept), machine, to_yaml(config))
     told = trackers.About(directory.run, job.run_id or name, name, first, flat_config(config))
     opened = [Behind(each, partial(trackers.open_tracker, each, told)) for each in trackers.names_of(config.report_to)]
+    wait_until_open(opened)
     reports = Reports(metrics, opened, job.display, directory.curve, title, RunPage(view))
     reports.tell("the plan", lambda: reports.page.planned(page_facts.planned(model, config.method)))
     reports.tell("rows of the data", lambda: setattr(story, "samples", page_facts.samples(job.data, model.tokenizer)))

@@ -110,6 +110,14 @@ def compare() -> str:
     return compare_page.make_page(comparison, cells, {"zo": {"batch_size": 3}}, ENVIRONMENT)
 
 
+def short() -> str:
+    """Few names, and short ones."""
+    made = [DemoResult(name, Demo(steps=9), losses=[1 / (k + 1) for k in range(9)]) for name in ("adamw", "mmw")]
+    for one in made:
+        one.times_s = [0.1 * (k + 1) for k in range(9)]
+    return make_report(made, 0, ENVIRONMENT)
+
+
 def demo() -> str:
     made = []
     for i, name in enumerate(METHODS):
@@ -125,4 +133,4 @@ def demo() -> str:
     return make_report(made, 0, ENVIRONMENT, [*shown, Squeezed("lsp", "too small " * 60)])
 
 
-PAGES = {"run": run, "report": report, "plan": plan, "compare": compare, "demo": demo}
+PAGES = {"run": run, "report": report, "plan": plan, "compare": compare, "demo": demo, "short": short}

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.report.curves import Curves
@@ -40,6 +40,7 @@ def test_no_story(tmp_path: Path) -> None:
         assert read_story(path) is None
 
 
+@settings(max_examples=50)
 @given(broken)
 def test_any_values_give_a_story_and_a_page(values: dict[str, Any]) -> None:
     """A file that somebody else wrote breaks neither the reader nor the page."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.schema import OffloadConfig
@@ -144,3 +145,18 @@ def test_pages_are_written_beside_the_steps_and_not_often(tmp_path: Path) -> Non
     made.ended("done")
     made.close()
     assert not made.thread.is_alive() and "<b>Done</b>" in made.path.read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["zo", "lomo", "adam-offload"])
+def test_a_step_is_traced_on_a_gpu(make: Make, method: str) -> None:
+    """Events of three streams: every lane has spans within the step, and the plan stands beside the measured peak."""
+    crossing = {"placement": "stream", "offload": OffloadConfig(reuse_slots=False), "device": "cuda"}
+    config = make(method=method, **crossing)
+    assert train(config) == 0
+    told = story(config)
+    assert {lane for lane, *_ in told.spans} >= {"upload", "compute"} and told.traced_step == 3
+    assert all(ms >= 0 and begin + ms <= 1e3 * told.traced_s * 3 for _, _, begin, ms in told.spans)
+    assert told.planned["device_bytes"] > 0 and told.measured["device_bytes"] > 0
+    assert "GPU, planned" in page(config) and "GPU, measured" in page(config)

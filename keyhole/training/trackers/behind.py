@@ -8,7 +8,8 @@ is said (reports.py), and nothing more is handed over.
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from keyhole.training.trackers import Tracker
@@ -20,14 +21,13 @@ MOST = 10**6  # entries that wait
 class Behind:
     """A tracker by its name. make: imports the library and makes the tracker."""
 
-    def __init__(self, name: str, make: Callable[[], Tracker], open_s: float = OPEN_S) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name, self.make = name, make
         self.entries: queue.Queue[dict[str, Any] | None] = queue.Queue(MOST)
         self.error: Exception | None = None
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self._work, name=f"keyhole-{name}", daemon=True)
         self.thread.start()
-        self.ready.wait(open_s)
 
     def write(self, entry: dict[str, Any]) -> None:
         """Hands an entry over; raises what the tracker has raised since the last time."""
@@ -60,3 +60,10 @@ class Behind:
             self.error = error
         finally:
             self.ready.set()
+
+
+def wait_until_open(trackers: Sequence[Behind], open_s: float = OPEN_S) -> None:
+    """Returns when all are made, or have failed; after so many seconds in any case."""
+    end_s = time.monotonic() + open_s
+    for each in trackers:
+        each.ready.wait(max(0.0, end_s - time.monotonic()))

@@ -20,7 +20,7 @@ from keyhole.config.schema import TrackerName
 from keyhole.errors import UserError
 from keyhole.training.start import train
 from keyhole.training.trackers import CLASSES, About, Tracker, names_of, open_tracker, require
-from keyhole.training.trackers.behind import Behind
+from keyhole.training.trackers.behind import Behind, wait_until_open
 from tests.training.runs import Make
 
 STEPS = [{"step": 1, "loss": 2.0, "learning_rate": 0.5}, {"step": 2, "loss": 1.0, "learning_rate": 0.25}]
@@ -49,7 +49,8 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def written(name: str, about: Callable[..., About]) -> None:
     """A run of two steps, and the same run, resumed, with a third one and an evaluation."""
     for first, entries in ((0, STEPS), (2, AGAIN)):
-        tracker = Behind(name, lambda first=first: open_tracker(name, about(first)), open_s=120)
+        tracker = Behind(name, lambda first=first: open_tracker(name, about(first)))
+        wait_until_open([tracker], 120)
         for entry in entries:
             tracker.write(entry)
         tracker.close(120)
@@ -188,6 +189,7 @@ def test_a_slow_tracker_holds_up_nobody() -> None:
     """Entries wait, in their order; the end of a run does not wait for ever, and says so."""
     slow = Slow()
     behind = Behind("slow", lambda: slow)
+    wait_until_open([behind])
     for entry in STEPS:
         behind.write(entry)
     with pytest.raises(TimeoutError, match="entries are not sent"):
