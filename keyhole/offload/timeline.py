@@ -3,7 +3,8 @@
 A span is a pair of moments. On a GPU they are timing events recorded on the stream where the work is enqueued, so
 measuring adds no wait; on a CPU, where everything happens in turn, they are readings of the clock. The engine marks the
 lanes: `upload` and `write-back` are its copies, `compute` what the caller's stream does from the moment a page has
-arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload.
+arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. A step that is
+launched as one graph has no lanes.
 
 Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 """
@@ -30,6 +31,11 @@ class Timeline:
         if enabled:
             self.origin = self.last = self._moment()
 
+    @property
+    def measures(self) -> bool:
+        """Whether a moment can be taken now: what is captured as a graph does not happen yet."""
+        return self.enabled and not (self.cuda and torch.cuda.is_current_stream_capturing())
+
     def _moment(self, stream: Any = None) -> Any:
         if not self.cuda:
             return time.perf_counter()
@@ -40,7 +46,7 @@ class Timeline:
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
         """Measures the work that is enqueued inside, on the current stream."""
-        if not self.enabled:
+        if not self.measures:
             yield
             return
         paused = None if self.cuda or self.running is None else self.running[0]  # a CPU does one thing at a time
@@ -54,13 +60,13 @@ class Timeline:
 
     def arrived(self, label: str, stream: Any = None) -> None:
         """A page is there: what its stream does from now on is the page's work."""
-        if self.enabled:
+        if self.measures:
             self.left(stream)
             self.running = label, self._moment(stream)
 
     def left(self, stream: Any = None) -> None:
         """That work ends: the next page is asked for, or the sweep is over."""
-        if self.enabled and self.running is not None:
+        if self.measures and self.running is not None:
             (label, begin), self.running = self.running, None
             self.spans.append(("compute", label, begin, self._moment(stream)))
 
