@@ -44,7 +44,7 @@ from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
 from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
 
-MOST_SAID = 600  # characters of an error, on the page
+MOST_SAID, MOST_ANSWERS = 600, 20  # characters of an error, answers of all tasks, on the page
 
 
 @dataclass(kw_only=True)
@@ -232,15 +232,15 @@ class Run:
         """Takes the first answers of each task that is scored."""
 
         def keep(task: Task, result: Score) -> None:
-            left = self.sample_answers - len(answers.rows)
-            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, left)))
+            count = min(self.sample_answers, MOST_ANSWERS - len(answers.rows))
+            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, count)))
 
         return keep
 
     def _answer(self, answers: Answers) -> None:
         """For the page: those of tasks, or what the model says to prompts of the held-out data."""
         page, curves = self.reports.page, self.reports.page.view.curves
-        if not answers.rows and not self.judge.chosen_by:
+        if not answers.rows:
             since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
             pace_s, rows = curves.step_seconds or 0.0, self.data.eval.dataset
             answers = generated(self.model, rows, answers.step, self.sample_answers, since_s, pace_s)

@@ -117,13 +117,19 @@ def _choice(question: Question, said: int | float) -> Answer:
 
 def _prompt(question: Question) -> str:
     if question.texts:
-        return _cut(" | ".join(question.texts))
+        return _end(" | ".join(question.texts))
     if isinstance(question.prompt, str):
-        return _cut(question.prompt)
-    return _cut(" | ".join(str(turn.get("content", "")) for turn in question.prompt))
+        return _end(question.prompt)
+    return _end(" | ".join(str(turn.get("content", "")) for turn in question.prompt))
 
 
 def _cut(text: str) -> str:
+    """The beginning of an answer."""
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]} …"
+
+
+def _end(text: str) -> str:
+    """The end of a prompt, where the question is."""
     return text if len(text) <= MOST_CHARACTERS else f"… {text[-MOST_CHARACTERS:]}"
 
 
@@ -147,7 +153,7 @@ def generated(model: Model, dataset: Dataset | None, step: int, count: int, sinc
     for (prompt, expected), said in zip(rows, texts, strict=True):
         right = model.tokenizer.decode(expected, skip_special_tokens=True)
         same = True if said.strip() == right.strip() else None  # another answer need not be wrong
-        shown.append(Answer(_cut(model.tokenizer.decode(prompt)), _cut(said), _cut(right), same))
+        shown.append(Answer(_end(model.tokenizer.decode(prompt)), _cut(said), _cut(right), same))
     return Answers(step, f"greedy, at most {new} tokens and {allowed_s:.0f} s", shown)
 
 
