@@ -1,5 +1,6 @@
 """The page of a run: there from the start, the same as its files say, and never in the way."""
 
+import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -160,3 +161,22 @@ def test_a_step_is_traced_on_a_gpu(make: Make, method: str) -> None:
     assert all(ms >= 0 and begin + ms <= 1e3 * told.traced_s * 3 for _, _, begin, ms in told.spans)
     assert told.planned["device_bytes"] > 0 and told.measured["device_bytes"] > 0
     assert "GPU, planned" in page(config) and "GPU, measured" in page(config)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes"}]}, "Hi?", "Yes"),
+        ({"text": "Once upon a time there was a fox."}, "Once upon a ", "time there was a fox."),
+    ],
+)
+def test_chats_and_texts_are_answered(
+    make: Make, tmp_path: Path, row: dict[str, Any], prompt: str, expected: str
+) -> None:
+    """The model is asked what the data ask, up to the first answer; of a text, its opening."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    config = make(max_steps=1, train_data=str(file), eval_data=str(file), sample_answers=1)
+    assert train(config) == 0
+    (answer,) = story(config).answers[0].rows
+    assert prompt in answer.prompt and expected not in answer.prompt and answer.expected == expected
