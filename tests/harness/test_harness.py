@@ -1,4 +1,4 @@
-"""lm-evaluation-harness with its own `hf` model and with ours: five tasks of all kinds of requests, the same answers."""
+"""lm-evaluation-harness with its own `hf` model and with ours: five tasks, all kinds of requests, the same answers."""
 
 import json
 from collections.abc import Iterator
