@@ -167,6 +167,12 @@ class RunConfig:
     """torchrun: seconds without a sign of life after which a rank counts as dead, and the run ends."""
     report_to: Literal["tensorboard"] | None = None
     """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
+    push_to_hub: bool = False
+    """Publish the model on the hub at the end, with a card (token: hf auth login, or HF_TOKEN)."""
+    hub_model_id: str | None = None
+    """Its name there, such as you/model; null = the name of output_dir, under your account."""
+    hub_private_repo: bool | None = None
+    """Whether a new repository is private; null = as your account has it."""
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
