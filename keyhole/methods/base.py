@@ -225,9 +225,10 @@ class Method:
     lr: float
 
     def __init_subclass__(cls) -> None:
-        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py)."""
-        if "step" in vars(cls):
-            cls.step = _without_autocast(cls.step)  # type: ignore[method-assign]
+        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py), at the rate that
+        a scheduler has set."""
+        for name in {"step", "backward"} & vars(cls).keys():
+            setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
         """Refuses what is no model before anything is made of it."""

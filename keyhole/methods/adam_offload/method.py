@@ -30,6 +30,7 @@ that is not finite makes every gradient so, and then nothing has changed.)
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -118,16 +119,28 @@ class AdamOffload(Method):
         with self.dropout.step(), self.reverse.sweep():
             loss = self.reverse.forward(batches, self.dropout.turn)
             self._settle()  # the forward has waited for every unit, so this is all of the last step
-            norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            numbers = self.exchange.down.numbers(len(self.slots) + 2)
-            self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
-            try:
-                self.reverse.reverse(self)
-                self._end_reverse(self.current)
-            except BaseException:
-                self._take_back(self.current)
-                raise
+            self._update(lambda: self.reverse.reverse(self))
         return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Waits for
+        the updates, since a forward of your own would not. (After step(batch), call flush() before such a forward.)"""
+        self.reverse.check_loss(loss)
+        self.flush()
+        self.exchange.wait_s = self.updates.host_s = 0.0
+        self._update(lambda: self.reverse.walk(loss, self, in_chunks=True))
+        self.flush()
+
+    def _update(self, reverse: Callable[[], None]) -> None:
+        norms_K = torch.zeros(len(self.slots), device=self.model.device)
+        numbers = self.exchange.down.numbers(len(self.slots) + 2)
+        self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
+        try:
+            reverse()
+            self._end_reverse(self.current)
+        except BaseException:
+            self._take_back(self.current)
+            raise
 
     def _take_back(self, step: AdamStep) -> None:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""

@@ -124,24 +124,37 @@ class LSP(Method):
             with updates.timing.of("forward"):
                 loss = self.reverse.forward(batches, self.dropout.turn)
             updates.unchecked.check()
-            if checks:
-                self._check_projectors()
-            self.step_count += 1
-            updates.begin(self.step_count, self.lr)
-            with updates.timing.of("reverse"):
-                try:
-                    self.reverse.reverse(updates)
-                    updates.end()
-                except BaseException:  # out of memory, an interrupt: what has been updated stays so
-                    updates.unchecked.broken = bool(updates.current.norms)
-                    raise
+            self._update(lambda sink, last: self.reverse.reverse(sink, last=last), checks)
         return loss
 
-    def _check_projectors(self) -> None:
-        begin_s = time.perf_counter()
-        self.check = Check(self.learning, self.targets, self.step_count, self.updates.moments_of)
-        self.reverse.reverse(self.check, last=False)
-        self.learn_s = time.perf_counter() - begin_s
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Each
+        gradient exists for a moment, whole, and is then compressed. Waits for the updates, since a forward of your own
+        would not. (After a step(batch), call flush() before such a forward.)"""
+        self.reverse.check_loss(loss)
+        self.flush()
+        self.check = None
+        checks = self.learn and self.learning.is_due(self.step_count)
+        self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
+        self.flush()
+
+    def _update(self, reverse: Callable[[Any, bool], None], checks: bool) -> None:
+        """reverse(sink, last) hands all gradients of the step to a sink."""
+        updates = self.updates
+        if checks:
+            begin_s = time.perf_counter()
+            self.check = Check(self.learning, self.targets, self.step_count, updates.moments_of)
+            reverse(self.check, False)
+            self.learn_s = time.perf_counter() - begin_s
+        self.step_count += 1
+        updates.begin(self.step_count, self.lr)
+        with updates.timing.of("reverse"):
+            try:
+                reverse(updates, True)
+                updates.end()
+            except BaseException:  # out of memory, an interrupt: what has been updated stays so
+                updates.unchecked.broken = bool(updates.current.norms)
+                raise
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
