@@ -22,7 +22,17 @@ from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.base import AUTO_RATE
 
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
-OF_FILES = ("data_format", "columns", "train_on", "chat_template", "chat_template_kwargs", "template_date", "dedup")
+OF_FILES = (
+    "data_format",
+    "columns",
+    "prompt",
+    "completion",
+    "train_on",
+    "chat_template",
+    "chat_template_kwargs",
+    "template_date",
+    "dedup",
+)
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:

@@ -120,6 +120,10 @@ class RunConfig:
     """Layout of the data files; null = found from the columns and printed."""
     columns: dict[str, str] | None = None
     """Names of the data's columns by ours, such as {prompt: question, completion: answer}; null = as they are."""
+    prompt: str | None = None
+    """Prompt made from columns, such as "{sentence} It was"; null = the column prompt, where the layout has one."""
+    completion: str | None = None
+    """Answer made from columns, such as " {label}"; null = the column completion."""
     train_on: Literal["answers", "all"] = "answers"
     """Which tokens the loss is taken over."""
     train_end_token: bool | None = None
