@@ -129,7 +129,7 @@ def main() -> None:
     page.write_text(re.sub(r"\| recipe \|(.*\n)*?(?=\n)", lambda _: table + "\n", page.read_text(), count=1))
     for name, row in plans.items():
         path = recipes()[name]
-        path.write_text(re.sub(rf"^{PLANNED}.*$", lambda _: line_of(name, row), path.read_text(), flags=re.MULTILINE))
+        path.write_text(re.sub(rf"^{PLANNED}.*$", line_of(name, row), path.read_text(), flags=re.MULTILINE))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from keyhole.machine.sizes import GIB
 
 ROOT = Path(__file__).parents[1]
 LINE = re.compile(r"GPU ([\d.]+) GiB, host (\d+) GiB, ([\d.e+]+) s per step \((\w+)\)")
-QUICK = ("adalomo-llama-3.2-3b-8gb", "adam-offload-llama-3.2-1b-12gb", "lora-qwen2.5-1.5b-8gb", "zo-opt-13b-8gb")
+QUICK = ("adalomo-llama-3.2-3b-8gb", "adam-offload-llama-3.2-1b-12gb", "lora-qwen2.5-1.5b-8gb")
 
 
 def script() -> ModuleType:

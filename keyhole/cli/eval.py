@@ -15,6 +15,8 @@ from keyhole.cli.arguments import (
 )
 from keyhole.errors import UserError
 
+OF_ROWS = ("columns", "prompt", "completion")  # how rows of data files are read
+
 
 class EvalCommand(SettingsCommand):
     """`--tasks` and `--harness` take all the arguments that follow."""
@@ -71,7 +73,7 @@ def eval(
         options = {"num_fewshot": num_fewshot, "include_path": include_path, "apply_chat_template": chat}
         typer.echo(run_harness(directory, harness, limit=limit, json_path=json_path, say=note, **options, **settings))
         return
-    settings = parse_placement(overrides, "max_length", "num_eval", "task_data", "task_splits")
+    settings = parse_placement(overrides, "max_length", "num_eval", "task_data", "task_splits", *OF_ROWS)
     settings |= {"task_data": task_data} if task_data is not None else {}
     settings |= {"allow_code_execution": True} if allow_code else {}
     check_model(directory)

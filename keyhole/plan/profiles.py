@@ -15,7 +15,8 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, MIB
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
-FP32_SHARE = {"laptop": 0.4, "3060": 0.5, "4080": 0.45, "4090": 0.45, "a10": 0.4, "a100": 0.07, "h100": 0.07, "h200": 0.07}
+FP32_SHARE = {"laptop": 0.4, "3060": 0.5, "4080": 0.45, "4090": 0.45, "a10": 0.4}
+FP32_SHARE |= {"a100": 0.07, "h100": 0.07, "h200": 0.07}
 
 
 def _machine(
