@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
@@ -59,6 +60,9 @@ class KeyholeLM(TemplateLM):
         super().__init__()
         if batch_size not in (None, 1, "1") and not str(batch_size).startswith("auto"):
             log.warning("batch_size=%s is not used: a batch holds batch_tokens=%s tokens", batch_size, batch_tokens)
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            log.warning("device=%s: there is no CUDA GPU here, the CPU is used", device)  # the harness's own default
+            device = None
         if isinstance(pretrained, Model):
             self.model = pretrained
         else:

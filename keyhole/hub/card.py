@@ -19,6 +19,7 @@ import keyhole
 from keyhole.config.dump import dump
 from keyhole.config.fields import sections, settings
 from keyhole.disk.files import read_small
+from keyhole.errors import UserError, printable
 from keyhole.methods import METHODS
 
 README = "README.md"
@@ -31,7 +32,18 @@ ROWS = 12  # evaluations shown
 def card(directory: Path, name: str) -> str:
     """README.md of the model in a directory, which may be a run's output or a checkpoint in it. name: its hub id."""
     run = next((at for at in (directory / "run", directory.parent / "run") if (at / "config.yaml").is_file()), None)
-    config = {} if run is None else yaml.safe_load(read_small(run / "config.yaml", MOST_BYTES)) or {}
+    try:
+        return _card(directory, run, name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(
+            f"push: no card can be made from {run or directory}: its files cannot be read ({type(error).__name__}: "
+            f"{printable(str(error), 200)}); put a {README} of your own into {directory}"
+        ) from error
+
+
+def _card(directory: Path, run: Path | None, name: str) -> str:
+    defaults = {key: setting.default for key, setting in settings().items() if not setting.required}
+    config = {} if run is None else defaults | yaml.safe_load(read_small(run / "config.yaml", MOST_BYTES))
     model = json.loads(read_small(directory / "config.json", MOST_BYTES))
     entries = [] if run is None else _entries(run / "metrics.jsonl")
     parts = [_title(name, config), *([_training(config, entries)] if config else []), _figures(entries)]
@@ -134,7 +146,7 @@ def _environment(run: Path | None) -> str:
         return ""
     found = json.loads(read_small(run / "env.json", MOST_BYTES))
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
-    device = ", ".join(gpu["name"] for gpu in found["gpus"]) or found["cpu"]["name"]
+    device = ", ".join(gpu["name"] for gpu in found["gpus"]) or found.get("cpu", {}).get("name", "")
     return f"## Versions and hardware\n\n{versions}; {device}"
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from keyhole.checkpoint.files import OWN_FILES
 from keyhole.errors import UserError
 from keyhole.hub.card import README, card, written_by
 from keyhole.model.structure.source import check_directory, hub_answers
@@ -38,6 +37,8 @@ def files_of(directory: str | Path) -> dict[str, Path]:
             f"push: {directory} is not a directory here; give the output_dir of a run, or a checkpoint in it"
         )
     check_directory(directory)
+    from keyhole.checkpoint.files import OWN_FILES  # here: a run asks about its push before torch is imported
+
     found = {path.name: path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")}
     found = {name: path for name, path in found.items() if name not in OWN_FILES and name != README}
     for folder in FOLDERS:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,8 +118,12 @@ def _prepare_push(config: TrainConfig, dry_run: bool) -> str | None:
 def _push(root: Path, name: str, private: bool | None) -> None:
     from keyhole.hub.push import push
 
+    def say(line: str) -> None:
+        with suppress(OSError):  # nobody may be there to read it
+            print(line, flush=True)
+
     try:
-        print(f"pushed: {push(root, name, private=private, say=print)}", flush=True)
+        say(f"pushed: {push(root, name, private=private, say=say)}")
     except UserError as error:
         raise UserError(f"{error}. The model is in {root}; push it later: keyhole push {root} {name}") from error
 

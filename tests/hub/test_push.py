@@ -82,6 +82,15 @@ def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) 
     assert "secret-folder" not in text
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "env.json"])
+@pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "\x00"])
+def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str) -> None:
+    """Edited by hand, or cut off: one message, and the way out."""
+    (trained / "run" / name).write_text(text)
+    with pytest.raises(UserError, match="README.md of your own"):
+        card(trained, "me/tuned")
+
+
 def test_a_push_is_one_commit_with_model_and_card(hub: Hub, trained: Path) -> None:
     """Small files in the commit, large ones by themselves; what only a run can use stays here."""
     (trained / "keyhole_state.json").write_text("{}")

@@ -66,7 +66,7 @@ def test_a_new_environment_trains(python: str, extras: str, wheel: Path, tmp_pat
     if extras:
         imports = "import peft, accelerate, tensorboard, datasets, lm_eval, keyhole.hf, keyhole.harness.lm"
         run(here / "python", "-c", imports, cwd=tmp_path)
-        entry = "from importlib.metadata import entry_points as e; (p,) = e(group='lm_eval.models', name='keyhole'); p.load()"
+        entry = "from importlib.metadata import entry_points as e; e(group='lm_eval.models')['keyhole'].load()"
         run(here / "python", "-c", entry, cwd=tmp_path)
 
 
