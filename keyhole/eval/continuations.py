@@ -48,14 +48,16 @@ def score_continuations(
         check_ids([i for pair in pairs for part in pair for i in part], "a request", model.source, model.config)
     sums = torch.zeros(len(pairs), dtype=torch.float64)
     greedy = torch.zeros(len(pairs), dtype=torch.bool)
-    groups = model.evaluation_ranks.share(
-        group_batches(model, [len(row.ids) for row in rows], batch_tokens, passes),
-    )
+    groups, spare = model.shared_out(group_batches(model, [len(row.ids) for row in rows], batch_tokens, passes))
+
+    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return model.token_scores([_sent([rows[i] for i in batch], model.device) for batch in group])
+
     for group in watch(groups):
-        batches = [[rows[i] for i in batch] for batch in group]
-        results = model.token_scores([_sent(batch, model.device) for batch in batches])
-        for batch, (nll_N, best_N) in zip(batches, results, strict=True):
-            _note(batch, nll_N.double().cpu(), best_N.cpu(), sums, greedy)
+        for batch, (nll_N, best_N) in zip(group, found_in(group), strict=True):
+            _note([rows[i] for i in batch], nll_N.double().cpu(), best_N.cpu(), sums, greedy)
+    for group in spare:
+        found_in(group)
     own = [[[number for i in batch for number, _ in rows[i].asked] for batch in group] for group in groups]
     of_all_ranks(model, own, sums, greedy)
     if not bool(sums.isfinite().all()):

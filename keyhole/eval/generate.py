@@ -64,12 +64,12 @@ def continue_prompts(
     (default: greedy, whatever the model's own settings are)."""
     settings = PLAIN if settings is None else settings
     answers = [""] * len(prompts)
-    own = model.evaluation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    own = model.generation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
-        texts = _answer(model, [prompts[i] for i in batch], max_new_tokens, stop, settings)
+        texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
-    for theirs in model.evaluation_ranks.objects({i: answers[i] for batch in own for i in batch}):
+    for theirs in model.generation_ranks.objects({i: answers[i] for batch in own for i in batch}):
         for i, text in theirs.items():
             answers[i] = text
     return answers
@@ -90,9 +90,16 @@ def _batches(lengths: list[int], new: int, batch_tokens: int) -> list[list[int]]
     return batches
 
 
-def _answer(
-    model: Model, prompts: list[list[int]], new: int, stop: Sequence[str], settings: dict[str, Any]
+def answer_prompts(
+    model: Model,
+    prompts: list[list[int]],
+    new: int,
+    stop: Sequence[str] = (),
+    max_time: float | None = None,
+    settings: dict[str, Any] = PLAIN,
 ) -> list[str]:
+    """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which all end;
+    settings: of Transformers' generation."""
     tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
@@ -102,6 +109,7 @@ def _answer(
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     options: dict[str, Any] = settings | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    options |= {} if max_time is None else {"max_time": max_time}
     try:
         made = model.generate(ids, mask, **options)[:, width:]
     except NonFinite as error:

@@ -46,6 +46,7 @@ SURFACE = {
     "compare": {"[FILE]", "KEY=VALUE", "--dry-run", "--retry", "--allow-code-execution"},
     "chat": {"DIR", "KEY=VALUE", "--system", "--max-new-tokens"},
     "replay": {"BASE", "JOURNAL", "OUT", "KEY=VALUE", "--steps"},
+    "report": {"DIR...", "-o", "--output"},
     "push": {"DIR", "ID", "--private", "--dry-run"},
     "env": {"--json"},
     "demo": {"--output-dir"},

@@ -178,7 +178,7 @@ class Reverse:
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """UserError where `walk` cannot go back from this loss."""
-        if not self.model.is_plain:
+        if not self.model.is_plain or self.model.sharded:
             raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
         if not loss.requires_grad:
             raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
