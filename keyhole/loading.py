@@ -26,7 +26,7 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
-from keyhole.methods.baselines.saved_adapter import SavedAdapter
+from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config

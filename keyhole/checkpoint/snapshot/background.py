@@ -40,7 +40,7 @@ class Background:
 
     def __init__(self, model: Model, method: Method, pool_bytes: int | None = None) -> None:
         self.model, self.method, self.announces = model, method, METHODS[method.name].announces
-        names = names_on_disk(model)
+        names = names_on_disk(model) if model.addon is None else None  # an addon has files of its own
         self.possible = names is not None
         if not self.possible:
             return

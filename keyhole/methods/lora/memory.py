@@ -1,0 +1,56 @@
+"""Bytes and work of LoRA, from shapes alone.
+
+For n = sum over adapted matrices of r (rows + columns) numbers in all adapters, and the parts of a sweep
+(model/backward/memory.py):
+
+    on the device    homes, slots, block inputs and the activations of one block, as of any reverse; no gradient of a
+                     matrix; 16 n of the adapters: fp32 weight, gradient, two moments
+    products         a forward, a second one for the graph (unless activations are kept), and the gradient of the inputs:
+                     6 N M for N parameters and M tokens; none for gradients of matrices
+    touched          ADAPTER_ELEMENTS per input and output of an adapted layer and token, in every pass over it
+    up, down         every streamed unit twice; nothing
+    saved            12 n: adapters and moments
+"""
+
+from dataclasses import replace
+
+from keyhole.machine.rates import Rates
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.lora.traits import LoRAConfig
+from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.work import StepWork, reverse_work
+from keyhole.model.backward.memory import ReverseBytes
+from keyhole.model.structure.layout import Layout
+
+ADAPTER_ELEMENTS = 14  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
+
+
+def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int:
+    """Inputs and outputs of all linear layers of the blocks, or of those with these names."""
+    names = [targets] if isinstance(targets, str) else targets
+    return sum(
+        sum(t.shape)
+        for u in layout.of_kind("block")
+        for t in u.tensors
+        if len(t.shape) == 2 and (names is None or any(f".{name}." in f".{t.name}" for name in names))
+    )
+
+
+def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
+    """The device peak of a step."""
+    own: LoRAConfig = work.settings or LoRAConfig()
+    numbers = own.r * adapted_sides(layout, own.target_modules)
+    found = reverse_bytes(layout, streamed, work, room, updates=16 * numbers)
+    kept = layout.block_count if own.activations == "none" else 0
+    return replace(found, gradients=0, activations=max(1, kept) * found.activations)
+
+
+def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """What a step asks of a machine."""
+    own: LoRAConfig = work.settings or LoRAConfig()
+    sides = adapted_sides(layout, own.target_modules)
+    numbers = own.r * sides
+    found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0)
+    passes = 3 if own.activations == "none" else 4
+    beside = passes * work.passes * 2.0 * ADAPTER_ELEMENTS * work.tokens * sides
+    return found.plus(touched=beside + 32 * numbers, saved_bytes=12 * numbers)
