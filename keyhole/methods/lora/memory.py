@@ -5,7 +5,7 @@ For n = sum over adapted matrices of r (rows + columns) numbers in all adapters,
 
     on the device    homes, slots, block inputs and the activations of one block, as of any reverse; no gradient of a
                      matrix; 16 n of the adapters: fp32 weight, gradient, two moments
-    products         a forward, a second one for the graph (unless activations are kept), and the gradient of the inputs:
+    products         a forward, a second one for the graph (unless activations are kept), the gradient of the inputs:
                      6 N M for N parameters and M tokens; none for gradients of matrices
     touched          ADAPTER_ELEMENTS per input and output of an adapted layer and token, in every pass over it
     up, down         every streamed unit twice; nothing

@@ -200,5 +200,5 @@ class AdapterDropout(ModelDropout):
 
     def load_state_dict(self, state: State) -> None:
         """A state of before version 0.3 counts the steps of a model without dropout of its own elsewhere."""
-        counted = {KEY: state["step_count"]} if self.parts and not self.of_model else {}
-        super().load_state_dict(counted | state)
+        counted = self.parts and not self.of_model and KEY not in state
+        super().load_state_dict({KEY: state["step_count"]} if counted else state)

@@ -7,9 +7,9 @@ old index goes first, then weights of the old model that the new one does not re
 a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an
 older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
 
-Weights are written here, tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time. Where
-Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its own
-writer does it, and needs all of them in memory.
+Weights are written here, tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time.
+Where Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its
+own writer does it, and needs all of them in memory.
 
 `publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
 copied: that takes no time, and no space on disk.
