@@ -73,7 +73,8 @@ def load(
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
     dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
-    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
+    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8, or
+    frozen: int8, int4, nf4; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
     steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.

@@ -12,6 +12,7 @@ The files are those of a checkpoint that is waited for (checkpoint/files.py), by
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class Background:
             element_bytes = (model.dtype if packed else home.dtype).itemsize
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
-            unpacks = (unit.numel, model.dtype, model.formats.codec.decode) if packed else None
+            unpacks = (unit.numel, model.dtype, partial(model.formats.decode, unit)) if packed else None
             pages[unit.index] = Source(home, segments, unpacks, WAITING if self.method.owes(unit) else READY)
         return pages
 

@@ -41,6 +41,7 @@ LORA = Traits(
     device_bytes="keyhole.methods.lora.memory:device_bytes",
     step_work="keyhole.methods.lora.memory:step_work",
     wires=("fp32", "bf16", "fp16"),
+    frozen_wires=lambda own: ("int8", "int4", "nf4"),
     keeps_base=True,
     faults=_faults,
     advice=host_activations,

@@ -55,7 +55,12 @@ def _head_names(module: nn.Module) -> frozenset[str]:
 
 def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
     if isinstance(target, FlatTensor):
-        model.homes.fill(target, lambda home: home.copy_(tensor))
+        flat = tensor.reshape(-1)
+        model.homes.fill(
+            target,
+            lambda home: home.copy_(tensor),
+            lambda piece, begin: piece.copy_(flat[begin : begin + piece.numel()]),
+        )
     else:
         target.copy_(tensor)
 
@@ -123,7 +128,7 @@ def _fill_by_transformers(
     theirs = dict(other.named_parameters(remove_duplicate=False))
     for tensor in (t for t in model.layout.tensors if t.name not in fresh):
         source = theirs.pop(tensor.name)
-        model.homes.fill(tensor, lambda home, source=source: home.copy_(source.data))
+        _fill(model, tensor, source.data)
         source.data = source.data.new_empty(0)
     buffers = dict(other.named_buffers())
     for name, buffer in saved_buffers(model.module).items():
