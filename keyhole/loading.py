@@ -35,6 +35,7 @@ from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.published import choose_format, forget_quantization, forms_in
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
@@ -98,14 +99,16 @@ def load(
         workload = workload or Workload()
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
+        if forms_in(directory):
+            forget_quantization(config)
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
             torch.default_generator.manual_seed(seed)
             module = build(config, dtype, trust_remote_code)
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
-        formats = Wire(dtype, wire)
+        formats, said = choose_format(module, directory if init == "pretrained" else None, dtype, wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
-        placed.reasons.insert(0, str(choice))
+        placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
         ranks = ranks or Ranks()
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any

@@ -83,11 +83,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
     wires = row.all_wires(getattr(config, row.section))
     if config.wire is not None and config.wire not in wires:
         other = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
-        frozen = [
-            name for name, each in METHODS.items() if config.wire in each.all_wires(getattr(config, each.section))
-        ]
-        if config.wire not in row.wires and frozen:
-            other += f", or a method that learns beside such weights: {', '.join(frozen)}"
+        beside = [m.name for m in METHODS.values() if config.wire in m.frozen_wires(getattr(config, m.section))]
+        other += f"; a method that learns beside such weights: {', '.join(beside)}" if beside else ""
         yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
     if not row.streams and config.placement == "stream":
         streams = streaming_methods()

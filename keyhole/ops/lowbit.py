@@ -15,7 +15,8 @@ rounds once to the dtype of the result.
              element j in its low half and element j + G / 2 in its high half (of int4, q + 8)
     scales   float16 [n / G]
 
-With G = 32, int4 and int8 are the grids of GGUF's Q4_0 and Q8_0, bit for bit (model/weights/gguf.py).
+With G = 32, int4 and int8 are the grids of GGUF's Q4_0 and Q8_0, bit for bit (disk/gguf.py); with float32 scales, nf4
+is that of bitsandbytes (disk/quantized.py). Weights that were published on these are taken over as they are.
 
 Bytes moved: encoding reads 4 bytes per element and writes the above, decoding the other way round, 2.5 bytes per
 element of int4 in bfloat16: at 4 TB/s a block of 218 million parameters is unpacked in 0.14 ms.
@@ -48,13 +49,14 @@ _tables: dict[torch.device, torch.Tensor] = {}
 
 @dataclass(frozen=True)
 class Grid:
-    """A format: its name and the elements of a group."""
+    """A format: its name, the elements of a group, and the dtype of its scales."""
 
     name: str
     group: int = GROUP
+    scales: str = "float16"
 
     def __post_init__(self) -> None:
-        assert self.name in KINDS and self.group in (32, 64), self
+        assert self.name in KINDS and self.group in (32, 64) and self.scales in ("float16", "float32"), self
 
     @property
     def kind(self) -> int:
@@ -69,8 +71,15 @@ class Grid:
         return n // self.group
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.float16 if self.scales == "float16" else torch.float32
+
+    def scale_bytes(self, n: int) -> int:
+        return self.scale_count(n) * self.scale_dtype.itemsize
+
+    @property
     def bytes_per_element(self) -> float:
-        return (1.0 if self.kind == INT8 else 0.5) + 2 / self.group
+        return (1.0 if self.kind == INT8 else 0.5) + self.scale_dtype.itemsize / self.group
 
 
 def table(device: torch.device) -> torch.Tensor:
@@ -82,7 +91,7 @@ def table(device: torch.device) -> torch.Tensor:
 
 
 def scales_reference(w_GE: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """float16 [G]."""
+    """[G], in their dtype."""
     low_G, high_G = w_GE.amin(1), w_GE.amax(1)
     if grid.kind == INT4:
         scale_G = torch.where(-low_G >= high_G, low_G, high_G) * -0.125
@@ -90,7 +99,7 @@ def scales_reference(w_GE: torch.Tensor, grid: Grid) -> torch.Tensor:
         scale_G = torch.maximum(-low_G, high_G)
         scale_G = scale_G / 127.0 if grid.kind == INT8 else scale_G
     scale_G = torch.where(scale_G == 0, 0.0, scale_G)  # the sign of a zero is nobody's
-    return scale_G.clamp(-LARGEST_SCALE, LARGEST_SCALE).to(torch.float16)
+    return scale_G.clamp(-LARGEST_SCALE, LARGEST_SCALE).to(grid.scale_dtype)
 
 
 def lowbit_encode_reference_(w: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, grid: Grid) -> None:
@@ -184,7 +193,7 @@ def _encode_kernel(
         if KIND == _INT8:
             scale = tl.div_rn(scale, tl.full((AT_ONCE,), 127.0, tl.float32))
     scale = tl.where(scale == 0, 0.0, scale)
-    stored = tl.minimum(tl.maximum(scale, -_LARGEST_SCALE), _LARGEST_SCALE).to(tl.float16)
+    stored = tl.minimum(tl.maximum(scale, -_LARGEST_SCALE), _LARGEST_SCALE).to(scales_ptr.dtype.element_ty)
     tl.store(scales_ptr + group, stored, exists)
     scale = stored.to(tl.float32)[:, None]
     a, b = _code(first, scale, table_ptr, KIND), _code(second, scale, table_ptr, KIND)
@@ -223,7 +232,7 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, flat: torch.Tensor, grid: 
     """Asserts that these are a packed and an unpacked form of as many weights."""
     assert flat.dim() == 1 and all(t.is_contiguous() for t in (codes, scales, flat)), (flat.shape, codes.shape)
     assert codes.dtype == torch.uint8 and codes.shape == (grid.code_bytes(flat.numel()),), codes.shape
-    assert scales.dtype == torch.float16 and scales.shape == (grid.scale_count(flat.numel()),), scales.shape
+    assert scales.dtype == grid.scale_dtype and scales.shape == (grid.scale_count(flat.numel()),), scales.shape
     assert codes.device == scales.device == flat.device, (codes.device, flat.device)
 
 

@@ -8,6 +8,7 @@ from keyhole.ops.backend import force
 from keyhole.ops.lowbit import NF4, Grid
 
 GRIDS = [Grid(name, group) for name in ("int8", "int4", "nf4") for group in (64, 32)]
+GRIDS.append(Grid("nf4", 64, "float32"))
 LEVELS = {"int8": torch.arange(-127, 128).float(), "int4": torch.arange(-8, 8).float(), "nf4": torch.tensor(NF4)}
 
 
@@ -26,7 +27,7 @@ def samples(groups: int, size: int, seed: int = 0) -> torch.Tensor:
 
 def pack(w: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.full((grid.code_bytes(w.numel()),), 0xEE, dtype=torch.uint8, device=w.device)
-    scales = torch.full((grid.scale_count(w.numel()),), 7.0, dtype=torch.float16, device=w.device)
+    scales = torch.full((grid.scale_count(w.numel()),), 7.0, dtype=grid.scale_dtype, device=w.device)
     lowbit.lowbit_encode_(w, codes, scales, grid)
     return codes, scales
 
@@ -47,7 +48,7 @@ def test_kernel_and_reference_give_the_same_bits(grid: Grid, kernel_device: torc
     with force("kernel"):
         found = pack(w.to(kernel_device), grid)
         assert torch.equal(found[0].cpu(), codes)
-        assert torch.equal(found[1].cpu().view(torch.int16), scales.view(torch.int16))
+        assert torch.equal(found[1].cpu().view(torch.uint8), scales.view(torch.uint8))
         for dtype, expected in values.items():
             same = unpack(*found, grid, dtype).cpu()
             assert torch.equal(same.view(torch.uint8), expected.view(torch.uint8))
@@ -64,7 +65,7 @@ def test_every_weight_goes_to_the_nearest_level(grid: Grid) -> None:
     found_GE = (unpack(codes, scales, grid).double() - w.double()).view(-1, grid.group).abs()
     slack_GE = 1e-6 * w.double().view(-1, grid.group).abs() + 1e-30  # the quotient is rounded
     assert bool((found_GE <= distance_GE + slack_GE).all())
-    assert codes.numel() + 2 * scales.numel() == w.numel() * grid.bytes_per_element
+    assert codes.numel() + scales.nbytes == w.numel() * grid.bytes_per_element
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -24,7 +24,7 @@ from keyhole.errors import UserError
 from keyhole.model.structure.layout import Unit
 from keyhole.model.weights import frozen
 from keyhole.ops import fp8
-from keyhole.ops.lowbit import GROUP, Grid
+from keyhole.ops.lowbit import Grid
 
 PACKED = torch.uint8
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,16 +62,16 @@ def bytes_per_element(name: str) -> float:
 
 class Wire:
     """The home format of every unit, for a dtype of compute and a wire format (None: the same dtype). codec: of packed
-    units that may be changed; frozen: of packed units that may not; None where there are none. group: elements to a
-    scale of a frozen format."""
+    units that may be changed; frozen: of packed units that may not; None where there are none. grid: the frozen
+    format, where weights were published in a variant of it."""
 
-    def __init__(self, dtype: torch.dtype, wire: str | None = None, group: int = GROUP) -> None:
+    def __init__(self, dtype: torch.dtype, wire: str | None = None, grid: Grid | None = None) -> None:
         if wire is not None and wire not in NAMES:
             raise UserError(f"wire: {wire!r} is not one of {', '.join(NAMES)}")
         self.dtype, self.name = dtype, wire
         self.plain = PLAIN.get(wire or "", dtype)
         self.codec = CODECS.get(wire or "")
-        self.frozen = frozen.Frozen(wire, dtype, group) if wire in FROZEN else None
+        self.frozen = frozen.Frozen(grid or Grid(wire), dtype) if wire in FROZEN else None
 
     @property
     def packs(self) -> bool:

@@ -1,7 +1,7 @@
 """A frozen unit: its matrices in 8 or 4 bits, its vectors in the dtype of compute, in one piece of bytes.
 
     codes     of all matrices of the unit, one after the other (ops/lowbit.py)
-    scales    float16, one per group of 64 elements (32 where a published grid has that)
+    scales    float16, one per group of 64 elements (or as a published grid has them: published.py)
     vectors   norms, biases and whatever else is no matrix, in the dtype of compute
 
 each part begins at a multiple of 16 bytes. A tensor begins at a multiple of 64 elements of the flat array
@@ -55,8 +55,8 @@ class Span:
 class Frozen:
     """A format of units. dtype: of vectors. Spans of a unit are found once."""
 
-    def __init__(self, name: str, dtype: torch.dtype, group: int = GROUP) -> None:
-        self.grid, self.dtype = Grid(name, group), dtype
+    def __init__(self, grid: Grid, dtype: torch.dtype) -> None:
+        self.grid, self.dtype = grid, dtype
         self._spans: dict[tuple[int, int], list[Span]] = {}
 
     def describe(self, units: list[Unit]) -> str:
@@ -92,7 +92,7 @@ class Frozen:
 
     def bytes_of(self, unit: Unit) -> int:
         matrices, vectors = self._sizes(unit)
-        codes, scales = self.grid.code_bytes(matrices), 2 * self.grid.scale_count(matrices)
+        codes, scales = self.grid.code_bytes(matrices), self.grid.scale_bytes(matrices)
         return _aligned(codes) + _aligned(scales) + _aligned(vectors * self.dtype.itemsize)
 
     def _codes(self, unit: Unit, home: torch.Tensor, at: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,13 +100,13 @@ class Frozen:
         grid, (matrices, _) = self.grid, self._sizes(unit)
         first, last = grid.code_bytes(at), grid.code_bytes(at + n)
         scales_at = _aligned(grid.code_bytes(matrices))
-        scales = home[scales_at + 2 * grid.scale_count(at) : scales_at + 2 * grid.scale_count(at + n)]
-        return home[first:last], scales.view(torch.float16)
+        scales = home[scales_at + grid.scale_bytes(at) : scales_at + grid.scale_bytes(at + n)]
+        return home[first:last], scales.view(grid.scale_dtype)
 
     def _vectors(self, unit: Unit, home: torch.Tensor, at: int, n: int) -> torch.Tensor:
         """A view of n elements of vectors, from the at-th on."""
         matrices, _ = self._sizes(unit)
-        begin = _aligned(self.grid.code_bytes(matrices)) + _aligned(2 * self.grid.scale_count(matrices))
+        begin = _aligned(self.grid.code_bytes(matrices)) + _aligned(self.grid.scale_bytes(matrices))
         b = self.dtype.itemsize
         return home[begin + at * b : begin + (at + n) * b].view(self.dtype)
 
@@ -153,7 +153,7 @@ class Frozen:
     def put_codes(
         self, unit: Unit, tensor: FlatTensor, home: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """Codes and scales of this very grid into a tensor's home: weights that were published on it (quantized.py)."""
+        """Codes and scales of this very grid into a tensor's home: weights that were published on it (published.py)."""
         _, at = self._place(unit, tensor)
         mine, my_scales = self._codes(unit, home, at, tensor.shape.numel())
         mine.copy_(codes)

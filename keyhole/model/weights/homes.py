@@ -14,6 +14,8 @@ import torch
 from keyhole.errors import UserError
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.frozen import is_matrix
+from keyhole.ops.lowbit import Grid
 
 PIECE = 1 << 26
 Write = Callable[[torch.Tensor], None]
@@ -128,3 +130,14 @@ class Homes:
             if not bool(torch.isfinite(piece).all()):
                 raise UserError(f"wire: {tensor.name} holds NaN or infinity, which {frozen.grid.name} cannot; use bf16")
             frozen.write(unit, tensor, home, begin, piece)
+
+    def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str] | None) -> bool:
+        """Whether weights that were published on this grid go home as they are."""
+        frozen = self.formats.frozen
+        at_home = frozen is not None and self.is_packed(tensor) and is_matrix(tensor.shape)
+        return at_home and grid is not None and Grid(*grid) == frozen.grid and tensor.shape.numel() % ALIGN == 0
+
+    def put_codes(self, tensor: FlatTensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Codes and scales of such weights."""
+        unit = self.unit_of(tensor)
+        self.formats.frozen.put_codes(unit, tensor, self.flats[unit.index], codes, scales)
