@@ -125,7 +125,7 @@ def ours(shape: Shape, device: str, make: Callable[[Any], Any], method: str, **h
     """A method of keyhole."""
     tokens = shape.rows * -(-shape.longest // shape.multiple) * shape.multiple
     how |= {"dtype": shape.dtype, "device": device, "workload": keyhole.Workload(method=method, tokens=tokens)}
-    model = keyhole.load(config_of(shape), init="random", reverse_graphs=True, **how)
+    model = keyhole.load(config_of(shape), init="random", **how)
     return make(model).step
 
 

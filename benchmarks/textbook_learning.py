@@ -41,12 +41,15 @@ def main() -> None:
     parser.add_argument("task_data", type=Path)
     parser.add_argument("--task", default="sst2")
     parser.add_argument("--lr", type=float, default=8e-6)
+    parser.add_argument("--schedule", choices=["constant", "linear"], default="constant")
+    parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--eps", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--every", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = args.tf32
     about = {
         "method": "zo",
         "model": args.model,
@@ -80,7 +83,8 @@ def main() -> None:
             add_noise(seed, -2 * args.eps)
             minus = candidates_loss(module, batch)
             add_noise(seed, args.eps)
-            add_noise(seed, -args.lr * float((plus - minus) / (2 * args.eps)))
+            rate = args.lr * ((args.steps + 1 - step) / args.steps if args.schedule == "linear" else 1.0)
+            add_noise(seed, -rate * float((plus - minus) / (2 * args.eps)))
         if step % args.every == 0 or step == args.steps:
             seconds = time.perf_counter() - begin
             print(

@@ -62,7 +62,7 @@ def load(
     wire: str | None = None,
     tf32: bool = False,
     graphs: bool = True,
-    reverse_graphs: bool = False,
+    reverse_graphs: bool = True,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,

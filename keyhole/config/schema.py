@@ -31,8 +31,8 @@ class OffloadConfig:
     """Copy into the same device buffers again and again; false = a new buffer for every visit."""
     graphs: bool = True
     """Launch small blocks as CUDA graphs, where the GPU would otherwise wait for the host."""
-    reverse_graphs: bool = False
-    """The same for the reverse and the updates of first-order methods. New, and off until the GPU tests have passed."""
+    reverse_graphs: bool = True
+    """The same for the reverse and the updates of first-order methods, where no `gpu_memory` is set."""
 
 
 @dataclass(frozen=True, kw_only=True)

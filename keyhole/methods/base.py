@@ -86,11 +86,12 @@ class Workload:
 @dataclass(frozen=True)
 class Room:
     """What a device offers: formats of the weights, bytes that the libraries reserve per thread, and the most bytes
-    that a method may fill with state (None: no limit is known)."""
+    that a method may fill with state (None: no limit is known), which may be a `gpu_memory` that somebody set."""
 
     formats: Wire
     workspace_bytes: int
     limit_bytes: int | None = None
+    is_budget: bool = False
 
 
 class DeviceBytes(Protocol):

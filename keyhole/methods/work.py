@@ -147,6 +147,13 @@ def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) 
     return min(1.0, max(0, int(KEPT * left / of_block)) / max(1, layout.block_count))
 
 
+def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
+    """Whether forward and reverse of blocks are launched as graphs (model/backward/recorded_visits.py)."""
+    runs_again = getattr(work.settings, "activations", "block") in ("block", "auto") and not _is_compiled(work)
+    on_gpu = rates.gpu_bytes is not None and not room.is_budget
+    return runs_again and on_gpu and launched_as_graphs(layout, work.tokens)
+
+
 def reverse_work(
     layout: Layout,
     streamed: set[int],
@@ -162,7 +169,7 @@ def reverse_work(
     not come up again. What the update itself touches, and what goes home, is the method's."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
     again = 1.0 - _kept_share(layout, streamed, work, room)
-    launches = PLAIN if plain else SWEPT  # offload.reverse_graphs, which is off by default, is not planned for
+    launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = home_bytes(layout, streamed, room)
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)

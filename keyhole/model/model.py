@@ -82,7 +82,7 @@ class Model:
         source: str | None = None,
         placed: Placed | None = None,
         graphs: bool = True,
-        reverse_graphs: bool = False,
+        reverse_graphs: bool = True,
         changes: Changes | None = None,
         ranks: Ranks | None = None,
     ) -> None:

@@ -144,7 +144,7 @@ def _place(
     if placement not in ("resident", "stream", "auto"):
         raise UserError(f"placement: {placement!r} is not one of resident, stream, auto")
     budget = _budget(gpu_memory, placement, device)
-    room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device))
+    room = Room(formats, workspace_bytes(device), _limit_bytes(budget, device), budget is not None)
     costs = Costs(work, room, METHODS.get(work.method))
     whole = find_layout(module)
     resident = Placement(

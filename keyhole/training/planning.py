@@ -134,7 +134,7 @@ def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> s
     work = replace(placed.work, method=method, tokens=min(tokens, placed.work.tokens))
     work = replace(work, experts=experts_share(model.config))
     formats: Wire = model.formats
-    room = Room(formats, placed.workspace_bytes, placed.limit_bytes)
+    room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
     streamed = model.engine.streamed
     asked = row.planned_work(model.layout, streamed, work, room, rates)
     sweeps = 2 if row.sweep == "reverse" else 1
