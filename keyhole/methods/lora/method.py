@@ -29,6 +29,7 @@ from keyhole.disk.tensors import tensors_hash
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.dropout import KEY, ModelDropout
+from keyhole.methods.lora.adapted_linear import AdapterRecompute
 from keyhole.methods.lora.peft_layers import Adapters, find_targets, inject, peft_config
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.reverse import Reverse
@@ -73,7 +74,7 @@ class LoRA(Method):
             param.data = param.data.to(model.device)
         self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.source)
         model.attach(self)
-        self.reverse = Reverse(model, activations=activations, fused=False)
+        self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
         self._grad_norm: torch.Tensor | None = None

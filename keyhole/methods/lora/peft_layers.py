@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.methods.lora.adapted_linear import ADAPTER, use_products
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
 from keyhole.model.structure.layout import FlatTensor
 
-ADAPTER = "default"
 NOT_WITH_MAMBA = ("out_proj", "conv1d")  # peft refuses them: the kernels of state-space layers use their weights alone
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 
@@ -125,5 +125,8 @@ def inject(model: Model, config: Any, seed: int) -> dict[str, nn.Module]:
     for layer in layers.values():
         for part in (layer.lora_A, layer.lora_B):
             part.float()
+        layer.train(layer.base_layer.training)  # new modules are in training mode
         layer.lora_dropout.eval()
+        if hasattr(layer, "get_delta_weight"):
+            use_products(layer)
     return layers

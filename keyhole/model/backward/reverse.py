@@ -53,11 +53,18 @@ class Reverse:
     """Forward and reverse of the micro-batches of one step.
 
     activations: what is kept between the two (tape.py). fused: linear layers offer their gradients by their factors.
-    compiled: blocks run through torch.compile, by this backend (True: inductor).
+    compiled: blocks run through torch.compile, by this backend (True: inductor). second_run: how they run again, where
+    fused.
     """
 
     def __init__(
-        self, model: Model, *, activations: str = "block", fused: bool = True, compiled: bool | str = False
+        self,
+        model: Model,
+        *,
+        activations: str = "block",
+        fused: bool = True,
+        compiled: bool | str = False,
+        second_run: Callable[[nn.Module], Recompute] = Recompute,
     ) -> None:
         self.blocks = find_blocks(model.module)
         self.units_of = {i: [u for u in model.layout.of_kind("block") if u.block == i] for i in range(len(self.blocks))}
@@ -68,7 +75,7 @@ class Reverse:
         backend = compiled if isinstance(compiled, str) else "inductor"
         self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
-        self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
+        self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
         self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
         self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
