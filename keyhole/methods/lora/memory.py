@@ -7,7 +7,9 @@ For n = sum over adapted matrices of r (rows + columns) numbers in all adapters,
                      matrix; 16 n of the adapters: fp32 weight, gradient, two moments
     products         a forward, a second one for the graph (unless activations are kept), the gradient of the inputs:
                      6 N M for N parameters and M tokens; none for gradients of matrices
-    touched          ADAPTER_ELEMENTS per input and output of an adapted layer and token, in every pass over it
+    touched          beside an adapted layer, per token: I + 2 O in a forward pass (x is read, y added to), 3 I + 2 O in
+                     reverse (adapted_linear.py); here (I + O) times FORWARD and REVERSE
+                     packed weights are read, and written unpacked, twice
     up, down         every streamed unit twice; nothing
     saved            12 n: adapters and moments
 """
@@ -22,7 +24,7 @@ from keyhole.methods.work import StepWork, reverse_work
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
 
-ADAPTER_ELEMENTS = 14  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
+FORWARD, REVERSE = 1.5, 2.5  # elements that an adapter reads and writes per input and output of its layer
 
 
 def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int:
@@ -51,6 +53,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     sides = adapted_sides(layout, own.target_modules)
     numbers = own.r * sides
     found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0)
-    passes = 3 if own.activations == "none" else 4
-    beside = passes * work.passes * 2.0 * ADAPTER_ELEMENTS * work.tokens * sides
-    return found.plus(touched=beside + 32 * numbers, saved_bytes=12 * numbers)
+    b, blocks = room.formats.dtype.itemsize, layout.of_kind("block")
+    unpacked = 2 * sum(room.formats.home_bytes(u) + b * u.numel for u in blocks) if room.formats.packs else 0
+    elements = (1 if own.activations == "none" else 2) * FORWARD + REVERSE
+    beside = room.formats.dtype.itemsize * work.passes * elements * work.tokens * sides
+    return found.plus(touched=beside + unpacked + 32 * numbers, saved_bytes=12 * numbers)

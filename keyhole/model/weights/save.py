@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def write_files(model: Any, path: Path) -> None:
         (path / name).write_bytes(content)
     files = plan_files(model, names)
     create_files(files, path)
-    for name, tensor in [*model.named_tensors(), *saved_buffers(model.module).items()]:
+    for name, tensor in chain(model.named_tensors(), saved_buffers(model.module).items()):
         if name in names:
             place = files.places[names[name]]
             with (path / place.file).open("r+b") as file:
