@@ -27,6 +27,7 @@ from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.methods.lora.saved_adapter import SavedAdapter
+from keyhole.methods.zo.low_rank.saved import find_factors
 from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
@@ -82,7 +83,7 @@ def load(
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
-    adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
+    adapter=False leaves out what a directory holds beside the weights (adapter/, the factors of a checkpoint).
     ranks: the processes that train this model together (keyhole/ranks); None: this one alone.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
@@ -134,7 +135,9 @@ def load(
         else:
             if directory is None:
                 raise UserError('a config object has no weights: pass init="random", or a model directory')
-            fresh = fill_from(loaded, directory, dtype, fresh_head=head is not None)
+            beside = find_factors(directory) if adapter else None
+            weights = directory if beside is None else beside.weights()
+            fresh = fill_from(loaded, weights, dtype, fresh_head=head is not None)
             fill_random(loaded, std, seed, only=fresh)
             if fresh:
                 names = ", ".join(tensor.name for tensor in fresh)
@@ -146,6 +149,8 @@ def load(
             saved = SavedAdapter(loaded, directory / "adapter")
             placed.adapter = saved.path
             placed.reasons.append(str(saved))
+        if init != "random" and beside is not None:
+            placed.reasons.append(beside.add_to(loaded))
         return loaded
 
 

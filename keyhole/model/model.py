@@ -38,6 +38,7 @@ from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
 from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.forward.low_rank import Factors
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
@@ -100,6 +101,8 @@ class Model:
         self.conductor: Conductor | None = None
         self.lens: Lens | None = None  # what weights are seen through, in `seen_through`
         self.addon: Addon | None = None
+        self.factors: Factors | None = None  # what was learned beside the weights of linear layers
+        self.factored: set[int] = set()  # ids of modules that ask for it
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
@@ -114,7 +117,7 @@ class Model:
         self._scratch: dict[str, torch.Tensor] = {}
         self._keeps_packed_apart = False  # known only once the model was asked
         install_hooks(self)
-        compute_in_tiles(self)
+        self.tiles = compute_in_tiles(self)
         fuse_relu(self)
         if graphs and self.device.type == "cuda" and layout.block_count and not layout.has_cut_blocks:
             self.graphs = BlockGraphs(self, find_blocks(module))
@@ -377,6 +380,8 @@ class Model:
                 "coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
             )
         self.apply_deferred()
+        if self.factors is not None:
+            self.factors.settle()
         if self.placed is not None:
             self.placed.check_method(method.name)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # may step again
@@ -394,14 +399,17 @@ class Model:
 
     # -- reading and saving it -------------------------------------------------------------------------------------
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter at its home, a tied one once, as it is saved."""
+    def named_tensors(self, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter at its home, a tied one once, as it is saved. merged=False: without what was learned beside
+        it, which is in the method's state."""
         if self.sharded:
             raise UserError("this rank has a part of the weights only; own_tensors gives what it has")
         self.apply_deferred()
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
+            if self.factors is not None:
+                home = self.factors.as_saved(tensor, home, merged)
             yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
 
     def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -232,3 +232,4 @@ class _Run:
     wire: str | None
     placement: str
     max_grad_norm: float | None = None
+    weight_decay: float = 0.0

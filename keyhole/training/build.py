@@ -228,7 +228,8 @@ def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     """Where the weights come from: the checkpoint to go on from, or the model that the config names."""
-    original = choice.path is None or METHODS[config.method].keeps_base
+    row = METHODS[config.method]
+    original = choice.path is None or row.from_original(getattr(config, row.section))
     return config.model if original else str(choice.path)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
+from keyhole.checkpoint.journal.resume_point import Origin, check_base, check_original, find_origin
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
 from keyhole.data.settings import DataSettings
@@ -135,7 +135,10 @@ def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | N
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config) if ranks.is_leader else []
     check_directory(config.model)
-    from_model = origin.choice.path is None or METHODS[config.method].keeps_base
+    own = getattr(config, row.section)
+    from_model = origin.choice.path is None or row.from_original(own)
+    if origin.choice.path is not None and row.light(own) and ranks.is_leader:
+        check_original(origin, config.model)
     if from_model and Path(config.model).is_dir():
         weight_files(Path(config.model))
     settings = data_settings(config, None if origin.state is None else origin.loader)
