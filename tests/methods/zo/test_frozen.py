@@ -1,4 +1,4 @@
-"""Directions of low rank over a base in 8 and 4 bits: what they are over the unpacked weights, anywhere, and on disk."""
+"""Directions of low rank over a frozen base: what they are over the unpacked weights, anywhere, and on disk."""
 
 from pathlib import Path
 from typing import Any
@@ -63,3 +63,15 @@ def test_stopped_and_resumed_equals_through() -> None:
     state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in method.state_dict().items()}
     again.load_state_dict(state)
     assert first + [float(again.step(batch(seed=t))) for t in (3, 4)] == through
+
+
+def test_a_sample_moves_across_the_end_of_a_period() -> None:
+    """What was learned is sampled with the periods that are kept: at their ends nothing seems to be as at the start."""
+    model = load(wire="int4")
+    tensor = next(t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2)
+    method = keyhole.ZO(model, **HOW)
+    before = method.factors.sample(tensor).clone()
+    for t in range(2):
+        method.step(batch(seed=t))
+    assert not method.factors.now[: method.factors.parts.a_numel].any()
+    assert not torch.equal(method.factors.sample(tensor), before)
