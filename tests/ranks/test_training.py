@@ -9,6 +9,7 @@ import pytest
 from keyhole.checkpoint.journal.format import read
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
+from keyhole.methods import METHODS
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.ranks import Ranks
 from keyhole.training.start import Parts
@@ -76,10 +77,11 @@ class Three(Ranks):
     size = 3
 
 
-def test_what_several_ranks_cannot_do_is_refused(make: Make) -> None:
-    """A number of micro-batches that does not divide, and a method that trains in one process."""
+def test_what_several_ranks_cannot_do_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of micro-batches that does not divide, a method that trains in one process."""
     parts = Parts(ranks=Three())
     with pytest.raises(UserError, match="gradient_accumulation_steps=4.*multiple of their number, 3; set it to 6"):
         train_alone(make("out", **ZO), parts=parts)
+    monkeypatch.setitem(METHODS, "adamw", replace(METHODS["adamw"], ranks=None))
     with pytest.raises(UserError, match="method=adamw trains in one process.*zo"):
         train_alone(make("out", method="adamw", gradient_accumulation_steps=3), parts=parts)

@@ -15,6 +15,9 @@ Over the link per step: each streamed unit up twice, nothing down.
 What LoRA can learn is a change of rank r. What is saved: peft_layers.py. To go on from a checkpoint, load the
 *original* model and give the state to the method.
 
+On several ranks each has all weights (streamed blocks once per machine) and its part of the micro-batches; gradients of
+the adapters are added up in the order of ranks, and every rank makes the same update.
+
 Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
 """
 
@@ -31,6 +34,7 @@ from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
 from keyhole.methods.lora.peft_layers import Adapters, find_targets, inject, peft_config
+from keyhole.methods.shards import share, total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
 from keyhole.model.backward.reverse import Reverse
 from keyhole.model.backward.sink import Nothing
@@ -91,12 +95,18 @@ class LoRA(Method):
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters from one batch or the micro-batches of one step. Returns the loss, unread."""
         self.model.apply_deferred(before_step_of=self)
-        batches = self.model.to_device(batch)
+        several = self.model.ranks.several
+        batches, first, count, weight = (
+            share(self.model, batch) if several else (self.model.to_device(batch), 0, None, 1.0)
+        )
         self.step_count += 1
         try:
             with self.dropout.step(), self.reverse.sweep():
-                loss = self.reverse.forward(batches, self.dropout.turn)
+                loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
                 self.reverse.reverse(Nothing())
+            if several:
+                loss = total_loss(self.model, loss)
+                self._add_up_gradients()
             limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
             self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
             if torch.isfinite(self._grad_norm):
@@ -104,6 +114,15 @@ class LoRA(Method):
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return loss
+
+    @torch.no_grad()
+    def _add_up_gradients(self) -> None:
+        """Over the ranks, in one piece."""
+        params = list(self.params.values())
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        total = self.model.ranks.sum(torch.cat([grad.flatten() for grad in own]))
+        for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
+            param.grad = grad.view(param.shape).to(param.dtype)
 
     def metrics(self) -> dict[str, torch.Tensor | float]:
         """grad_norm: of all adapters' gradients, unclipped."""
