@@ -1,5 +1,6 @@
 """Runs of zo's estimators and of its search for a rate: resumed from the journal alone, and replayed, to the bit."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -132,9 +133,14 @@ def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, 
     assert (at_end - base).abs() > 1e-3 and any("factors: of rank 2" in line for line in model.describe())
     keyhole.LOMO(model, 1e-3)
     torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
-    edited = Path(shutil.copytree(path, tmp_path / "edited"))
-    (edited / "keyhole_state.json").write_text(
-        (path / "keyhole_state.json").read_text().replace('rank": 2', 'rank": 3')
-    )
-    with pytest.raises(UserError, match="zo.rank: the checkpoint has no factors of this rank"):
-        keyhole.load(str(edited), device="cpu")
+    state, tensors = (path / name for name in ("keyhole_state.json", "optimizer.safetensors"))
+    text, content = state.read_text(), tensors.read_bytes()
+    for words in ('rank": 3', 'rank": 99999', 'rank": -1', 'rank": "x"', 'step_count": []'):
+        state.write_text(re.sub(rf"{words.split(':')[0]}: \d+", words, text))
+        with pytest.raises(UserError, match="zo.rank|edited"):
+            keyhole.load(str(path), device="cpu")
+    state.write_text(text)
+    for harm in (b"", content[:9], content[:-5], b"\xff" * 64):
+        tensors.write_bytes(harm)
+        with pytest.raises(UserError, match="optimizer.safetensors"):
+            keyhole.load(str(path), device="cpu")

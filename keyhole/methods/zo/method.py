@@ -94,6 +94,12 @@ class ZO(Method):
             )
         if clip is not None and not usual.clips:
             raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
+        low_rank = rank is not None
+        if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
+            raise UserError(
+                f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
+                "direction of low rank leaves the weights alone within a period"
+            )
         self.block_at_once = bool(compile)  # compiled code cannot stop inside a block
         if compile:
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
@@ -107,13 +113,7 @@ class ZO(Method):
         self.step_count = 0
         self._now: Count | None = None  # another step, in `at_step`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
-        low_rank = rank is not None
         self.keeps_base = self.light = low_rank and not fold
-        if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
-            raise UserError(
-                f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
-                "direction of low rank leaves the weights alone within a period"
-            )
         blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
         self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
         model.attach(self)

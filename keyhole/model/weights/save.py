@@ -95,7 +95,7 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @no_progress_bars()
-def _write_by_transformers(model: Any, path: Path, merged: bool) -> None:
+def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
     tensors = dict(model.named_tensors(merged)) | saved_buffers(model.module)
     make_writable(getattr(model.module, "generation_config", None))
     with torch.no_grad():

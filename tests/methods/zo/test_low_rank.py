@@ -10,12 +10,19 @@ import torch
 import keyhole
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.base import Room, Workload
 from keyhole.methods.zo.low_rank.parts import find_parts
+from keyhole.methods.zo.memory import factor_bytes
+from keyhole.methods.zo.traits import ZO as TRAITS
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.model.batch import to_device
 from keyhole.model.forward.low_rank import NotByRows, Share
+from keyhole.model.structure import find
+from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
+from keyhole.plan.profiles import PROFILES
 from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
-from tests.model.decoders import batch
+from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
 RANK, REFRESH = 2, 3
@@ -84,6 +91,18 @@ def test_streamed_equals_resident(name: str, dtype: str) -> None:
     expected = train(resident, 5, lr=1e-2, **LOW)
     assert train(whole, 5, lr=1e-2, **LOW) == expected == train(cut, 5, lr=1e-2, **LOW)
     assert equal(weights(resident), weights(whole)) and equal(weights(resident), weights(cut))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_that_are_computed_in_tiles(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large matrix is cut by rows where it streams: factors are used and folded tile by tile, its bias is dense."""
+    monkeypatch.setattr(find, "TILE_NUMEL", 8000)
+    monkeypatch.setattr(find, "TILE_ROWS", 128)
+    resident = keyhole.load(config("opt", ffn_dim=512), init="random", device="cpu", dtype=dtype)
+    cut = streamed(resident, max_unit_numel=1, slot_count=2, chaos=random.Random(1))
+    assert len([unit for unit in cut.layout.of_kind("block") if unit.rows]) == 2 * cut.layout.block_count
+    assert train(cut, 4, lr=1e-2, **LOW) == train(resident, 4, lr=1e-2, **LOW)
+    assert equal(weights(resident), weights(cut))
 
 
 def test_nothing_is_written_back_within_a_period() -> None:
@@ -268,6 +287,24 @@ def test_it_learns() -> None:
     """On one batch, the loss falls."""
     losses = train(load(), 12, [batch()], lr=1e-2, directions=2, rank=4, refresh=4)
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_plan_knows_the_factors() -> None:
+    """Instead of two perturbed units there are factors, whose bytes are those of the method; nothing goes down within a
+    period."""
+    model = load("opt")
+    opt = keyhole.ZO(model, rank=2)
+    own, layout = ZOConfig(rank=2), model.layout
+    held = opt.factors.now.nbytes + opt.factors.looks.nbytes + opt.factors.v.nbytes
+    planned = factor_bytes(layout, own, pairs=1, element_bytes=4)
+    assert planned == held + opt.factors.now.nbytes + opt.factors.v.nbytes  # and those of a fold
+    room, rates = Room(Wire(torch.float32), 0), PROFILES["h200"]
+    away = {unit.index for unit in layout.of_kind("block")}
+    down = [
+        TRAITS.planned_work(layout, away, Workload("zo", 64, 2, settings), room, rates).down
+        for settings in (ZOConfig(write_back_every=1), own, ZOConfig(rank=2, fold=False))
+    ]
+    assert down[0] == 50 * down[1] > down[2] == 0
 
 
 def test_packed_weights_stay_as_they_are() -> None:
