@@ -59,3 +59,30 @@ def test_a_state_belongs_to_its_wire(tmp_path: Path) -> None:
     other = LoRA(keyhole.load(config("llama"), init="random", device="cpu", wire="nf4"), r=4)
     with pytest.raises(UserError, match="not the weights that the adapters were trained on"):
         other.load_state_dict(state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wire", [None, *WIRES])
+@pytest.mark.parametrize("name", ["llama", "opt", "mixtral"])
+def test_on_the_gpu_streamed_equals_resident_under_random_delays(name: str, wire: str | None) -> None:
+    """10 random schedules with delayed streams and poisoned slots, in bf16, give the bits of the resident run."""
+    import random
+
+    how = {"device": "cuda", "dtype": "bfloat16", "wire": wire}
+    expected = trained(name=name, load=how)
+    for schedule in range(10):
+        found = trained(name=name, load=how | {"placement": "stream", "chaos": random.Random(schedule)})
+        assert_same(found, expected)
+        found[3].close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_gpu_packs_the_bytes_that_a_cpu_packs(wire: str, tmp_path: Path) -> None:
+    """Homes of the same files are equal, wherever they were packed."""
+    keyhole.load(config("llama"), init="random", device="cpu").save_pretrained(tmp_path / "in")
+    models = [keyhole.load(tmp_path / "in", device=device, dtype="bfloat16", wire=wire) for device in ("cpu", "cuda")]
+    for ours, theirs in zip(*(model.engine.homes for model in models), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())

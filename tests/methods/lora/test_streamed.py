@@ -15,7 +15,7 @@ pytest.importorskip("peft")
 
 def trained(steps: int = 3, name: str = "llama", load: Any = None, of_model: Any = None, **options: Any) -> tuple:
     """Losses, adapters and norm after some steps of two micro-batches."""
-    model = keyhole.load(config(name, **of_model or {}), init="random", device="cpu", **load or {})
+    model = keyhole.load(config(name, **of_model or {}), init="random", **{"device": "cpu"} | (load or {}))
     method = LoRA(model, lr=1e-2, r=4, seed=3, **{"max_grad_norm": 0.5, "weight_decay": 0.1} | options)
     losses = [float(method.step([batch(seed=2 * t), batch(seed=2 * t + 1)])) for t in range(steps)]
     adapters = {key: param.detach().clone() for key, param in method.params.items()}
