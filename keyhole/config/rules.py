@@ -92,8 +92,11 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
     if config.dtype == "float16" and not row.underflow_safe:
         why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
         yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")
-    if config.wire is not None and config.wire not in row.wires:
-        other = f"use {', '.join(row.wires)}" if row.wires else "set wire=null and choose dtype"
+    wires = row.all_wires(getattr(config, row.section))
+    if config.wire is not None and config.wire not in wires:
+        other = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
+        beside = [m.name for m in METHODS.values() if config.wire in m.frozen_wires(getattr(config, m.section))]
+        other += f"; a method that learns beside such weights: {', '.join(beside)}" if beside else ""
         yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
     if not row.streams and config.placement == "stream":
         streams = streaming_methods()

@@ -73,8 +73,8 @@ class RunConfig:
     """Labels of the head, or 1 for a number (regression); null = as many as the task has."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and of the arithmetic; null = that of the model's files, if method and device can use it."""
-    wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
-    """Format of the weights at rest and on the link, if not dtype (methods that stream); null = dtype."""
+    wire: Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4", "nf4"] | None = None
+    """Format of the weights at rest and on the link; int8, int4, nf4 = blocks frozen (docs/base.md); null = dtype."""
     tf32: bool = False
     """Products of float32 in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
     device: str | None = None

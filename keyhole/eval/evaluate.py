@@ -48,6 +48,7 @@ def evaluate(
     placement: str = "auto",
     gpu_memory: str | int | None = None,
     dtype: str | None = None,
+    wire: str | None = None,
     device: str | None = None,
     max_length: int | None = None,
     limit: int | None = None,
@@ -88,6 +89,7 @@ def evaluate(
         placement=placement,
         gpu_memory=gpu_memory,
         dtype=dtype or "auto",
+        wire=wire,
         device=device,
         workload=Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES),
     )

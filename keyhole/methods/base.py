@@ -152,6 +152,8 @@ class Traits:
     """Steps that it takes to learn what AdamW learns in one: a rule of thumb, by which the planner compares methods."""
     wires: tuple[str, ...] = ()
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
+    frozen_wires: Callable[[Any], tuple[str, ...]] = lambda settings: ()
+    """Further formats, whose weights cannot be changed: those that the method takes with these settings."""
     underflow_safe: bool = False
     """float16 is safe: the method has no gradients, or scales its loss."""
     journaled: bool = False
@@ -193,6 +195,10 @@ class Traits:
     def rates(self, own: Any) -> tuple[float, tuple[float, float]]:
         """(the rate where none is given, the range that has been seen to work) with these own settings."""
         return (self.learning_rate, self.sane_rates) if self.usual_rates is None else self.usual_rates(own)
+
+    def all_wires(self, own: Any) -> tuple[str, ...]:
+        """Every format that the method takes with these settings."""
+        return (*self.wires, *self.frozen_wires(own))
 
     def from_original(self, own: Any) -> bool:
         """Whether a run with these own settings goes on from the original model, and not from a checkpoint's."""

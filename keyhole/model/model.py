@@ -283,7 +283,7 @@ class Model:
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
         weights = self._scratch[kind][: unit.numel]
         if stored.dtype == PACKED:
-            self.formats.codec.decode(stored, weights)
+            self.formats.decode(unit, stored, weights)
             return weights
         return weights.copy_(stored)
 
@@ -407,6 +407,11 @@ class Model:
     def attach(self, method: Attached) -> None:
         """A method is made on this model. What other methods have deferred is applied first."""
         check_loss(self.config)
+        if self.formats.frozen is not None and not method.keeps_base:
+            raise UserError(
+                f"wire: {self.formats.name} weights are frozen, and {method.name} would change them: their grid is too "
+                "coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
+            )
         self.apply_deferred()
         if self.factors is not None:
             self.factors.settle()

@@ -53,11 +53,18 @@ class Reverse:
     """Forward and reverse of the micro-batches of one step.
 
     activations: what is kept between the two (tape.py). fused: linear layers offer their gradients by their factors.
-    compiled: blocks run through torch.compile, by this backend (True: inductor).
+    compiled: blocks run through torch.compile, by this backend (True: inductor). second_run: how they run again, where
+    fused.
     """
 
     def __init__(
-        self, model: Model, *, activations: str = "block", fused: bool = True, compiled: bool | str = False
+        self,
+        model: Model,
+        *,
+        activations: str = "block",
+        fused: bool = True,
+        compiled: bool | str = False,
+        second_run: Callable[[nn.Module], Recompute] = Recompute,
     ) -> None:
         self.blocks = find_blocks(model.module)
         self.units_of = {i: [u for u in model.layout.of_kind("block") if u.block == i] for i in range(len(self.blocks))}
@@ -68,8 +75,9 @@ class Reverse:
         backend = compiled if isinstance(compiled, str) else "inductor"
         self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
-        self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
+        self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
         self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
+        self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
         records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
@@ -238,9 +246,9 @@ class Reverse:
     def _acquire_block(self, block: int) -> None:
         """Brings the block's units in and points its parameters to them."""
         for place, unit in enumerate(self.units_of[block]):
-            stored = self.model.engine.acquire(unit.index)
+            stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
-            for tensor in unit.tensors:
+            for tensor in unit.tensors if self.trains else ():
                 self._stored[id(tensor.param)] = view(stored, tensor, unit.start)
                 self._param_at[tensor.param.data_ptr()] = tensor.param
 
@@ -320,7 +328,7 @@ class Reverse:
     @torch.no_grad()
     def _reverse_spine(self) -> None:
         engine, unit = self.model.engine, self.layout.spine
-        stored = engine.acquire(unit.index)
+        stored = engine.acquire(unit.index, changes=self.trains)
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
         if self.model.sharded:  # by any rank
             reached = set().union(*self.model.ranks.objects(reached))
@@ -348,7 +356,8 @@ class Reverse:
 def _check(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> None:
     """Refuses models that cannot be differentiated block by block as they were loaded."""
     engine = model.engine
-    if any(home.dtype == PACKED for home in engine.homes):
+    trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
+    if trains and any(home.dtype == PACKED for home in engine.homes):
         raise UserError("wire: packed weights have no gradient to add up in; use bf16, fp16 or fp32")
     if activations == "none" and engine.streamed:
         raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
