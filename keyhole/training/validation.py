@@ -26,7 +26,7 @@ from typing import Any
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
 from keyhole.errors import UserError
-from keyhole.eval.score import check_code, score
+from keyhole.eval.score import Score, check_code, score
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
@@ -80,6 +80,13 @@ class Stopped(Exception):
     """Scoring was told to give up."""
 
 
+Keep = Callable[[Task, Score], None]
+
+
+def _forget(task: Task, result: Score) -> None:
+    """Only the numbers are wanted."""
+
+
 @dataclass(frozen=True)
 class Judge:
     """The tasks that choose (dev) and judge (test) the model of a run."""
@@ -123,18 +130,18 @@ class Judge:
         if metric is not None and metric.removeprefix("eval_") not in (known := self.names(classifies)):
             raise UserError(f"metric_for_best_model={metric}: an evaluation here gives {', '.join(known)}")
 
-    def dev_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """eval_<metric> of the dev questions; None when `stop` said so midway."""
+    def dev_metrics(self, model: Model, stop: Callable[[], bool], keep: Keep = _forget) -> dict[str, Any] | None:
+        """eval_<metric> of the dev questions; None when `stop` said so midway. keep: gets every task with its score."""
         tasks = self.chosen_by
         only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
-        return {} if only_loss else self._score(model, tasks, EVAL, stop)
+        return {} if only_loss else self._score(model, tasks, EVAL, stop, keep)
 
     def test_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """test_<metric> of the test questions; None when `stop` said so midway."""
         return self._score(model, self.test, TEST, stop)
 
     def _score(
-        self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool]
+        self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool], keep: Keep = _forget
     ) -> dict[str, Any] | None:
         def watch(groups: list) -> Iterator[Any]:
             for group in groups:
@@ -151,7 +158,9 @@ class Judge:
                 if model.ranks.several and any(model.ranks.objects(stop())):
                     raise Stopped
                 generated = task.spec is not None and task.spec.kind == GENERATED
-                found[task.name] = score(model, task, **options, **({} if generated else passes), **code).metrics
+                result = score(model, task, **options, **({} if generated else passes), **code)
+                found[task.name] = result.metrics
+                keep(task, result)
         except Stopped:
             return None
         return _named(tasks, found, prefix) if tasks else {}
