@@ -27,7 +27,7 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
-from keyhole.methods.baselines.saved_adapter import SavedAdapter
+from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.zo.low_rank.saved import find_factors
 from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
@@ -37,6 +37,7 @@ from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.published import choose_format, forget_quantization, forms_in
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
@@ -75,7 +76,8 @@ def load(
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
     dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
-    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
+    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8, or
+    frozen: int8, int4, nf4; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
     steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
@@ -100,14 +102,16 @@ def load(
         workload = _shared_work(workload or Workload(), ranks)
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
+        if forms_in(directory):
+            forget_quantization(config)
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
             torch.default_generator.manual_seed(seed)
             module = build(config, dtype, trust_remote_code)
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
-        formats = Wire(dtype, wire)
+        formats, said = choose_format(module, directory if init == "pretrained" else None, dtype, wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
-        placed.reasons.insert(0, str(choice))
+        placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)

@@ -144,14 +144,16 @@ class Traits:
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes, cut=, ranks=): refuses state that host memory cannot hold; cut: of units that
-    ranks share out, what one keeps; ranks: those on this machine. None: the method keeps none there."""
+    """(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that host memory cannot hold; cut: of units
+    that ranks share out, what one keeps; ranks: those on this machine, of how many. None: it keeps none there."""
     step_work: str = "keyhole.methods.work:forward_work"
     """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
     steps: float = 1.0
     """Steps that it takes to learn what AdamW learns in one: a rule of thumb, by which the planner compares methods."""
     wires: tuple[str, ...] = ()
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
+    frozen_wires: Callable[[Any], tuple[str, ...]] = lambda settings: ()
+    """Further formats, whose weights cannot be changed: those that the method takes with these settings."""
     underflow_safe: bool = False
     """float16 is safe: the method has no gradients, or scales its loss."""
     journaled: bool = False
@@ -193,6 +195,10 @@ class Traits:
     def rates(self, own: Any) -> tuple[float, tuple[float, float]]:
         """(the rate where none is given, the range that has been seen to work) with these own settings."""
         return (self.learning_rate, self.sane_rates) if self.usual_rates is None else self.usual_rates(own)
+
+    def all_wires(self, own: Any) -> tuple[str, ...]:
+        """Every format that the method takes with these settings."""
+        return (*self.wires, *self.frozen_wires(own))
 
     def from_original(self, own: Any) -> bool:
         """Whether a run with these own settings goes on from the original model, and not from a checkpoint's."""
@@ -246,9 +252,10 @@ class Method:
     """Whether its checkpoints hold its own tensors alone (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
-        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py)."""
-        if "step" in vars(cls):
-            cls.step = _without_autocast(cls.step)  # type: ignore[method-assign]
+        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py), at the rate that
+        a scheduler has set."""
+        for name in {"step", "backward"} & vars(cls).keys():
+            setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
         """Refuses what is no model before anything is made of it."""

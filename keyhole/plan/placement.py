@@ -135,7 +135,7 @@ class Costs:
     @property
     def may_cut_rows(self) -> bool:
         """Forward passes may have a large matrix a few rows at a time."""
-        return (self.row is None or self.row.sweep == "forward") and self.room.formats.codec is None
+        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
 
     @property
     def keeps_blocks_whole(self) -> bool:
@@ -310,7 +310,7 @@ def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """State that a method keeps in host memory is refused before a weight is read."""
     if costs.row is not None and costs.row.host_check is not None:
         try:
-            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks}
+            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
             imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
         except UserError as error:
             raise refusals.DoesNotFit(str(error)) from error
@@ -338,6 +338,8 @@ def _reasons(
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
+    if formats.frozen is not None:
+        lines.append(formats.frozen.describe(blocks))
     lines += outside_lines(module, layout)
     if layout.tiled_layers:
         lines.append(

@@ -12,6 +12,7 @@ The files are those of a checkpoint that is waited for (checkpoint/files.py), by
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ class Background:
     def __init__(self, model: Model, method: Method, pool_bytes: int | None = None) -> None:
         self.model, self.method, self.announces = model, method, METHODS[method.name].announces
         names = {} if method.light else names_on_disk(model)
+        names = names if model.addon is None else None  # an addon has files of its own
         self.possible = names is not None
         if not self.possible:
             return
@@ -87,7 +89,7 @@ class Background:
             element_bytes = (model.dtype if packed else home.dtype).itemsize
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
-            unpacks = (unit.numel, model.dtype, model.formats.codec.decode) if packed else None
+            unpacks = (unit.numel, model.dtype, partial(model.formats.decode, unit)) if packed else None
             pages[unit.index] = Source(home, segments, unpacks, WAITING if self.method.owes(unit) else READY)
         return pages
 

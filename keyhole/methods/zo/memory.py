@@ -49,7 +49,7 @@ def _low_rank_bytes(
     planned = forward_bytes(replace(layout, fused_relu=False), streamed, at_once, room, pairs)
     b, formats = room.formats.dtype.itemsize, room.formats
     dense = max((u.numel for u in layout.units[1:] if u.kind != "block"), default=0)
-    converted = formats.codec is not None or formats.plain != formats.dtype
+    converted = formats.packs or formats.plain != formats.dtype
     block = max((u.numel for u in layout.of_kind("block")), default=0) if converted else 0
     copies = b * (2 * dense + 2 * pairs * layout.spine.numel + block)
     logits = forward_bytes(layout, streamed, work, room, pairs).logits  # the head is computed look by look

@@ -110,6 +110,7 @@ ZO = Traits(
     step_work="keyhole.methods.zo.work:step_work",
     steps=20.0,  # MeZO trains 20,000 steps where fine-tuning takes 600 to 1,000
     wires=("fp32", "bf16", "fp16", "fp8"),
+    frozen_wires=lambda own: ("int8", "int4", "nf4") if _keeps_factors(own) else (),
     underflow_safe=True,
     journaled=True,
     announces="pages",

@@ -74,7 +74,8 @@ class Update:
         self.counted: set[int] = set()  # units whose share of it is in there
         self.trained = [cut_unit(unit) for unit in model.layout.units]
         self.decaying = [cut_unit(unit, spared) for unit in model.layout.units]
-        packed = [u for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
+        homes = model.engine.homes
+        packed = [u for u in model.layout.units if homes[u.index].dtype == PACKED and u.index not in elsewhere]
         in_spans = [u.numel for u in packed if not self.is_one_span(u)]
         self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
         own = [spans for unit, spans in enumerate(self.trained) if unit not in elsewhere]

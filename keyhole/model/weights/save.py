@@ -7,9 +7,9 @@ old index goes first, then weights of the old model that the new one does not re
 a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an
 older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
 
-Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it computes
-with (it merges the experts of some mixtures when loading), or a method has an addon (LoRA), Transformers' writer does
-it, and needs the memory of one shard.
+Weights are written here, tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time.
+Where Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its
+own writer does it, and needs all of them in memory.
 
 `publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
 copied: that takes no time, and no space on disk.
@@ -77,6 +77,8 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
                 file.seek(place.offset)
                 for piece in pieces(tensor.detach()):
                     file.write(piece)
+    if model.addon is not None:
+        model.addon.write_files(path)
 
 
 @contextmanager
@@ -108,8 +110,6 @@ def names_on_disk(model: Any) -> dict[str, str] | None:
     """Name in the module -> name in the files; None where more than names differ between the two."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    if model.addon is not None and not model.sharded:
-        return None
     tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
     owners = {id(tensor): name for name, tensor in tensors.items()}
     try:

@@ -252,7 +252,12 @@ class Factors:
         """What is learned of a tensor at the moment; None where it is learned at home."""
         places = {id(m.tensor): m.a for m in self.parts.matrices} | {id(v.tensor): v.at for v in self.parts.vectors}
         at = places.get(id(tensor))
-        return None if at is None else self.now[at]
+        if at is None:
+            return None
+        index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
+        if index is None or not self.kept:
+            return self.now[at]
+        return self.now[at] + self.kept[index][1].float().unflatten(0, (-1, self.rank)).sum(0).flatten()
 
     def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
         return flat[at].view(self.rank, -1)
