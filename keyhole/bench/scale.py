@@ -16,7 +16,7 @@ network.
         NVLink    3 W (min(N, K) - 1) / min(N, K)     two gathers and one exchange of gradients
         network   3 W (1 - K / N) per machine, if N > K
       where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adalomo, adam-offload), 3 for rules
-      of whole tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp, which sends compressed numbers.
+      of whole tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp, which sends what it compresses.
       An optimizer on the host moves 3 W / N more over PCIe where weights are resident, W / N where they are streamed,
       and 26 bytes per parameter through the memory of its machine
 
