@@ -1,10 +1,10 @@
-"""When uploads, kernels and write-backs ran: spans of three lanes, for a drawing or as a Chrome / Perfetto trace.
+"""When uploads, kernels and write-backs ran: spans in lanes, for a drawing or as a Chrome / Perfetto trace.
 
 A span is a pair of moments. On a GPU they are timing events recorded on the stream where the work is enqueued, so
 measuring adds no wait; on a CPU, where everything happens in turn, they are readings of the clock. The engine marks the
 lanes: `upload` and `write-back` are its copies, `compute` what the caller's stream does from the moment a page has
-arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. A step that is
-launched as one graph has no lanes.
+arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. What methods send
+to the CPU besides (downlink.py) is `gradients`. A step that is launched as one graph has no lanes.
 
 Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LANES = ("upload", "compute", "write-back")
+LANES = ("upload", "compute", "write-back", "gradients")
 
 
 class Timeline:

@@ -26,7 +26,7 @@ def test_the_trace_is_what_viewers_read(tmp_path: Path, monkeypatch: pytest.Monk
     timeline.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert lanes == {0: "upload", 1: "compute", 2: "write-back"}
+    assert lanes == {0: "upload", 1: "compute", 2: "write-back", 3: "gradients"}
     spans = [(lanes[e["tid"]], e["name"], e["ts"] / 1e3, e["dur"] / 1e3) for e in events if e["ph"] == "X"]
     assert spans == rows
 

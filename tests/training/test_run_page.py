@@ -67,6 +67,13 @@ def test_there_before_the_first_step_and_up_to_date_after_the_last(
     assert [row.expected for row in told.answers[-1].rows] == ["2", "6", "12"]
 
 
+def test_gradients_that_leave_have_a_lane(make: Make) -> None:
+    """A method whose moments are on the host sends gradients down."""
+    config = make(method="adam-offload", placement="stream", max_steps=3)
+    assert train(config) == 0
+    assert "gradients" in {lane for lane, *_ in story(config).spans} and ">gradients<" in page(config)
+
+
 def test_a_run_that_goes_on_has_one_page(make: Make, stop_after: Callable[..., None], tiny_data: Path) -> None:
     """Stopped after step 3 and resumed: the curves have all steps, and the answers of before stay."""
     config = make(eval_data=str(tiny_data), eval_steps=2)
