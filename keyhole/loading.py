@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,8 @@ def load(
         model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
         config = read_config(model, trust_remote_code, head, num_labels)
         directory = None if model is config else find_directory(model)
-        workload = workload or Workload()
+        ranks = ranks or Ranks()
+        workload = _shared_work(workload or Workload(), ranks)
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
@@ -106,7 +108,6 @@ def load(
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons.insert(0, str(choice))
         _limit_memory(changes, placed.budget_bytes, device)
-        ranks = ranks or Ranks()
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)
         sharded = _sharded(layout, placed, workload, ranks)
@@ -204,6 +205,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if device.type != "cpu":
         raise UserError(f"device: {device} is not supported; use cpu, cuda or cuda:0")
     return device
+
+
+def _shared_work(work: Workload, ranks: Ranks) -> Workload:
+    """What of it one of the ranks does; a search for a rate is done by all of them."""
+    if not ranks.several:
+        return work
+    passes = work.passes if work.searches else -(-work.passes // ranks.size)
+    return replace(work, passes=passes, ranks=ranks.size, local_ranks=ranks.local_size)
 
 
 def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:

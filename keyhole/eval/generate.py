@@ -45,12 +45,12 @@ def generate_answers(
     for question, ids in zip(questions, prompts, strict=True):
         check_ids(ids, question.where, model.source, model.config)
     answers = [""] * len(prompts)
-    own = model.evaluation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    own = model.generation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
         texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
-    for theirs in model.evaluation_ranks.objects({i: answers[i] for batch in own for i in batch}):
+    for theirs in model.generation_ranks.objects({i: answers[i] for batch in own for i in batch}):
         for i, text in theirs.items():
             answers[i] = text
     return answers, encoder.truncated

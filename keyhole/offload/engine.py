@@ -60,6 +60,7 @@ class Engine:
         shared: frozenset[int] = frozenset(),
     ) -> None:
         self.homes, self.streamed, self.device = homes, streamed, device
+        self.on_host = streamed  # pages that are kept in host memory
         self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
         self.cuda = device.type == "cuda"
         self.slot_bytes = max((page_bytes(homes[page]) for page in streamed), default=0)
@@ -265,6 +266,10 @@ class Engine:
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         """Of pages that are sharded (shards.py): this process's part, and the element at which it begins."""
         return {}
+
+    def kept(self, page: int) -> torch.Tensor:
+        """What this process keeps of a page: all of it, or its part."""
+        return self.homes[page]
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)

@@ -79,7 +79,7 @@ class Run:
     def __post_init__(self) -> None:
         self.total = self.schedule.total
         self.crew = Crew(self.model.ranks, self.interrupts)
-        parts = {"check": Command.CHECK, "write": Command.WRITE}
+        parts = {"check": Command.CHECK, "write": Command.WRITE, "state": Command.STATE}
         self.model.call_others = lambda what: self.crew.call(parts[what])
         self.saver.selection = self.selection.state_dict
         self.saver.best_step = self.best_saved()
@@ -192,8 +192,8 @@ class Run:
             self.recorder.restart_clock()
 
     def flush(self) -> None:
-        """Applies what is deferred; all ranks do it together where they share homes."""
-        if self.model.engine.shared:
+        """Applies what is deferred; all ranks do it together where they share homes, or have parts of them."""
+        if self.model.engine.shared or self.model.sharded:
             self.crew.call(Command.FLUSH)
         self.method.flush()
 

@@ -38,14 +38,21 @@ MEAN = "score"  # of different metrics
 def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
     when `stop` said so midway. Several ranks take turns of the batches each, and add up all in their order."""
-    own = model.evaluation_ranks.share(range(len(batches)))
+    ranks, together = model.ranks, model.placed.evaluation_passes(model.layout, EVAL_PASSES)
+    together = min(ranks.objects(together)) if model.sharded else together
+    own = ranks.share(range(len(batches)))
     found: list[tuple[float, int]] = []
     own_batches = islice(batches, own[0], own[-1] + 1) if own else ()
-    for group in _groups(own_batches, model.placed.evaluation_passes(model.layout, EVAL_PASSES)):
+    sweeps = 0
+    for group in _groups(own_batches, together):
         if not model.sharded and stop():
             break
         found += [(float(nll_B.double().sum()), int(count_B.sum())) for nll_B, count_B in model.nll(group)]
-    pairs = [pair for each in model.evaluation_ranks.objects(found) for pair in each]
+        sweeps += 1
+    most = math.ceil(math.ceil(len(batches) / ranks.size) / together)  # of any rank
+    for _ in range(most - sweeps if model.sharded else 0):  # every visit of a unit takes all ranks
+        model.nll(list(islice(batches, 1)))
+    pairs = [pair for each in ranks.objects(found) for pair in each]
     if len(pairs) < len(batches):
         return None
     nll, tokens = sum_in_order(nll for nll, _ in pairs), sum(count for _, count in pairs)
