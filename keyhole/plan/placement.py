@@ -135,7 +135,7 @@ class Costs:
     @property
     def may_cut_rows(self) -> bool:
         """Forward passes may have a large matrix a few rows at a time."""
-        return (self.row is None or self.row.sweep == "forward") and self.room.formats.codec is None
+        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
 
     @property
     def keeps_blocks_whole(self) -> bool:
@@ -338,6 +338,8 @@ def _reasons(
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
+    if formats.frozen is not None:
+        lines.append(formats.frozen.describe(blocks))
     lines += outside_lines(module, layout)
     if layout.tiled_layers:
         lines.append(

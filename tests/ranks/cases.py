@@ -74,6 +74,7 @@ REPLICAS = {
     "adamw, clipped": Case("llama", keyhole.AdamW, 1e-3, WIDE | {"max_grad_norm": 0.5, "weight_decay": 0.1}, size=4),
     "sgd, tied": Case("qwen2", keyhole.SGD, 0.1, {"momentum": 0.9}),
     "lora": Case("llama", keyhole.LoRA, 1e-3, {"r": 4}),
+    "lora, int4, dropout": Case("llama", keyhole.LoRA, 1e-3, {"r": 4, "dropout": 0.3}, STREAM | {"wire": "int4"}),
     "galore": Case("llama", keyhole.GaLore, 1e-3, WIDE | {"rank": 4, "update_proj_gap": 2}),
 }
 CASES = SHARDS | REPLICAS

@@ -32,6 +32,7 @@ On several ranks each keeps and updates a part of the units: shards.py.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,16 +134,28 @@ class AdamOffload(Method):
                 loss = shards.total_loss(self.model, loss)
                 self.parts.begin()
             self._settle()  # the forward has waited for every unit, so this is all of the last step
-            norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            numbers = self.exchange.down.numbers(len(self.slots) + 2)
-            self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
-            try:
-                self.reverse.reverse(self.parts or self)
-                self._end_reverse(self.current)
-            except BaseException:
-                self._take_back(self.current)
-                raise
+            self._update(lambda: self.reverse.reverse(self.parts or self))
         return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Waits for
+        the updates, since a forward of your own would not. (After step(batch), call flush() before such a forward.)"""
+        self.reverse.check_loss(loss)
+        self.flush()
+        self.exchange.wait_s = self.updates.host_s = 0.0
+        self._update(lambda: self.reverse.walk(loss, self, in_chunks=True))
+        self.flush()
+
+    def _update(self, reverse: Callable[[], None]) -> None:
+        norms_K = torch.zeros(len(self.slots), device=self.model.device)
+        numbers = self.exchange.down.numbers(len(self.slots) + 2)
+        self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
+        try:
+            reverse()
+            self._end_reverse(self.current)
+        except BaseException:
+            self._take_back(self.current)
+            raise
 
     def _take_back(self, step: AdamStep) -> None:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
