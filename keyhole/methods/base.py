@@ -144,8 +144,8 @@ class Traits:
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes, cut=, ranks=): refuses state that host memory cannot hold; cut: of units that
-    ranks share out, what one keeps; ranks: those on this machine. None: the method keeps none there."""
+    """(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that host memory cannot hold; cut: of units
+    that ranks share out, what one keeps; ranks: those on this machine, of how many. None: it keeps none there."""
     step_work: str = "keyhole.methods.work:forward_work"
     """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
     steps: float = 1.0
@@ -252,9 +252,10 @@ class Method:
     """Whether its checkpoints hold its own tensors alone (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
-        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py)."""
-        if "step" in vars(cls):
-            cls.step = _without_autocast(cls.step)  # type: ignore[method-assign]
+        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py), at the rate that
+        a scheduler has set."""
+        for name in {"step", "backward"} & vars(cls).keys():
+            setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
         """Refuses what is no model before anything is made of it."""

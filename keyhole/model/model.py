@@ -51,7 +51,7 @@ from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.autocast import without_autocast
-from keyhole.ops.loss import RunningNLL
+from keyhole.ops.loss import RunningChoice, RunningNLL
 from keyhole.ranks import Ranks
 
 T = TypeVar("T")
@@ -313,6 +313,14 @@ class Model:
 
     @without_autocast()
     @torch.no_grad()
+    def token_scores(self, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(nll_N, best_N) of each batch: the NLL of each target, and the token that is likeliest in its place. All
+        batches are run together; a position may be asked for several targets."""
+        states = self._evaluated_as_sent(batches, lambda *found: self._running(*found, kind=RunningChoice))
+        return [(state.nll_N(), state.best_N) for state in states]
+
+    @without_autocast()
+    @torch.no_grad()
     def logits(self, batches: list[Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches are
         run together."""
@@ -325,8 +333,15 @@ class Model:
         result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[torch.Tensor]],
     ) -> tuple[list[DeviceBatch], list[torch.Tensor]]:
         """One pass per batch, without gradients. result: of hidden states, batches and spine, within the sweep."""
-        self.apply_deferred()
         batches = self.to_device(batch)
+        return batches, self._evaluated_as_sent(batches, result)
+
+    def _evaluated_as_sent(
+        self,
+        batches: list[DeviceBatch],
+        result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[Any]],
+    ) -> list[Any]:
+        self.apply_deferred()
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             self.binding.bind(unit, self.acquire_weights(unit) if unit else None, spine)
@@ -338,7 +353,7 @@ class Model:
         with self.sweep("evaluate"):
             spine = self.acquire_weights(self.layout.spine)
             hidden = self.lockstep(batches, serve, lambda i, ids_M: self.table_rows(ids_M).to(self.dtype))
-            return batches, result(hidden, batches, spine)
+            return result(hidden, batches, spine)
 
     def _nll_of(
         self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor
@@ -346,13 +361,23 @@ class Model:
         """The loss of every trained token of every pass, or of every row."""
         if self.classifies:
             return [self.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
-        running = [RunningNLL(b.target_N) for b in batches]
+        return [state.nll_N() for state in self._running(hidden, batches, spine)]
+
+    def _running(
+        self,
+        hidden: list[torch.Tensor],
+        batches: list[DeviceBatch],
+        spine: torch.Tensor,
+        kind: type[RunningNLL] = RunningNLL,
+    ) -> list[Any]:
+        """Of every pass, the state of its trained tokens after all chunks of the vocabulary."""
+        running = [kind(b.target_N) for b in batches]
         for unit in self.layout.head_units:
             self.binding.bind_head(unit, self.acquire_weights(unit), spine)
             for state, x in zip(running, hidden, strict=True):
                 self.head.add_nll(state, x, unit.rows[0])
             self.engine.release(unit.index)
-        return [state.nll_N() for state in running]
+        return running
 
     @without_autocast()
     @torch.no_grad()

@@ -91,6 +91,9 @@ class Reverse:
         self._visited_once = False  # the block at work: a product that it offers is the complete gradient
         self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, of the block at work
         self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, likewise
+        self._chunks: dict[
+            int, list[Unit]
+        ] = {}  # id(param) -> the units that hold its rows, while `walk` hands them over
         self._offered: set[int] = set()  # parameters of it whose gradient a compiled reverse has offered
         self._tensor = {id(t.param): t for t in self.layout.tensors}
         for tensor in self.layout.tensors:
@@ -181,12 +184,24 @@ class Reverse:
         self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
         self._reverse_spine()
 
-    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """UserError where `walk` cannot go back from this loss."""
+        if not self.model.is_plain or self.model.sharded:
+            raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
+        if not loss.requires_grad:
+            raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+
+    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True, in_chunks: bool = False) -> None:
         """The same for a loss that was computed with the module itself, all of whose weights are at home: autograd
-        walks back in one go, and each gradient is handed over as soon as it is complete."""
+        walks back in one go, and each gradient is handed over as soon as it is complete. in_chunks: a table, too, comes
+        in the chunks that its units hold, as in `reverse`."""
         engine, units = self.model.engine, self.layout.units
         self._stored = {id(t.param): t.param.data for t in self.layout.tensors}
         self._sink, self._final = sink, True
+        if in_chunks:
+            for unit in units:
+                if unit.rows is not None:
+                    self._chunks.setdefault(id(unit.tensors[0].param), []).append(unit)
         try:
             with engine.sweep("walk", [], learn=False):
                 for unit in units:
@@ -197,6 +212,7 @@ class Reverse:
                         engine.commit(unit.index)
         finally:
             self._stored.clear()
+            self._chunks.clear()
             self._sink, self._final = None, False
 
     def _reverse_blocks(self) -> None:
@@ -266,7 +282,11 @@ class Reverse:
             self.visits.note_gradient(param)
         if self._final and id(param) in self._stored and param.grad is not None:
             grad, param.grad = param.grad, None
-            self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
+            for unit in self._chunks.get(id(param), ()):
+                first, last = unit.rows
+                self._sink.gradient(chunk(unit), self._stored[id(param)][first:last], grad[first:last])
+            if id(param) not in self._chunks:
+                self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
 
     def _release_block(self, block: int, done: bool) -> None:
         """done: no gradient of the block is still to come."""

@@ -203,9 +203,9 @@ class Factors:
         if index is None or not merged or not self.merges or not self.learned(index):
             return home
         a, v = (torch.cat(rows) for rows in zip(*self.learned(index), strict=True))
-        whole = home.clone()
+        whole = home.to(self.now.device, copy=True)  # a CPU would take minutes for a large model
         self._add(self.parts.matrices[index], whole, a, v, self.steps)
-        return whole
+        return whole.to(home.device)
 
     def write_files(self, path: Path) -> None:
         """Adds the factors to a model directory, where they are not in its weights."""
