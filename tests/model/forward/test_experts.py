@@ -1,0 +1,97 @@
+"""Experts as units of their own: the bits of the resident model, the numbers of Transformers, and less traffic."""
+
+import random
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.zo.method import ZO
+from keyhole.model.structure import experts as stacks
+from keyhole.model.structure.layout import ALIGN, find_layout
+from keyhole.model.structure.skeleton import build
+from tests.model.decoders import batch, config, hf_nll
+from tests.model.streaming import streamed
+
+FAMILIES = ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
+
+
+def load(name: str, **options: object) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", **options)
+
+
+@pytest.fixture
+def small_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stack of experts counts as large."""
+    monkeypatch.setattr(stacks, "STACK_NUMEL", 0)
+
+
+@pytest.mark.usefixtures("small_stacks")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_stacks_are_cut_into_experts(name: str) -> None:
+    """Units are side by side, every expert of every stack is one, biases of stacks are on the spine, and an element's
+    index does not depend on the cut."""
+    module = build(config(name), torch.float32)
+    layout, whole = find_layout(module, 1), find_layout(module)
+    assert layout.tensors == whole.tensors and layout.has_expert_units and not whole.has_expert_units
+    for one, after in zip(layout.units, layout.units[1:], strict=False):
+        assert one.stop == after.start
+    for tensor in layout.tensors:
+        units = [u for u in layout.units if u.expert is not None and u.tensors[0] is tensor]
+        assert len(units) == tensor.experts
+        for e, unit in enumerate(units):
+            own = tensor.expert(e)
+            assert unit.expert == e and unit.start == own.start and own.stop <= unit.stop < own.stop + ALIGN
+    if name == "gpt_oss":
+        assert {t.name for t in layout.spine.tensors} > {t.name for t in layout.tensors if "proj_bias" in t.name}
+    assert not find_layout(module, 1, cut_experts=False).has_expert_units
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_streamed_experts_equal_resident_ones(name: str, request: pytest.FixtureRequest) -> None:
+    """Losses and tokens of a model whose experts come one by one are those of the resident model to the bit, and those
+    of Transformers within rounding."""
+    one, options = batch(), {"max_new_tokens": 4, "do_sample": False}
+    whole = load(name)
+    theirs_B = hf_nll(whole.module, one)
+    request.getfixturevalue("small_stacks")
+    resident = load(name)
+    assert resident.layout.experts and not whole.layout.experts
+    other = streamed(resident, 1, chaos=random.Random(0))
+    nll_B = resident.nll(one)[0]
+    assert torch.equal(other.nll([one, batch(3, 5), batch(1, 1, seed=3)])[0][0], nll_B)
+    assert torch.equal(other.generate(one["input_ids"], **options), resident.generate(one["input_ids"], **options))
+    torch.testing.assert_close(hf_nll(resident.module, one), nll_B, rtol=1e-5, atol=1e-5)
+    if name != "gpt_oss":  # whose biases lie elsewhere, and are drawn in another order
+        torch.testing.assert_close(nll_B, theirs_B, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small_stacks")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_zo_with_streamed_experts(name: str, dtype: str) -> None:
+    """Several steps on little tokens, so that experts are missed: losses and weights of the resident run to the bit."""
+    resident = load(name, dtype=dtype)
+    other = streamed(resident, 1, chaos=random.Random(1))
+    pair = [ZO(model, lr=1e-2, directions=2, weight_decay=0.1) for model in (resident, other)]
+    for i in range(4):
+        steps = [zo.step([batch(1, 5, seed=i), batch(1, 6, seed=9 + i)]) for zo in pair]
+        assert torch.equal(*steps)
+    for (_, mine), (_, theirs) in zip(resident.named_tensors(), other.named_tensors(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.usefixtures("small_stacks")
+def test_only_experts_that_tokens_met_cross_the_link() -> None:
+    """One token meets two experts of each block: the others stay at home, and each unit comes at most once."""
+    model = streamed(load("mixtral"), 1)
+    for seed in range(3):
+        model.nll(batch(1, 4, seed=seed))
+        visited = [model.layout.units[page] for page in model.engine.visited]
+        assert len(visited) == len({u.index for u in visited})
+    met = [u for u in visited if u.expert is not None]
+    assert 0 < len(met) <= 2 * 2 * 4 * 2
+    one = {k: v[:, :1] for k, v in batch(1, 4).items()}
+    model.nll({"input_ids": one["input_ids"], "labels": one["labels"]})
+    met = [model.layout.units[page] for page in model.engine.visited if model.layout.units[page].expert is not None]
+    assert len(met) == 2 * 2 * 2  # blocks, experts, stacks
