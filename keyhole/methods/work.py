@@ -87,7 +87,7 @@ def _widths(layout: Layout) -> tuple[int, int]:
 
 def met_numel(layout: Layout, experts: float = 1.0) -> float:
     """Parameters that a token meets: the blocks' and the head's, of stacks of experts [E, rows, columns] its share."""
-    stacks = sum(t.shape.numel() for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 3)
+    stacks = sum(t.shape.numel() for t in layout.tensors if t.block is not None and len(t.shape) == 3)
     met = sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
     return met - (1 - experts) * stacks
 

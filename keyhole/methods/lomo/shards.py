@@ -38,7 +38,7 @@ from keyhole.model.structure.layout import FlatTensor, Unit
 class Shards:
     """A sink in front of another one, for a model whose units are sharded."""
 
-    accumulates, by_factors, update_key = False, False, None
+    accumulates, by_factors, by_expert, update_key = False, False, False, None
 
     def __init__(self, model: Model, method: Any) -> None:
         self.model, self.method, self.ranks = model, method, model.ranks

@@ -32,6 +32,10 @@ class Sink(Protocol):
     all that changes from step to step on the device; then they may be recorded (unit_gradients.py). None: they may
     not."""
 
+    by_expert: bool
+    """True: each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); the sink is an
+    ExpertSink. False: a stack is one tensor."""
+
     def updated(self, tensors: list[FlatTensor]) -> None:
         """A recording has done what `gradient` does with these tensors on the device."""
 
@@ -46,6 +50,14 @@ class Sink(Protocol):
 
     def finished(self, unit: Unit) -> bool:
         """All gradients of the unit were handed over. True: its weights have changed, and must go home."""
+
+
+class ExpertSink(Sink, Protocol):
+    """A sink that takes experts one by one."""
+
+    def unmet(self, tensor: FlatTensor) -> bool:
+        """No token met this expert: its gradient is zero. True: then nothing is to be done; False: `gradient` is wanted
+        all the same."""
 
 
 @runtime_checkable
