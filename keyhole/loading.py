@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,9 @@ def load(
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
         formats = Wire(dtype, wire)
+        row = METHODS.get(workload.method)
+        if ranks is not None and ranks.several and row is not None and row.ranks == "shards":
+            workload = replace(workload, sharded=True)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons.insert(0, str(choice))
         _limit_memory(changes, placed.budget_bytes, device)

@@ -81,6 +81,7 @@ class Workload:
     searches: bool = False  # a learning rate, in the first steps
     length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
     experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
+    sharded: bool = False  # each of several ranks keeps a part of every unit
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ class Traits:
     """Forward passes per micro-batch."""
     whole_blocks: Callable[[Any], bool] = lambda settings: False
     """Whether blocks must not be cut into smaller units."""
+    by_expert: Callable[[Any], bool] = lambda settings: False
+    """Whether large stacks of experts may be cut into experts, which come and go one by one."""
     advice: Callable[[Any], Advice] = lambda settings: Advice()
     """What would lower the memory of a step."""
     faults: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())

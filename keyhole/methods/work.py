@@ -6,8 +6,11 @@ For N parameters that a token meets (of experts, those it is routed to), M token
                  where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half
                  of the scores are masked), and as the other products in reverse.
     touched      bytes of elementwise kernels: activations (below), and what the method does with weights
-    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step
-    kernels      launches by the host
+    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step; experts that
+                 are units come twice per reverse, and only those that some token of the step meets: if each token
+                 chooses a share p of them, (1 - p)^M of them are missed
+    kernels      launches by the host; of a layer that is computed by experts, EXPERT per expert that a pass meets
+                 (counted in the code, not fitted)
 
 Elementwise kernels of an eager block read and write about FORWARD_H tensors of the hidden width and FORWARD_W of the
 widest matrix side, per token, forward, and BACKWARD times as many in reverse (a norm in fp32 with its casts is most of
@@ -46,6 +49,7 @@ class Launches:
 
 
 SWEPT, RECORDED, PLAIN = Launches(150, 980), Launches(20, 140), Launches(150, 300)
+EXPERT = Launches(25, 60)  # of one expert
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,24 @@ def trained_numel(layout: Layout) -> int:
 
 def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
     return sum(room.formats.home_bytes(layout.units[i]) for i in units)
+
+
+def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room, times: float = 1.0) -> float:
+    """Home bytes of units; of experts that are units `times` those that some token of the step meets."""
+    experts = [i for i in units if layout.units[i].expert is not None]
+    others = home_bytes(layout, set(units) - set(experts), room)
+    return others + times * met_share(work, work.passes) * home_bytes(layout, experts, room)
+
+
+def met_share(work: Workload, passes: int = 1) -> float:
+    """Of a layer's experts, those that some token of so many passes meets, if tokens choose evenly."""
+    return float(1 - (1 - work.experts) ** (work.tokens * passes))
+
+
+def _expert_launches(layout: Layout, work: Workload) -> tuple[float, float]:
+    """(forward, reverse) of layers that are computed by experts, per pass."""
+    met = met_share(work) * sum(experts.count for experts in layout.experts)
+    return met * EXPERT.forward, met * EXPERT.reverse
 
 
 def _widths(layout: Layout) -> tuple[int, int]:
@@ -127,8 +149,12 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
-        up=home_bytes(layout, streamed, room),
-        kernels=work.passes * layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward,
+        up=met_bytes(layout, streamed, work, room),
+        kernels=work.passes
+        * (
+            layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward
+            + (0 if _is_compiled(work) else _expert_launches(layout, work)[0])
+        ),
     )
 
 
@@ -171,7 +197,8 @@ def reverse_work(
     again = 1.0 - _kept_share(layout, streamed, work, room)
     launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    home = home_bytes(layout, streamed, room)
+    home, back = met_bytes(layout, streamed, work, room), met_bytes(layout, streamed, work, room, times=2)
+    expert_forward, expert_reverse = (0.0, 0.0) if plain or _is_compiled(work) else _expert_launches(layout, work)
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
@@ -179,12 +206,14 @@ def reverse_work(
     return StepWork(
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
-        up=(1 + reverses) * home - reverses * held + reverses * kept,
+        up=home + reverses * back - reverses * held + reverses * kept,
         down=float(kept),
         kernels=work.passes
-        * layout.block_count
-        * (launches.forward + reverses * (again * launches.forward + launches.reverse))
-        * kernels,
+        * (
+            layout.block_count * kernels * (launches.forward + reverses * (again * launches.forward + launches.reverse))
+            + expert_forward
+            + reverses * (again * expert_forward + expert_reverse)
+        ),
         host_bytes=kept,
     )
 

@@ -125,7 +125,8 @@ class Model:
         compute_in_tiles(self)
         compute_by_expert(self)
         fuse_relu(self)
-        if graphs and self.device.type == "cuda" and layout.block_count and not layout.has_cut_blocks:
+        is_recordable = layout.block_count and not layout.has_cut_blocks and not layout.experts
+        if graphs and self.device.type == "cuda" and is_recordable:
             self.graphs = BlockGraphs(self, find_blocks(module))
 
     def __repr__(self) -> str:

@@ -7,8 +7,8 @@ For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in 
     w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
 
 The two norms, of the update and of the weight, are taken over one tensor at a time ("grouped"), so they need no second
-reverse. Vectors keep a full second moment. An expert of a large stack is a matrix of its own. A table that is visited in chunks of rows (embedding, head) is one tensor as
-well: table.py. Everything else is LOMO's.
+reverse. Vectors keep a full second moment. An expert of a large stack is a matrix of its own. A table that is visited
+in chunks of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
 """
 
 from typing import Any

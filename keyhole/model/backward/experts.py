@@ -1,11 +1,12 @@
 """Gradients of experts, one expert at a time: what is on the device are its two matrices, and one gradient.
 
 Autograd would keep every expert that a block's second run has used until the block's reverse is over. Here the layer is
-one node of the graph that keeps no weight: x and the router's weights r are saved, and an expert is brought in twice, in
+one node of the graph that keeps no weight: x and the router's weights r are saved. An expert is brought in twice, in
 ascending order for the second run and in descending order for the reverse (the last one is still there), where it is
 run once more. For the tokens M of expert e, u = up_e(x), h = act(u), y = down_e(h), and the gradient g of the sum:
 
-    dr = sum_H(g y)     dy = r g     dh = dy W_down     dW_down = dy^T h     du = act'(u) dh     dx = du W_up     dW_up = du^T x
+    dr = sum_H(g y)     dy = r g     dh = dy W_down     dW_down = dy^T h
+                        du = act'(u) dh     dx = du W_up     dW_up = du^T x
 
 The gradient of a matrix is offered to the sink by its factors, as that of a linear layer is (recompute.py), if it is
 complete: one micro-batch, one call of the layer. Else gradients are added up, per expert, until the last micro-batch;
@@ -42,9 +43,7 @@ class ExpertGradients:
         self.calls: Counter[int] = Counter()  # of a module, in the run that is differentiated next
         self.sums: dict[str, torch.Tensor] = {}  # gradients of the block at work that are not complete, by expert
         self.received: set[str] = set()  # experts of the block at work whose gradient was handed over
-        self.unit_of = {
-            u.tensors[0].expert(u.expert).name: u for u in self.model.layout.units if u.expert is not None
-        }
+        self.unit_of = {u.tensors[0].expert(u.expert).name: u for u in self.model.layout.units if u.expert is not None}
 
     def run(
         self, experts: Experts, units: Units, routed: list[Routed], x_TH: torch.Tensor, r_Tk: torch.Tensor

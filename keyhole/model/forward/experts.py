@@ -13,9 +13,9 @@ then those of the next expert. Passes in lockstep meet different experts; all wa
 experts come in ascending order, each once, for the passes that have met it (lockstep.py). From that moment on the order
 is known, and uploads follow it (Engine.expect): what no pass has met does not cross the link.
 
-A product of some tokens is not always the same to the bit as a product of all groups. So that streamed and resident stay
-equal to the bit, a module that is computed in this way always is, wherever its weights live. The router's choice is read
-by the host once per layer and pass. With gradients: model/backward/experts.py.
+A product of some tokens is not always the same to the bit as a product of all groups. So that streamed and resident
+stay equal to the bit, a module that is computed in this way always is, wherever its weights live. The router's choice
+is read by the host once per layer and pass. With gradients: model/backward/experts.py.
 Legend: T tokens, H width, k experts per token, M tokens of one expert.
 """
 

@@ -147,7 +147,6 @@ class Pass:
         if self.conductor.abandoned:
             raise _Abandoned
 
-
     def will_meet(self, units: list[Any]) -> None:
         """Announces the units of experts that the pass is about to meet."""
         self.ahead = units

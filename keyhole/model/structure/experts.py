@@ -53,7 +53,11 @@ def find_experts(module: nn.Module) -> Experts | None:
     own = module._parameters
     names = [found.up_name, found.down_name]
     names += [f"{name}_bias" for name in names] if module.has_bias else []
-    if set(own) != set(names) or any(own[name] is None for name in names) or any(True for child in module.children() for _ in child.parameters()):
+    if (
+        set(own) != set(names)
+        or any(own[name] is None for name in names)
+        or any(True for child in module.children() for _ in child.parameters())
+    ):
         return None
     fits = all(stack.dim() == 3 and stack.shape[0] == found.count > 1 for stack in found.stacks)
     return found if fits and max(stack.numel() for stack in found.stacks) > STACK_NUMEL else None

@@ -203,7 +203,16 @@ def find_layout(
     fused = any(relu_pair(block) for block in blocks)
     outside = stacks_outside(module, blocks)
     return Layout(
-        builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large), fused, outside, [*experts.values()]
+        builder.tensors,
+        builder.units,
+        builder.end,
+        len(blocks),
+        kind,
+        tied,
+        len(large),
+        fused,
+        outside,
+        [*experts.values()],
     )
 
 
