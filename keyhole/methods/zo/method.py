@@ -22,6 +22,7 @@ Legend: q directions, m micro-batches; a look is a place near w (estimators/base
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
 from keyhole.methods.zo.rate_search import RateSearch
+from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
+from keyhole.ops.arguments import Count
 from keyhole.ops.loss import RunningNLL
 from keyhole.ranks import Ranks
 
@@ -96,6 +99,7 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
+        self._now: Count | None = None  # another step, in `at_step`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1)
         model.attach(self)
@@ -108,6 +112,7 @@ class ZO(Method):
         self.memory = torch.zeros(remembers, device=device)
         self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
         self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
+        self.recorded = RecordedSteps(self)
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -125,16 +130,30 @@ class ZO(Method):
         looks = self._look(self.model.checked(batch), searches)
         self.model.apply_deferred(before_step_of=self)
         self.update.begin()
-        with self.model.sweep("train"):
-            self._perturb_spine(looks)
-            serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
-            hidden = self.model.lockstep(looks.passes, serve, rows, steady=True, block_at_once=at_once)
-            nll = self._nll(hidden, looks)
-            self.update.apply_to_rest()
+        nll = self.run_passes(looks) if searches else self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
         if not self.deferred_update:
             self.flush()
         return loss
+
+    def run_passes(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+        """Every unit is visited once: updated, perturbed, passed through. Returns the losses of all passes."""
+        with self.model.sweep("train"):
+            self._perturb_spine(looks)
+            serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
+            hidden = self.model.lockstep(looks.passes, serve, rows, steady=steady, block_at_once=at_once)
+            nll = self._nll(hidden, looks)
+            self.update.apply_to_rest()
+        return nll
+
+    @contextmanager
+    def at_step(self, step: Count) -> Iterator[None]:
+        """A context in which directions are those of a step that is known on the device."""
+        self._now = step
+        try:
+            yield
+        finally:
+            self._now = None
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """What this step measures: every look on all rows, or each pair on its part of them."""
@@ -180,7 +199,8 @@ class ZO(Method):
 
     def _perturbation(self, pair: Pair) -> dict[str, Any]:
         eps = self.eps * pair.scale
-        return {"step": self.step_count, "eps": eps, "direction": pair.direction, "beside": pair.beside}
+        step = self.step_count if self._now is None else self._now
+        return {"step": step, "eps": eps, "direction": pair.direction, "beside": pair.beside}
 
     def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Rows of the table for a pass: both looks of a pair are made at once, the second ones wait for their pass."""

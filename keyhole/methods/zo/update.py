@@ -47,7 +47,7 @@ class Pending:
     """An update that is known but not applied yet: [lr, c_1 .. c_q] on the device, and the step of its noise."""
 
     coef: torch.Tensor
-    step: int
+    step: Any  # a number; while a step is recorded, one on the device
 
 
 class Update:
