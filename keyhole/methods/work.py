@@ -7,8 +7,7 @@ For N parameters that a token meets (of experts, those it is routed to), M token
                  of the scores are masked), and as the other products in reverse.
     touched      bytes of elementwise kernels: activations (below), and what the method does with weights
     up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step; experts that
-                 are units come twice per reverse, and only those that some token of the step meets: if each token
-                 chooses a share p of them, (1 - p)^M of them are missed
+                 are units only if some token of the step meets them: if each chooses a share p, (1 - p)^M are missed
     kernels      launches by the host; of a layer that is computed by experts, EXPERT per expert that a pass meets
                  (counted in the code, not fitted)
 
@@ -83,11 +82,11 @@ def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
     return sum(room.formats.home_bytes(layout.units[i]) for i in units)
 
 
-def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room, times: float = 1.0) -> float:
-    """Home bytes of units; of experts that are units `times` those that some token of the step meets."""
+def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room) -> float:
+    """Home bytes of units; of experts that are units, of those that some token of the step meets."""
     experts = [i for i in units if layout.units[i].expert is not None]
     others = home_bytes(layout, set(units) - set(experts), room)
-    return others + times * met_share(work, work.passes) * home_bytes(layout, experts, room)
+    return others + met_share(work, work.passes) * home_bytes(layout, experts, room)
 
 
 def met_share(work: Workload, passes: int = 1) -> float:
@@ -197,7 +196,7 @@ def reverse_work(
     again = 1.0 - _kept_share(layout, streamed, work, room)
     launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    home, back = met_bytes(layout, streamed, work, room), met_bytes(layout, streamed, work, room, times=2)
+    home = met_bytes(layout, streamed, work, room)
     expert_forward, expert_reverse = (0.0, 0.0) if plain or _is_compiled(work) else _expert_launches(layout, work)
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
     held = min(home, (slot_count(layout) - 1) * largest)
@@ -206,7 +205,7 @@ def reverse_work(
     return StepWork(
         products=work.passes * forward * (1 + reverses * (again + 1 + weight_products)),
         touched=work.passes * share * elements * (1 + reverses * (again + BACKWARD)),
-        up=home + reverses * back - reverses * held + reverses * kept,
+        up=(1 + reverses) * home - reverses * held + reverses * kept,
         down=float(kept),
         kernels=work.passes
         * (

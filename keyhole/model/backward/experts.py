@@ -1,9 +1,10 @@
 """Gradients of experts, one expert at a time: what is on the device are its two matrices, and one gradient.
 
 Autograd would keep every expert that a block's second run has used until the block's reverse is over. Here the layer is
-one node of the graph that keeps no weight: x and the router's weights r are saved. An expert is brought in twice, in
-ascending order for the second run and in descending order for the reverse (the last one is still there), where it is
-run once more. For the tokens M of expert e, u = up_e(x), h = act(u), y = down_e(h), and the gradient g of the sum:
+one node of the graph that keeps no weight: x and the router's weights r are saved, and experts are brought in for the
+reverse, in descending order, where each is run once more. In most blocks nothing needs the result of the layer's second
+run, and it is left out (recompute.py); else experts come for it too, in ascending order. For the tokens M of expert e,
+u = up_e(x), h = act(u), y = down_e(h), and the gradient g of the sum:
 
     dr = sum_H(g y)     dy = r g     dh = dy W_down     dW_down = dy^T h
                         du = act'(u) dh     dx = du W_up     dW_up = du^T x
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.model.backward.recompute import Counts
 from keyhole.model.forward.experts import Routed, activated, add_up, lower, upper
 from keyhole.model.structure.experts import Experts
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -41,6 +43,8 @@ class ExpertGradients:
         self.reverse, self.model = weakref.proxy(reverse), reverse.model
         self.tensor = {id(t.param): t for t in self.model.layout.tensors}
         self.calls: Counter[int] = Counter()  # of a module, in the run that is differentiated next
+        self.counts: Counts | None = None  # of the run at work, and which of its calls is left out (recompute.py)
+        self.leave_out: int | None = None
         self.sums: dict[str, torch.Tensor] = {}  # gradients of the block at work that are not complete, by expert
         self.received: set[str] = set()  # experts of the block at work whose gradient was handed over
         self.unit_of = {u.tensors[0].expert(u.expert).name: u for u in self.model.layout.units if u.expert is not None}
@@ -50,10 +54,12 @@ class ExpertGradients:
     ) -> torch.Tensor:
         """y_TH, with a graph."""
         self.calls[id(experts.module)] += 1
+        left_out = self.counts is not None and self.counts.called(saves=2) == self.leave_out
         if units is not None:
-            there = [units[side][e] for e, _, _ in routed for side in (0, 1)]
+            there = [units[side][e] for e, _, _ in routed for side in (0, 1)] if not left_out else []
             self.model.expect(there + [units[side][e] for e, _, _ in reversed(routed) for side in (0, 1)])
-        y_TH: torch.Tensor = _Layer.apply(x_TH, r_Tk, (self, experts, units, routed), *experts.stacks, *experts.biases)
+        layer = self, experts, units, routed, left_out
+        y_TH: torch.Tensor = _Layer.apply(x_TH, r_Tk, layer, *experts.stacks, *experts.biases)
         return y_TH
 
     @property
@@ -153,14 +159,16 @@ class ExpertGradients:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: torch.Tensor, r_Tk: torch.Tensor, layer: tuple, *weights: nn.Parameter) -> torch.Tensor:
-        owner, experts, units, routed = ctx.layer = layer
+        owner, experts, units, routed, left_out = ctx.layer = layer
         ctx.save_for_backward(x_TH, r_Tk)
+        if left_out:
+            return torch.empty_like(x_TH)
         with _one_at_a_time(owner, experts, units) as weigh:
             return add_up(experts, routed, weigh, x_TH, r_Tk)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        owner, experts, units, routed = ctx.layer
+        owner, experts, units, routed, _ = ctx.layer
         x_TH, r_Tk = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
         parameters = (*experts.stacks, *experts.biases)

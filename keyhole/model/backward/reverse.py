@@ -12,7 +12,8 @@ gradients (recompute.py), those of at most one matrix.
 
 Over the link per step: each block up twice, and down once if the sink changed it. Clipping by the exact global norm
 adds one more reverse, which changes nothing: up three times. Experts that are units of their own come and go inside a
-block (experts.py): those that tokens met three times up, twice more per further reverse.
+block (experts.py): those that tokens met twice up, and once more per further reverse; in the first step, and where a
+block saves something behind its experts, once more per reverse.
 """
 
 import math
@@ -243,7 +244,7 @@ class Reverse:
     def _run_again(self, block: int, call: Callable[[], Any]) -> Any:
         if self.experts is not None:
             self.experts.forget_calls(block)
-        return call() if self.recompute is None else self.recompute[block].run(call, self._offer)
+        return call() if self.recompute is None else self.recompute[block].run(call, self._offer, self.experts)
 
     @torch.no_grad()
     def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:

@@ -1,6 +1,7 @@
 """Gradients of experts that come one by one: those of torch, and the bits of the resident model."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,8 @@ def test_only_experts_that_tokens_met_cross_the_link() -> None:
     assert 0 < len(met) <= 2 * 2 * 4  # blocks, stacks, experts of two tokens
     before = weights(model)
     method.step(one)
+    visits = Counter(page for page in model.engine.visited if model.layout.units[page].expert is not None)
+    assert set(visits.values()) == {2}  # forward and reverse: for its second run a block does without them
     changed = {
         tensor.expert(e).name
         for tensor in model.layout.tensors
