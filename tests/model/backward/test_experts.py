@@ -10,12 +10,14 @@ import torch
 
 import keyhole
 from keyhole.methods.apollo_mini.method import APOLLOMini
+from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.model.backward.memory import slot_count
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
+from keyhole.plan import placement
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
 
@@ -129,3 +131,24 @@ def test_a_loss_of_ones_own_updates_by_expert() -> None:
     mine, theirs = weights(stepped.model), weights(walked.model)
     for key in mine:
         torch.testing.assert_close(mine[key], theirs[key], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("method", [keyhole.ZO, LOMO, AdaLOMO])
+def test_experts_on_a_gpu(name: str, method: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With streams delayed at random, streamed experts train to the bits of the resident model."""
+    monkeypatch.setattr(placement, "UNIT_BYTES", 4)
+    options = {"init": "random", "device": "cuda", "dtype": "bfloat16", "workload": Workload(method=method.name)}
+    resident = keyhole.load(config(name), **options)
+    other = keyhole.load(config(name), placement="stream", chaos=random.Random(2), **options)
+    assert other.layout.has_expert_units and not resident.layout.has_expert_units
+    losses = []
+    for model in (resident, other):
+        one = method(model, 1e-3)
+        losses.append(torch.stack([one.step([batch(1, 5, seed=i), batch(2, 4, seed=9 + i)]) for i in range(4)]))
+        one.flush()
+    assert torch.equal(*losses)
+    mine, theirs = weights(resident), weights(other)
+    assert all(torch.equal(mine[key].cpu(), theirs[key].cpu()) for key in mine)
