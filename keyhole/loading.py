@@ -95,7 +95,8 @@ def load(
         model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
         config = read_config(model, trust_remote_code, head, num_labels)
         directory = None if model is config else find_directory(model)
-        workload = workload or Workload()
+        ranks = ranks or Ranks()
+        workload = _shared_work(workload or Workload(), ranks)
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
@@ -104,13 +105,9 @@ def load(
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
         formats = Wire(dtype, wire)
-        row = METHODS.get(workload.method)
-        if ranks is not None and ranks.several and row is not None and row.ranks == "shards":
-            workload = replace(workload, sharded=True)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons.insert(0, str(choice))
         _limit_memory(changes, placed.budget_bytes, device)
-        ranks = ranks or Ranks()
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)
         sharded = _sharded(layout, placed, workload, ranks)
@@ -208,6 +205,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if device.type != "cpu":
         raise UserError(f"device: {device} is not supported; use cpu, cuda or cuda:0")
     return device
+
+
+def _shared_work(work: Workload, ranks: Ranks) -> Workload:
+    """What of it one of the ranks does; a search for a rate is done by all of them."""
+    if not ranks.several:
+        return work
+    passes = work.passes if work.searches else -(-work.passes // ranks.size)
+    return replace(work, passes=passes, ranks=ranks.size, local_ranks=ranks.local_size)
 
 
 def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:

@@ -7,8 +7,6 @@ experts as units of their own, and with whole stacks as units. A minute or two: 
 run once on constants.
 """
 
-from dataclasses import replace
-
 import torch
 from transformers import (
     DeepseekV3Config,
@@ -22,6 +20,7 @@ from transformers import (
 from keyhole.machine.sizes import GIB, MIB
 from keyhole.methods import METHODS
 from keyhole.methods.base import Room, Workload
+from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan.placement import Costs, fit
@@ -52,9 +51,8 @@ def streamed_gib(module: torch.nn.Module, method: str, by_expert: bool) -> float
     """GPU memory of a step with everything streamed."""
     row = METHODS[method]
     own = row.settings()
-    work = replace(Workload(method, TOKENS, row.passes(own), own), sharded=not by_expert)
-    costs = Costs(work, Room(Wire(torch.bfloat16), WORKSPACE_BYTES), row)
-    layout, _ = fit(module, costs, None)
+    costs = Costs(Workload(method, TOKENS, row.passes(own), own), Room(Wire(torch.bfloat16), WORKSPACE_BYTES), row)
+    layout, _ = fit(module, costs, None, lambda module, most, rows, _: find_layout(module, most, rows, by_expert))
     return costs.of(layout, {unit.index for unit in layout.units[1:]}).total / GIB
 
 

@@ -24,8 +24,9 @@ import torch
 from keyhole.checkpoint.state import STATE, State, dump
 from keyhole.disk.crc import Span
 from keyhole.disk.files import checksums, flush_all, replace_directory, staged
-from keyhole.disk.tensors import MethodState, write_tensors
+from keyhole.disk.tensors import MethodState, Ranges, write_tensors
 from keyhole.model.weights.save import write_files
+from keyhole.model.weights.save_parts import write_state_parts
 
 TENSORS = "optimizer.safetensors"
 OWN_FILES = {STATE, TENSORS}
@@ -56,16 +57,18 @@ def save_checkpoint(
     tensors, scalars = split_state(method_state)
     with staged(path.parent, path.name) as temporary:
         write_files(model, temporary)
-        if tensors:
+        if any(isinstance(tensor, Ranges) for tensor in tensors.values()):
+            write_state_parts(model, temporary / TENSORS, tensors)
+        elif tensors:
             write_tensors(temporary / TENSORS, tensors)
         write_state(temporary, about, scalars)
         before_rename()
         replace_directory(temporary, path)
 
 
-def split_state(method_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_state(method_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors, the rest) of a method's state."""
-    tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor | Ranges)}
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}
 
 

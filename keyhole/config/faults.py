@@ -69,7 +69,9 @@ def suggest_value(found: Any, words: Collection[str]) -> str:
     """What to write instead of a value that is not one of `words` (or no size): `found` is the text, or a list."""
     if isinstance(found, list):
         alone = [item for item in found if item in words]
-        return f"; one word is enough here: write {alone[0]}" if len(found) == len(alone) == 1 else ""
+        if len(found) == len(alone):
+            return f"; one word is enough here: write {alone[0]}" if len(alone) == 1 else ""
+        return next((suggest_value(item, words) for item in found if item not in words), "") if words else ""
     if re.fullmatch(r"[0-9.]+\s*[KMGT]i?", str(found), re.IGNORECASE) and not words:
         number, letter = found.rstrip("iI ")[:-1].strip(), found.rstrip("iI ")[-1].upper()
         return f"; write {number}{letter}iB (of 1024) or {number}{letter}B (of 1000)"

@@ -18,6 +18,7 @@ from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 
 MethodName = Literal[*METHODS]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -143,6 +144,8 @@ class RunConfig:
     """Print a line every so many steps (run/metrics.jsonl has every step)."""
     eval_steps: Count | None = None
     """Evaluate every so many steps; null = at the end only."""
+    sample_answers: Annotated[int, Limit(0, 20)] = 3
+    """Answers of the model on the run's page (run/report.html) at every evaluation, where they are cheap; 0 = none."""
     load_best_model_at_end: bool = False
     """Publish the weights of the best evaluation instead of the last ones; each new best is saved, and kept."""
     metric_for_best_model: str | None = None
@@ -165,8 +168,8 @@ class RunConfig:
     """zo: flush the journal of steps to the disk every so many steps (a killed process loses none either way)."""
     rank_timeout: Annotated[float, Limit(1, 86400)] = 60.0
     """torchrun: seconds without a sign of life after which a rank counts as dead, and the run ends."""
-    report_to: Literal["tensorboard"] | None = None
-    """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
+    report_to: TrackerName | list[TrackerName] | None = None
+    """Metrics go here too, besides run/metrics.jsonl and run/report.html (docs/report.md); null = nowhere else."""
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 

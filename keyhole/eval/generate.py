@@ -45,12 +45,12 @@ def generate_answers(
     for question, ids in zip(questions, prompts, strict=True):
         check_ids(ids, question.where, model.source, model.config)
     answers = [""] * len(prompts)
-    own = model.evaluation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    own = model.generation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
-        texts = _answer(model, [prompts[i] for i in batch], max_new_tokens, stop)
+        texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
-    for theirs in model.evaluation_ranks.objects({i: answers[i] for batch in own for i in batch}):
+    for theirs in model.generation_ranks.objects({i: answers[i] for batch in own for i in batch}):
         for i, text in theirs.items():
             answers[i] = text
     return answers, encoder.truncated
@@ -71,7 +71,10 @@ def _batches(lengths: list[int], new: int, batch_tokens: int) -> list[list[int]]
     return batches
 
 
-def _answer(model: Model, prompts: list[list[int]], new: int, stop: Sequence[str]) -> list[str]:
+def answer_prompts(
+    model: Model, prompts: list[list[int]], new: int, stop: Sequence[str] = (), max_time: float | None = None
+) -> list[str]:
+    """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which all end."""
     tokenizer, settings = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
     ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
@@ -81,6 +84,7 @@ def _answer(model: Model, prompts: list[list[int]], new: int, stop: Sequence[str
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
     options: dict[str, Any] = PLAIN | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    options |= {} if max_time is None else {"max_time": max_time}
     try:
         made = model.generate(ids, mask, **options)[:, width:]
     except NonFinite as error:

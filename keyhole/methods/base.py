@@ -81,7 +81,8 @@ class Workload:
     searches: bool = False  # a learning rate, in the first steps
     length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
     experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
-    sharded: bool = False  # each of several ranks keeps a part of every unit
+    ranks: int = 1  # processes that train together, and how many of them share this machine's memory
+    local_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ class Traits:
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none
-    there."""
+    """(layout, streamed, element_bytes, cut=, ranks=): refuses state that host memory cannot hold; cut: of units that
+    ranks share out, what one keeps; ranks: those on this machine. None: the method keeps none there."""
     step_work: str = "keyhole.methods.work:forward_work"
     """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
     steps: float = 1.0
@@ -159,6 +160,12 @@ class Traits:
     ranks: Literal["replicas", "shards"] | None = None
     """How several ranks (keyhole/ranks) train together. Each takes its part of the micro-batches; replicas: has all
     weights, and makes the same update; shards: keeps and updates a part of the weights. None: not at all."""
+    exchanged: Callable[[float], float] = lambda width: 1.0
+    """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
+    width; gathers of weights do not count."""
+    through_host: tuple[float, float] = (0.0, 0.0)
+    """Of an optimizer on the host: bytes over the link per byte of 16-bit weights, where these are resident, and bytes
+    through host memory per parameter, per step."""
     keeps_base: bool = False
     """The model's own weights never change: a run goes on from the original model and the method's state."""
     may_change: tuple[str, ...] = ()

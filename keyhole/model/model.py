@@ -17,10 +17,10 @@ Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -55,6 +55,7 @@ from keyhole.ops.loss import RunningNLL
 from keyhole.ranks import Ranks
 from keyhole.weak import weakly
 
+T = TypeVar("T")
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -137,10 +138,17 @@ class Model:
         source = "" if self.source is None else f", from {self.source!r}"
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
 
+    def shared_out(self, groups: Sequence[T]) -> tuple[list[T], list[T]]:
+        """Of what is evaluated, one sweep per group: this rank's part; and what it runs besides, for nothing, where
+        every visit of a unit takes all ranks and others have one more."""
+        own = self.ranks.share(groups)
+        most = -(-len(groups) // self.ranks.size)
+        return own, list(groups[:1]) * (most - len(own)) if self.sharded else []
+
     @property
-    def evaluation_ranks(self) -> Ranks:
-        """Who shares the batches of an evaluation: all ranks, or, where every visit of a unit takes all of them, each
-        has all batches."""
+    def generation_ranks(self) -> Ranks:
+        """Who shares the batches of a generation: all ranks, or, where every visit of a unit takes all of them, each
+        has all batches, since how many tokens an answer has is not known before."""
         return Ranks() if self.sharded else self.ranks
 
     def writes(self, page: int) -> bool:

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import OWN_FILES, About, save_checkpoint
+from keyhole.checkpoint.files import OWN_FILES, About, save_checkpoint, split_state
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
 from keyhole.errors import NonFinite, UserError
@@ -53,9 +53,9 @@ def free_bytes(path: Path) -> int:
 
 def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
     """Bytes on disk of the weights and of the method's tensors, and a margin for the small files."""
-    tensors = [value for value in method_state.values() if isinstance(value, torch.Tensor)]
+    tensors, _ = split_state(method_state)
     weights = sum(t.shape.numel() for t in model.layout.tensors) * torch.finfo(model.dtype).bits // 8
-    return weights + sum(t.numel() * t.element_size() for t in tensors) + MARGIN_BYTES
+    return weights + sum(tensor.nbytes for tensor in tensors.values()) + MARGIN_BYTES
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
-from keyhole.training import rundir, tracker
+from keyhole.training import rundir, trackers
 from keyhole.training.base_hash import BaseHash, model_hash
 from keyhole.training.display import Display, open_missing_streams
 from keyhole.training.lock import Lock, locked
@@ -81,7 +81,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     if not parts.ranks.is_leader:
         return 0 if dry_run else follow(config, resume, parts)
     parts = replace(parts, ranks=Ranks()) if dry_run else parts
-    tracker.require(config.report_to)
+    trackers.require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
     with locked(directory.lock) as lock, ExitStack() as opened:
         if not dry_run:

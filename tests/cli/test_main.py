@@ -34,6 +34,7 @@ SURFACE = {
     "compare": {"[FILE]", "KEY=VALUE", "--dry-run", "--retry", "--allow-code-execution"},
     "chat": {"DIR", "KEY=VALUE", "--system", "--max-new-tokens"},
     "replay": {"BASE", "JOURNAL", "OUT", "KEY=VALUE", "--steps"},
+    "report": {"DIR...", "-o", "--output"},
     "env": {"--json"},
     "demo": {"--output-dir"},
     "bench": set(),

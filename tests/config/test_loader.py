@@ -63,7 +63,7 @@ configs = st.builds(
     max_length=st.none() | st.integers(2, 10**6),
     seed=st.integers(0, 2**63 - 1),
     save_total_limit=st.none() | counts,
-    report_to=st.sampled_from([None, "tensorboard"]),
+    report_to=st.sampled_from([None, "tensorboard", ["wandb", "mlflow"]]),
     zo=zo_configs,
     adamw=st.builds(AdamWConfig, beta1=unit_interval, beta2=unit_interval, eps=rates),
     sgd=st.builds(SGDConfig, momentum=unit_interval),

@@ -3,7 +3,8 @@
 lomo is sgd     one step of LOMO in fp32 against torch's SGD on the same module from Transformers: every weight to
                 1e-5, and the change of every tensor to 0.1 % of itself, so that a lost gradient is seen, however
                 small
-lomo, zo        two steps: resident, and streamed in single matrices and experts through slots that are poisoned when left
+lomo, zo        two steps: resident, and streamed in single matrices and experts, through slots that are poisoned when
+                left
 
 Every stack of experts counts as large here: it is computed, moved and updated one expert at a time where it can be.
 """

@@ -81,7 +81,7 @@ def test_losses_are_those_of_keyhole_train(tiny_model: Path, tiny_data: Path, tm
     from keyhole.config.data import data_settings
     from keyhole.config.loader import parse_config
     from keyhole.data.run import load_data
-    from keyhole.training.metrics import read_metrics
+    from keyhole.report.entries import read_metrics
     from keyhole.training.start import train
 
     rate = 1e-4 if name == "zo" else 1e-2

@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 
+import keyhole
 from keyhole.checkpoint.journal.format import read
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.base import Workload
 from keyhole.ranks import Ranks
 from keyhole.training.start import Parts
 from keyhole.training.start import train as train_alone
+from tests.model.decoders import config as decoder
 from tests.ranks.launch import Launch, train, written
 from tests.training.runs import Make, metrics, same, weights
 
@@ -63,10 +67,15 @@ class Three(Ranks):
     size = 3
 
 
-def test_what_several_ranks_cannot_do_is_refused(make: Make) -> None:
-    """A number of micro-batches that does not divide, and a method that trains in one process."""
+def test_what_several_ranks_cannot_do_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of micro-batches that does not divide, a method that trains in one process, draws that follow each
+    other."""
     parts = Parts(ranks=Three())
     with pytest.raises(UserError, match="gradient_accumulation_steps=4.*multiple of their number, 3; set it to 6"):
         train_alone(make("out", **ZO), parts=parts)
+    monkeypatch.setitem(METHODS, "adamw", replace(METHODS["adamw"], ranks=None))
     with pytest.raises(UserError, match="method=adamw trains in one process.*zo"):
         train_alone(make("out", method="adamw", gradient_accumulation_steps=3), parts=parts)
+    model = keyhole.load(decoder("llama"), init="random", device="cpu", ranks=Three(), workload=Workload("lora"))
+    with pytest.raises(UserError, match=r"lora.dropout=0.1.*set it to 0"):
+        keyhole.LoRA(model, 1e-3, dropout=0.1)

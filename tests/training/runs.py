@@ -11,7 +11,7 @@ from keyhole.config import TrainConfig
 from keyhole.methods.baselines.traits import SGDConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.training.metrics import read_metrics
+from keyhole.report.entries import read_metrics
 
 Make = Callable[..., TrainConfig]
 TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s", "gpu_updates", "learn_s"}

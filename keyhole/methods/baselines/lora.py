@@ -59,6 +59,11 @@ class LoRA(TorchMethod):
         model_dropout: bool = True,
         seed: int = 0,
     ) -> None:
+        if dropout and model.ranks.several:
+            raise UserError(
+                f"lora.dropout={dropout}: its draws follow each other from micro-batch to micro-batch, which several "
+                "ranks have at the same time; set it to 0, or start without torchrun"
+            )
         self.dropout, self.seed, self.step_count = dropout, seed, 0
         self._base: str | None = None
         self._require_plain(model)

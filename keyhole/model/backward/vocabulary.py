@@ -196,8 +196,8 @@ class VocabularyGradients:
             logits = made.logits_NR
             if len(self.layout.head_units) == 1:
                 with torch.enable_grad():
-                    kept = "none" if scale.ndim else "sum"
-                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction=kept)
+                    reduction = "none" if scale.ndim else "sum"
+                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction=reduction)
                 grad = scale
             else:
                 grad = state.grad_(logits.detach().clone(), first, scale)

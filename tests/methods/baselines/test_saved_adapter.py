@@ -11,7 +11,7 @@ import torch
 import keyhole
 from keyhole.cli import main
 from keyhole.errors import UserError
-from keyhole.training.metrics import read_metrics
+from keyhole.report.entries import read_metrics
 
 pytest.importorskip("peft")
 RUNS = {"lomo-lora": ["lomo_lora.adapter_lr=0.1"], "lora": ["lora.merge=false", "learning_rate=0.1"]}

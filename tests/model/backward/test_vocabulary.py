@@ -26,6 +26,15 @@ def test_chunks_give_the_gradients_of_the_full_logits(
     assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
 
 
+@pytest.mark.parametrize("rows", [40, 1000])
+def test_more_tokens_than_logits_are_made_for_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of the tokens of a pass add up, with one chunk and with several."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(vocabulary_module, "HEAD_TOKENS", 5)
+    model = load("llama", tie_word_embeddings=False)
+    assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_chunks_are_surveyed_before_they_are_handed_over(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as the sink asks, turn by turn, with the gradient that it is handed then."""
