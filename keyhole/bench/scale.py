@@ -15,8 +15,8 @@ network.
         PCIe      streamed: 2 W / N up, W / N down
         NVLink    3 W (min(N, K) - 1) / min(N, K)     two gathers and one exchange of gradients
         network   3 W (1 - K / N) per machine, if N > K
-      where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adam-offload), 3 for rules of whole
-      tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp, which sends compressed numbers.
+      where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adalomo, adam-offload), 3 for rules
+      of whole tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp, which sends compressed numbers.
       An optimizer on the host moves 3 W / N more over PCIe where weights are resident, W / N where they are streamed,
       and 26 bytes per parameter through the memory of its machine
 
@@ -120,11 +120,14 @@ def shards(
     return Step(ranks, compute, up / (on.pcie * 1e9), *between, 0.0 if streamed else size / ranks / GIB, host)
 
 
-def added_up(numel: int, tokens: int, ranks: int, on: Machines, moved: Exchange, itemsize: int = 2) -> Step:
-    """Each rank has all weights, and gets the sum of all gradients."""
+def added_up(
+    numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, moved: Exchange, itemsize: int = 2
+) -> Step:
+    """Each rank has all weights, and gets the sum of all gradients; streamed weights come twice, and never change."""
     size = itemsize * numel
     compute = 6 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
-    return Step(ranks, compute, 0.0, *_between(size * moved.gradients, ranks, on), size / GIB)
+    up, between = 2.0 * size if streamed else 0.0, _between(size * moved.gradients, ranks, on)
+    return Step(ranks, compute, up / (on.pcie * 1e9), *between, 0.0 if streamed else size / GIB)
 
 
 def _between(size: float, ranks: int, on: Machines) -> tuple[float, float]:
@@ -142,8 +145,8 @@ def width(model: str) -> float:
 def step_of(row: Traits, model: str, tokens: int, ranks: int, streamed: bool, on: Machines) -> Step:
     """By how the method's ranks work together."""
     numel, moved = parameters(model), Exchange(row.exchanged(width(model)), *row.through_host)
-    if row.sweep == "torch":
-        return added_up(numel, tokens, ranks, on, moved)
+    if row.ranks == "replicas" and row.sweep != "forward":
+        return added_up(numel, tokens, ranks, streamed, on, moved)
     if row.ranks == "replicas":
         return replicas(numel, tokens, ranks, streamed, on)
     return shards(numel, tokens, ranks, streamed, on, moved=moved)

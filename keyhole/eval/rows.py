@@ -39,7 +39,7 @@ def score_rows(
     """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
     count_R = torch.zeros(len(rows), dtype=torch.int64)
-    own, spare = model.shared_out(_groups(model, rows, batch_tokens, passes))
+    own, spare = model.shared_out(group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes))
 
     def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
@@ -67,7 +67,7 @@ def class_logits(
     """(logits_RL float32, nll_R float64) of a classifier's rows, on the host."""
     logits_RL = torch.zeros(len(rows), model.config.num_labels)
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
-    own, spare = model.shared_out(_groups(model, rows, batch_tokens, passes))
+    own, spare = model.shared_out(group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes))
 
     def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return model.logits([collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group])
@@ -91,8 +91,9 @@ def of_all_ranks(model: Model, own: Groups, *found: torch.Tensor) -> None:
             x[theirs] = value
 
 
-def _groups(model: Model, rows: Sequence[Sample], batch_tokens: int, passes: int) -> Groups:
-    batches = plan_batches([len(row.input_ids) for row in rows], batch_tokens)
+def group_batches(model: Model, lengths: Sequence[int], batch_tokens: int, passes: int) -> Groups:
+    """Batches of rows of these lengths, and which of them go through a streamed model together."""
+    batches = plan_batches(lengths, batch_tokens)
     together = passes if model.engine.streamed else 1
     return [batches[i : i + together] for i in range(0, len(batches), together)]
 

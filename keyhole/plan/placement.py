@@ -137,13 +137,13 @@ class Costs:
     @property
     def may_cut_rows(self) -> bool:
         """Forward passes may have a large matrix a few rows at a time."""
-        return (self.row is None or self.row.sweep == "forward") and self.room.formats.codec is None
+        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
 
     @property
     def may_cut_experts(self) -> bool:
         """Experts may come one by one where the method says so; never of a packed format, nor where ranks shard."""
         sharded = self.row is not None and self.row.ranks == "shards" and self.work.ranks > 1
-        if self.room.formats.codec is not None or sharded:
+        if self.room.formats.packs or sharded:
             return False
         return self.row is None or self.row.by_expert(self.work.settings or self.row.settings())
 
@@ -320,7 +320,7 @@ def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """State that a method keeps in host memory is refused before a weight is read."""
     if costs.row is not None and costs.row.host_check is not None:
         try:
-            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks}
+            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
             imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
         except UserError as error:
             raise refusals.DoesNotFit(str(error)) from error
@@ -352,6 +352,8 @@ def _reasons(
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
+    if formats.frozen is not None:
+        lines.append(formats.frozen.describe(blocks))
     lines += outside_lines(module, layout)
     lines += expert_lines(layout, placed.streamed, costs.may_cut_experts, formats.dtype.itemsize)
     if layout.tiled_layers:

@@ -34,7 +34,7 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.weights.format import Wire
+from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.model.weights.save_parts import check_names
@@ -237,7 +237,8 @@ def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     """Where the weights come from: the checkpoint to go on from, or the model that the config names."""
-    original = choice.path is None or METHODS[config.method].keeps_base
+    row = METHODS[config.method]
+    original = choice.path is None or row.from_original(getattr(config, row.section))
     return config.model if original else str(choice.path)
 
 
@@ -283,9 +284,10 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, chosen.dtype)
-    formats = Wire(chosen.dtype, config.wire)
+    directory = Path(source) if Path(source).is_dir() else None
+    formats, said = choose_format(module, directory, chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
-    where = [start_block.device_line(config.device, device), str(chosen)]
+    where = [start_block.device_line(config.device, device), str(chosen), *said]
     weights = "weights: on the hub, not checked"
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)

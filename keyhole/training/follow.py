@@ -85,9 +85,9 @@ def take_weights(model: Model, method: Method, path: Path) -> None:
     """Gives the model the weights of a checkpoint of its own run."""
     method.flush()
     model.engine.wait_for_homes()
-    if not METHODS[method.name].keeps_base:
+    if not METHODS[method.name].keeps_base and not method.light:
         with model.rewriting_shared():
             fill_from(model, path, model.dtype)
         model.engine.invalidate()
-    if model.addon is not None:
+    if model.addon is not None or model.factors is not None:
         method.load_state_dict(method_state(path, read_state(path)))

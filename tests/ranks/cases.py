@@ -51,6 +51,7 @@ SHARDS = {
     "lomo, bf16 at home": Case("llama", LOMO, 0.1, {}, STREAM | {"wire": "bf16"}),
     "adalomo": Case("llama", ADALOMO, 1e-3, {"weight_decay": 0.01}, STREAM, size=4),
     "adalomo, tied": Case("qwen2", ADALOMO, 1e-3, {"max_grad_norm": 1.0}),
+    "adalomo, experts": Case("mixtral", ADALOMO, 1e-3, {"weight_decay": 0.1}, STREAM, cut=True),
     "lomo-lora, clipped": Case("llama", keyhole.LOMOLoRA, 0.05, {"r": 4, "max_grad_norm": 0.5}),
     "apollo-mini": Case("mistral", keyhole.APOLLOMini, 1e-4, {}, STREAM),
     "adam-offload": Case("llama", OFFLOAD, 1e-3, ADAM | {"weight_decay": 0.1}),
@@ -74,6 +75,7 @@ REPLICAS = {
     "adamw, clipped": Case("llama", keyhole.AdamW, 1e-3, WIDE | {"max_grad_norm": 0.5, "weight_decay": 0.1}, size=4),
     "sgd, tied": Case("qwen2", keyhole.SGD, 0.1, {"momentum": 0.9}),
     "lora": Case("llama", keyhole.LoRA, 1e-3, {"r": 4}),
+    "lora, int4, dropout": Case("llama", keyhole.LoRA, 1e-3, {"r": 4, "dropout": 0.3}, STREAM | {"wire": "int4"}),
     "galore": Case("llama", keyhole.GaLore, 1e-3, WIDE | {"rank": 4, "update_proj_gap": 2}),
 }
 CASES = SHARDS | REPLICAS

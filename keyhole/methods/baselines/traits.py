@@ -1,4 +1,4 @@
-"""Settings and rows of the baselines: `adamw`, `sgd`, `lora`, `galore`."""
+"""Settings and rows of the baselines: `adamw`, `sgd`, `galore`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -25,24 +25,6 @@ class SGDConfig:
 
     momentum: BelowOne = 0.0
     """Share of the last update that is kept; 0 needs no state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
-    """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW."""
-
-    r: Count = 8
-    """Rank of the adapters."""
-    alpha: Positive = 16.0
-    """Adapters are scaled by alpha / r."""
-    dropout: BelowOne = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
-    target_modules: str | list[str] | None = None
-    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
-    activations: Literal["none", "block"] = "none"
-    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
-    merge: bool = True
-    """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,20 +68,6 @@ SGD = Traits(
     step_work="keyhole.methods.baselines.memory:step_work",
     announces="step",
     demo=Demo(lr=0.05),
-)
-LORA = Traits(
-    name="lora",
-    cls="keyhole.methods.baselines.lora:LoRA",
-    settings=LoRAConfig,
-    learning_rate=2e-4,
-    sane_rates=(1e-5, 5e-3),
-    sweep="torch",
-    ranks="replicas",
-    exchanged=lambda width: 0.0,  # of adapters alone
-    device_bytes="keyhole.methods.baselines.memory:device_bytes",
-    step_work="keyhole.methods.baselines.memory:step_work",
-    keeps_base=True,
-    demo=Demo(lr=1e-2),
 )
 GALORE = Traits(
     name="galore",

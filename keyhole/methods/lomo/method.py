@@ -137,12 +137,14 @@ class LOMO(UpdateSink, Method):
         """Whether the rule needs all of a tensor's gradient, not some of its elements."""
         return self.clip_group_norm is not None
 
+    @property
+    def shares_matrices(self) -> bool:
+        """Whether ranks can nevertheless update matrices by parts (matrix_parts.py)."""
+        return False
+
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""
-        if not self.model.is_plain:
-            raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
-        if not loss.requires_grad:
-            raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+        self.reverse.check_loss(loss)
         if self._may_update(loss.detach()):
             self._update(lambda sink, last: self.reverse.walk(loss * self._factor, sink, last))
 

@@ -142,27 +142,41 @@ class LSP(Method):
                 loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
                 loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
             updates.unchecked.check()
-            if checks:
-                self._check_projectors(judge)
-            self.step_count += 1
-            updates.begin(self.step_count, self.lr)
-            with updates.timing.of("reverse"):
-                try:
-                    self.reverse.reverse(updates)
-                    updates.end()
-                except BaseException:  # out of memory, an interrupt: what has been updated stays so
-                    updates.unchecked.broken = bool(updates.current.norms)
-                    raise
+            self._update(lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge)
         return loss
 
-    def _check_projectors(self, judge: int) -> None:
-        begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
-        if isinstance(self.updates, SharedUpdates):
-            self.check = SharedCheck(*asked, self.updates, judge)
-        else:
-            self.check = Check(*asked, self.updates.moments_of)
-        self.reverse.reverse(self.check, last=False)
-        self.learn_s = time.perf_counter() - begin_s
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Each
+        gradient exists for a moment, whole, and is then compressed. Waits for the updates, since a forward of your own
+        would not. (After a step(batch), call flush() before such a forward.)"""
+        self.reverse.check_loss(loss)
+        self.flush()
+        self.check = None
+        checks = self.learn and self.learning.is_due(self.step_count)
+        self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
+        self.flush()
+
+    def _update(self, reverse: Callable[[Any, bool], None], checks: bool, judge: int = 0) -> None:
+        """reverse(sink, last) hands all gradients of the step to a sink. judge: of several ranks, the one whose
+        gradients projectors are learned on."""
+        updates = self.updates
+        if checks:
+            begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
+            if isinstance(updates, SharedUpdates):
+                self.check = SharedCheck(*asked, updates, judge)
+            else:
+                self.check = Check(*asked, updates.moments_of)
+            reverse(self.check, False)
+            self.learn_s = time.perf_counter() - begin_s
+        self.step_count += 1
+        updates.begin(self.step_count, self.lr)
+        with updates.timing.of("reverse"):
+            try:
+                reverse(updates, True)
+                updates.end()
+            except BaseException:  # out of memory, an interrupt: what has been updated stays so
+                updates.unchecked.broken = bool(updates.current.norms)
+                raise
 
     # -- between steps ---------------------------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ A recording is used only if it gives the bits of the ordinary way. The step in w
 ordinary way, then, from the same weights, the recording; losses and all weights must be equal. A shape that fails (the
 model reads a number on the host, or there is no memory) goes the ordinary way from then on.
 
+With directions of low rank (low_rank/) a step is recorded as well; the first one of a period, which folds, goes the
+ordinary way, and so does every one where factors are kept, which lie elsewhere in each period.
+
 Ordinary as well: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, a budget,
 several ranks. Bytes: the activations of one step, in the pool that all recordings share; while recording, the weights
 twice.
@@ -109,6 +112,8 @@ class RecordedSteps:
             return False
         engine, update = self.method.model.engine, self.method.update
         watched = engine.watch is not None or engine.gate is not None or engine.timeline.enabled
+        if (factors := self.method.factors) is not None and not factors.is_steady:
+            return False
         usual = len(update.waiting) == 1 and not any(update.at_home) and not update.counted
         tokens = max((batch.inputs["input_ids"].numel() for batch in looks.passes), default=0)
         return usual and not watched and 0 < tokens and launched_as_graphs(self.method.model.layout, tokens)

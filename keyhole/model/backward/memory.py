@@ -94,7 +94,7 @@ def reverse_bytes(
     kept_blocks = 3 if on_host else layout.block_count
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * (HIDDEN * hidden + WIDE * wide))
     at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
-    scratch = 0 if formats.plain == formats.dtype else b * at_work
+    scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,

@@ -103,7 +103,7 @@ class Recompute:
             experts.counts, experts.leave_out = counts, leave_out
         before = [layer.__dict__.get("forward") for layer in self.layers]
         for layer in self.layers:
-            layer.forward = _forward(layer, receiver, leave_out, counts)
+            layer.forward = self.wrapped(layer, receiver, leave_out, counts)
         try:
             yield
         finally:
@@ -114,6 +114,10 @@ class Recompute:
                     del layer.forward
                 else:
                     layer.forward = forward
+
+    def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: "Counts") -> Callable:
+        """What a layer's forward is during such a run."""
+        return _forward(layer, receiver, leave_out, counts)
 
 
 class Counts:

@@ -156,7 +156,7 @@ class VocabularyGradients:
         trained = units[0].tensors[0].param.requires_grad and not self.layout.tied
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
-            stored = self.model.engine.acquire(unit.index)
+            stored = self.model.engine.acquire(unit.index, changes=trained)
             weight_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored))
             dw_RH = db_R = None
             for p in range(len(self.hidden)):

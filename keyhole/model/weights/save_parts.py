@@ -35,7 +35,7 @@ def check_names(model: Any) -> None:
 def bad_tensor(model: Any) -> str | None:
     """The name of a tensor with NaN or infinity in it, on any rank; None when all are finite."""
     if not model.sharded:
-        return first_bad_tensor(model.named_tensors())
+        return first_bad_tensor(model.named_tensors(merged=False))
     if model.ranks.is_leader:
         model.call_others("check")
     own = first_bad_tensor((name, part) for name, _, part in model.own_tensors())

@@ -19,6 +19,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fzoo": {"estimator": "fzoo", "directions": 3},
     "grzo": {"estimator": "grzo", "directions": 2},
     "meazo": {"estimator": "meazo"},
+    "low rank": {"rank": 2, "refresh": 4, "directions": 2},
 }
 
 
@@ -84,7 +85,7 @@ def two_lengths(step: int) -> list[dict]:
     return [batch(rows=4, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(1 + step % 2)]
 
 
-@pytest.mark.parametrize("name", ["mezo", "fzoo", "grzo"])
+@pytest.mark.parametrize("name", ["mezo", "fzoo", "grzo", "low rank"])
 def test_replays_give_the_same_bits(name: str) -> None:
     """Losses, weights and counts, over two shapes, a changing rate and a flush in between."""
     recorded = trained(Imitated, METHODS[name], two_lengths, device="cpu", dtype="float32")

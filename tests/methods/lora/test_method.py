@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import keyhole
 from keyhole.errors import UserError
-from keyhole.methods.baselines.lora import LoRA
+from keyhole.methods.lora.method import LoRA
 from tests.model.decoders import LAYERS, batch, config
 
 peft = pytest.importorskip("peft")
