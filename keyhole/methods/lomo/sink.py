@@ -82,8 +82,10 @@ class UpdateSink:
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         """Updates one tensor; of a stack of experts each as the matrix that it is."""
         if tensor.experts and w.dim() == 3:
-            for e in range(tensor.experts):
-                self.gradient(tensor.expert(e), w[e], grad[e])
+            for e, met in enumerate(grad.flatten(1).any(dim=1).tolist()):
+                expert = tensor.expert(e)
+                if met or not self.unmet(expert):
+                    self.gradient(expert, w[e], grad[e])
             return
         self.received.add(tensor.name)
         lr, weight_decay = self._rates(tensor)

@@ -66,3 +66,8 @@ def find_experts(module: nn.Module) -> Experts | None:
 def is_marked(module: nn.Module) -> bool:
     """Whether Transformers has marked the module as one of experts."""
     return all(hasattr(module, mark) for mark in MARKS)
+
+
+def expert_units(module: nn.Module) -> bool:
+    """Whether a model's large stacks are computed one expert at a time, as its builder was asked (skeleton.py)."""
+    return bool(getattr(module, "keyhole_expert_units", True))

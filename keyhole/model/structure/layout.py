@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from keyhole.model.structure.experts import Experts, find_experts
+from keyhole.model.structure.experts import Experts, expert_units, find_experts
 from keyhole.model.structure.find import Stack, find_blocks, leaves_of, relu_pair, row_tiles, stacks_outside
 
 ALIGN = 64
@@ -173,7 +173,8 @@ def find_layout(
     tables = {id(p) for p in (table_p, head_p)}
     uses = Counter(id(p) for block in blocks for leaf in leaves_of(block) for p in leaf.parameters())
     large = [leaf for block in blocks for leaf in leaves_of(block) if row_tiles(leaf)]
-    experts = {id(leaf): found for block in blocks for leaf in leaves_of(block) if (found := find_experts(leaf))}
+    leaves = [leaf for block in blocks for leaf in leaves_of(block)] if expert_units(module) else []
+    experts = {id(leaf): found for leaf in leaves if (found := find_experts(leaf))}
     outside = tables | {id(leaf.bias) for leaf in large}
     outside |= {id(bias) for found in experts.values() for bias in found.biases}
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine

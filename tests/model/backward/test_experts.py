@@ -12,7 +12,9 @@ import keyhole
 from keyhole.methods.apollo_mini.method import APOLLOMini
 from keyhole.methods.base import Workload
 from keyhole.methods.lomo.adalomo import AdaLOMO
+from keyhole.methods.lomo.lomo_lora import LOMOLoRA
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lora.method import LoRA
 from keyhole.model.backward.memory import slot_count
 from keyhole.model.structure import experts as stacks
 from keyhole.model.structure.layout import find_layout
@@ -72,6 +74,8 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "adalomo": lambda model: AdaLOMO(model, lr=1e-2),
     "adalomo, decay": lambda model: AdaLOMO(model, lr=1e-2, weight_decay=0.1),
     "apollo-mini": lambda model: APOLLOMini(model, lr=1e-2),
+    "lora": lambda model: LoRA(model, lr=1e-2),
+    "lomo-lora": lambda model: LOMOLoRA(model, lr=0.1),
 }
 
 

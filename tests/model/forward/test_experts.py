@@ -48,6 +48,18 @@ def test_stacks_are_cut_into_experts(name: str) -> None:
     assert not find_layout(module, 1, cut_experts=False).has_expert_units
 
 
+@pytest.mark.usefixtures("small_stacks")
+def test_whole_stacks_on_request() -> None:
+    """expert_units=False is Transformers' own layer, to the bit, with a stack as one unit."""
+    model = keyhole.load(config("mixtral"), init="random", device="cpu", expert_units=False)
+    other = load("mixtral")
+    assert other.layout.experts and not model.layout.experts and not find_layout(model.module, 1).has_expert_units
+    one = {name: x for name, x in batch().items() if name == "input_ids"}
+    with torch.enable_grad():  # outside of a reverse: Transformers' own
+        theirs = other.module(**one, use_cache=False).logits
+    assert torch.equal(model.module(**one, use_cache=False).logits, theirs)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_streamed_experts_equal_resident_ones(name: str, request: pytest.FixtureRequest) -> None:
     """Losses and tokens of a model whose experts come one by one are those of the resident model to the bit, and those
