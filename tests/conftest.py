@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all is imported: imports make no garbage worth a walk through all that is there
 settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
 settings.load_profile("keyhole")
 
@@ -131,5 +132,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made is never garbage: collections during the tests need not look at it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()

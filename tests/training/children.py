@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 from keyhole.config import TrainConfig
 
-IMPORTS = ["matplotlib.pyplot", "keyhole.training.build", "transformers.models.llama.modeling_llama"]
+IMPORTS = ["tests.training.imported"]
 LIMIT_S = 120.0
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(IMPORTS)
