@@ -92,16 +92,21 @@ def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
 
 
+kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
+
+
 @pytest.fixture(autouse=True)
 def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is drawn once a test: z is a pure function of (seed, step, direction, elements), which tests/ops holds it
-    to, and a step asks for it to perturb, the next one to update, and both again in the streamed twin."""
+    """Noise is drawn once a test, that of small tensors once a session: z is a pure function of (seed, step, direction,
+    elements), which tests/ops holds it to; a step asks for it to perturb, the next one to update, and both again in the
+    streamed twin and in the next test."""
     zo = sys.modules.get("keyhole.ops.zo.flat")
     if zo is None or "tests/ops" in str(request.path):
         return
-    draw = lru_cache(maxsize=1024)(zo.chunk_noise_reference)
+    small, large = kept_small(zo.chunk_noise_reference), lru_cache(maxsize=1024)(zo.chunk_noise_reference)
 
     def drawn(start: int, n: int, **options: Any) -> Any:
+        draw = small if n <= 16384 else large
         return draw(start, n, **dict(sorted(options.items()))).clone()  # callers use up what they are given
 
     monkeypatch.setattr(zo, "chunk_noise_reference", drawn)

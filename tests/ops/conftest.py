@@ -1,7 +1,8 @@
 """Where the kernels under test run: on the GPU if there is one, else interpreted on the CPU.
 
-The interpreter replaces the functions of triton.language for a launch, and once more for every call of a device function
-in it: hundreds of times, a third of all its time, though all are replaced already. Here it does so once a launch.
+The interpreter replaces the functions of triton.language for a launch, and once more for every call of a device
+function in it: hundreds of times, a third of all its time, though all are replaced already. Here it does so once per
+launch.
 """
 
 import os
@@ -19,7 +20,8 @@ from keyhole.ops import backend
 
 @pytest.fixture(autouse=True, scope="session")
 def replaced_once() -> Iterator[None]:
-    """What is in the globals of a function decides what is replaced; where Triton's insides are others, nothing is done."""
+    """What is in the globals of a function decides what is replaced. Where Triton's insides are others, all is as it
+    was."""
     if not backend.INTERPRETED:
         yield
         return

@@ -64,18 +64,19 @@ LOMO = {"batch_size": 2, "gradient_accumulation_steps": 4}
 LOMO |= {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "max_grad_norm": 1.0, "save_steps": 1}
 
 
-@pytest.mark.parametrize("method", ["lomo", "adalomo", "lomo-lora"])
+@pytest.mark.parametrize(("method", "sizes"), [("lomo", (2, 4)), ("adalomo", (2,)), ("lomo-lora", (2,))])
 def test_a_run_on_parts_is_saved_whole_and_resumed_on_any_number(
-    make: Make, tiny_data: Path, tmp_path: Path, method: str
+    make: Make, tiny_data: Path, tmp_path: Path, method: str, sizes: tuple[int, ...]
 ) -> None:
-    """Two steps on two ranks, one on four, streamed; one more in one process, resident: weights and losses are those
-    of one process; every checkpoint is an ordinary model directory."""
+    """Steps on two ranks, of lomo also on four, streamed; one more in one process, resident: weights and losses are
+    those of one process; every checkpoint is an ordinary model directory."""
     rate = {"lomo": 0.05, "adalomo": 1e-3, "lomo-lora": 0.05}[method]
     settings = LOMO | {"method": method, "learning_rate": rate, "eval_data": str(tiny_data), "eval_steps": 1}
-    alone, some = (make(name, **settings, max_steps=4) for name in ("alone", "some"))
+    alone, some = (make(name, **settings, max_steps=2 + len(sizes)) for name in ("alone", "some"))
     assert train_alone(alone) == 0
-    run(2, replace(some, max_steps=2), tmp_path)
-    run(4, replace(some, max_steps=3, placement="stream"), tmp_path, "--resume")
+    for done, size in enumerate(sizes):
+        placement = "stream" if done or len(sizes) == 1 else some.placement
+        run(size, replace(some, max_steps=2 + done - (len(sizes) == 1), placement=placement), tmp_path, "--resume")
     assert train_alone(some, resume="last") == 0
     ours, theirs = weights(some.output_dir), weights(alone.output_dir)
     assert ours.keys() == theirs.keys()

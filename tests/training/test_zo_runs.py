@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "meazo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="meazo"), "placement": "stream", "dtype": "bfloat16"},
     "auto": {"learning_rate": "auto"},
     "auto, meazo": {"learning_rate": "auto", "zo": ZOConfig(estimator="meazo"), "lr_scheduler_type": "linear"},
-    "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo"), "dtype": "bfloat16"},
+    "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
 }
 STEPS = 6
 
