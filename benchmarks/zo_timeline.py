@@ -2,14 +2,12 @@
 
     python benchmarks/zo_timeline.py step.json [--case 6.7B-bf16-b1-streamed]          open it in ui.perfetto.dev
 
-The engine records its two lanes itself. The compute lane comes from here: what the caller's stream does from the moment
-a page has arrived until the next page is asked for is that page's work (update, perturbation and all passes through
-it). The gap before the next span is the wait for its upload.
+The engine records the lanes itself (keyhole/offload/timeline.py): a span of the compute lane is a page's work (update,
+perturbation and all passes through it), and the gap before the next one is the wait for its upload.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,31 +21,6 @@ from keyhole.offload.timeline import Timeline
 FILLING = 4  # steps that fill the pipeline and let it be seen how long the GPU waits
 
 
-@contextmanager
-def compute_spans(engine: Engine, timeline: Timeline) -> Iterator[None]:
-    """Adds a span to the compute lane for every page that is acquired."""
-    acquire, running = engine.acquire, []
-
-    def end_span() -> None:
-        for span in running:
-            span.__exit__(None, None, None)
-        running.clear()
-
-    def traced(page: int) -> torch.Tensor:
-        end_span()
-        weights = acquire(page)
-        running.append(timeline.span("compute", f"page {page}"))
-        running[0].__enter__()
-        return weights
-
-    engine.acquire = traced
-    try:
-        yield
-    finally:
-        end_span()
-        del engine.acquire
-
-
 def trace_step(engine: Engine, step: Callable[[], object], path: Path) -> None:
     """Saves the trace of a step."""
     for _ in range(FILLING):
@@ -55,8 +28,8 @@ def trace_step(engine: Engine, step: Callable[[], object], path: Path) -> None:
         torch.cuda.synchronize()
     engine.timeline = Timeline()
     try:
-        with compute_spans(engine, engine.timeline):
-            step()
+        step()
+        engine.timeline.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         engine.timeline.save(path)
     finally:

@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from keyhole.errors import UserError
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
 from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
-from keyhole.methods.baselines.saved_adapter import SavedAdapter
+from keyhole.methods.lora.saved_adapter import SavedAdapter
+from keyhole.methods.zo.low_rank.saved import find_factors
 from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
@@ -35,6 +37,7 @@ from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.structure.tokenizer import read_tokenizer
 from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.published import choose_format, forget_quantization, forms_in
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
@@ -73,14 +76,15 @@ def load(
     """Loads an HF directory, hub id, "demo" or config object; init="random" needs only the config.
 
     dtype is what kernels compute in (None: as stored; "auto": as stored, unless the workload's method or the device
-    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8; default: dtype).
+    could not use it); wire is what weights are stored and moved in (fp32, bf16, fp16, fp8, or
+    frozen: int8, int4, nf4; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
     steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
-    adapter=False leaves out adapters that lie in the directory (adapter/), which are otherwise put beside the weights.
+    adapter=False leaves out what a directory holds beside the weights (adapter/, the factors of a checkpoint).
     ranks: the processes that train this model together (keyhole/ranks); None: this one alone.
     engine_options: overlap, reuse_slots, slot_count, chaos (offload/engine.py).
     """
@@ -94,19 +98,21 @@ def load(
         model = assets.locate(os.path.expanduser(model), assets.MODEL) if isinstance(model, str) else model
         config = read_config(model, trust_remote_code, head, num_labels)
         directory = None if model is config else find_directory(model)
-        workload = workload or Workload()
+        ranks = ranks or Ranks()
+        workload = _shared_work(workload or Workload(), ranks)
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
+        if forms_in(directory):
+            forget_quantization(config)
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
             torch.default_generator.manual_seed(seed)
             module = build(config, dtype, trust_remote_code)
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
-        formats = Wire(dtype, wire)
+        formats, said = choose_format(module, directory if init == "pretrained" else None, dtype, wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
-        placed.reasons.insert(0, str(choice))
+        placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
-        ranks = ranks or Ranks()
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)
         sharded = _sharded(layout, placed, workload, ranks)
@@ -130,7 +136,9 @@ def load(
         else:
             if directory is None:
                 raise UserError('a config object has no weights: pass init="random", or a model directory')
-            fresh = fill_from(loaded, directory, dtype, fresh_head=head is not None)
+            beside = find_factors(directory) if adapter else None
+            weights = directory if beside is None else beside.weights()
+            fresh = fill_from(loaded, weights, dtype, fresh_head=head is not None)
             fill_random(loaded, std, seed, only=fresh)
             if fresh:
                 names = ", ".join(tensor.name for tensor in fresh)
@@ -142,6 +150,8 @@ def load(
             saved = SavedAdapter(loaded, directory / "adapter")
             placed.adapter = saved.path
             placed.reasons.append(str(saved))
+        if init != "random" and beside is not None:
+            placed.reasons.append(beside.add_to(loaded))
         return loaded
 
 
@@ -204,6 +214,14 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     if device.type != "cpu":
         raise UserError(f"device: {device} is not supported; use cpu, cuda or cuda:0")
     return device
+
+
+def _shared_work(work: Workload, ranks: Ranks) -> Workload:
+    """What of it one of the ranks does; a search for a rate is done by all of them."""
+    if not ranks.several:
+        return work
+    passes = work.passes if work.searches else -(-work.passes // ranks.size)
+    return replace(work, passes=passes, ranks=ranks.size, local_ranks=ranks.local_size)
 
 
 def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:

@@ -11,7 +11,7 @@ NOT_NEEDED = (
     "typer", "click", "rich", "matplotlib", "pyarrow", "pandas", "tensorboard", "datasets",
     "psutil", "triton",
 )  # fmt: skip
-OUTSIDE = ("cli", "demo", "bench", "__main__.py")  # programs; everything else is the library
+OUTSIDE = ("cli", "demo", "bench", "harness", "__main__.py")  # programs; everything else is the library
 
 
 def modules() -> list[str]:

@@ -9,7 +9,8 @@ from keyhole.methods import METHODS
 PACKAGE = Path(keyhole.__file__).parent
 ORDER = (
     "errors", "limits", "weak", "assets", "machine", "pages", "disk", "ranks", "ops", "offload", "model", "methods",
-    "plan", "loading", "data", "checkpoint", "eval", "config", "training", "bench", "demo", "compare", "cli", "hf",
+    "plan", "loading", "data", "checkpoint", "eval", "harness", "config", "hub", "report", "training", "bench", "demo",
+    "compare", "cli", "hf",
 )  # fmt: skip
 SOURCES = {path: path.relative_to(PACKAGE).parts for path in PACKAGE.rglob("*.py")}
 ROOT = ("__init__.py", "__main__.py")

@@ -342,7 +342,7 @@ def test_bin_files_of_a_hub_model_are_fetched_where_there_are_no_others(
     """facebook/opt-13b is published as .bin; a model that has safetensors is not downloaded twice."""
     asked = []
 
-    def download(model: str, allow_patterns: list[str], local_files_only: bool) -> str:
+    def download(model: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool) -> str:
         asked.append("pytorch_model*.bin" in allow_patterns)
         return str(broken)
 

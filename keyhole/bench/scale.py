@@ -15,11 +15,18 @@ network.
         PCIe      streamed: 2 W / N up, W / N down
         NVLink    3 W (min(N, K) - 1) / min(N, K)     two gathers and one exchange of gradients
         network   3 W (1 - K / N) per machine, if N > K
+      where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adam-offload), 3 for rules of whole
+      tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp, which sends compressed numbers.
+      An optimizer on the host moves 3 W / N more over PCIe where weights are resident, W / N where they are streamed,
+      and 26 bytes per parameter through the memory of its machine
 
-    floor = max of compute and of each link: with perfect overlap the shorter ones hide behind the longest
+    gradients added up (baselines: each rank has all weights; forward and backward)
+        compute   6 P T / F + 3 W / M          NVLink, network: as for shards, 3 W of gradients and no weights
+
+    floor = max of compute, of each link and of host memory: with perfect overlap shorter ones hide behind the longest
 
 The formulas leave out activations, the start of a step, and what a link loses to others: a floor, not a promise. What
-ranks send is counted in tests/ranks/test_lomo.py, and compared with these bytes; times of one GPU in docs/ranks.md.
+ranks send is counted in tests/ranks/test_gradients.py and compared with these bytes; times of one GPU in docs/ranks.md.
 """
 
 from dataclasses import dataclass
@@ -28,14 +35,16 @@ from keyhole.bench.shapes import SHAPES, parameter_count
 from keyhole.errors import UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods import METHODS
+from keyhole.methods.base import Traits
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 SHARED_EVERY = 8
+BOUNDS = ("compute", "pcie", "nvlink", "network", "host")
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Rates of the hardware: TFLOP/s, and GB/s one way."""
+    """Rates of the hardware: TFLOP/s, and GB/s one way; host: memory of a machine, both ways."""
 
     tflops: float = 600.0
     memory: float = 4000.0
@@ -43,6 +52,20 @@ class Machines:
     nvlink: float = 300.0
     network: float = 50.0
     gpus: int = 8
+    host: float = 200.0
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a method's ranks move beside weights. gradients: bytes per byte of weights; link, host: see
+    Traits.through_host."""
+
+    gradients: float = 1.0
+    link: float = 0.0
+    host: float = 0.0
+
+
+PLAIN = Exchange()
 
 
 @dataclass(frozen=True)
@@ -55,14 +78,15 @@ class Step:
     nvlink: float
     network: float
     gib: float
+    host: float = 0.0
 
     @property
     def floor(self) -> float:
-        return max(self.compute, self.pcie, self.nvlink, self.network)
+        return max(getattr(self, name) for name in BOUNDS)
 
     @property
     def bound(self) -> str:
-        return max(("compute", "pcie", "nvlink", "network"), key=lambda name: getattr(self, name))
+        return max(BOUNDS, key=lambda name: getattr(self, name))
 
 
 def parameters(model: str) -> int:
@@ -84,34 +108,68 @@ def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, 
     return Step(ranks, compute, up / (on.pcie * 1e9), 0.0, 0.0, 0.0 if streamed else size / GIB)
 
 
-def shards(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2) -> Step:
+def shards(
+    numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2, moved: Exchange = PLAIN
+) -> Step:
     """Each rank keeps a part of them."""
     size, local = itemsize * numel, min(ranks, on.gpus)
     compute = 8 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
-    up = 2 * size / ranks if streamed else 0.0
-    inside, outside = 3 * size * (local - 1) / local, 3 * size * max(0.0, 1 - on.gpus / ranks)
-    rates = up / (on.pcie * 1e9), inside / (on.nvlink * 1e9), outside / (on.network * 1e9)
-    return Step(ranks, compute, *rates, 0.0 if streamed else size / ranks / GIB)
+    up = (2 + min(1.0, moved.link) if streamed else moved.link) * size / ranks
+    host = moved.host * numel * local / ranks / (on.host * 1e9)
+    between = _between(size * (2 + moved.gradients), ranks, on)
+    return Step(ranks, compute, up / (on.pcie * 1e9), *between, 0.0 if streamed else size / ranks / GIB, host)
+
+
+def added_up(
+    numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, moved: Exchange, itemsize: int = 2
+) -> Step:
+    """Each rank has all weights, and gets the sum of all gradients; streamed weights come twice, and never change."""
+    size = itemsize * numel
+    compute = 6 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
+    up, between = 2.0 * size if streamed else 0.0, _between(size * moved.gradients, ranks, on)
+    return Step(ranks, compute, up / (on.pcie * 1e9), *between, 0.0 if streamed else size / GIB)
+
+
+def _between(size: float, ranks: int, on: Machines) -> tuple[float, float]:
+    """Seconds over NVLink and over the network, when all ranks get so many bytes together."""
+    local = min(ranks, on.gpus)
+    inside, outside = size * (local - 1) / local, size * max(0.0, 1 - on.gpus / ranks)
+    return inside / (on.nvlink * 1e9), outside / (on.network * 1e9)
+
+
+def width(model: str) -> float:
+    """Of an OPT shape; of a number of parameters, as a Llama's."""
+    return float(SHAPES[model][0]) if model in SHAPES else 4096 * (parameters(model) / 6.7e9) ** (1 / 3)
+
+
+def step_of(row: Traits, model: str, tokens: int, ranks: int, streamed: bool, on: Machines) -> Step:
+    """By how the method's ranks work together."""
+    numel, moved = parameters(model), Exchange(row.exchanged(width(model)), *row.through_host)
+    if row.ranks == "replicas" and row.sweep != "forward":
+        return added_up(numel, tokens, ranks, streamed, on, moved)
+    if row.ranks == "replicas":
+        return replicas(numel, tokens, ranks, streamed, on)
+    return shards(numel, tokens, ranks, streamed, on, moved=moved)
 
 
 def table(model: str, tokens: int, on: Machines) -> str:
     """Markdown: every method that several ranks can train, resident and streamed, on 1 to 64 GPUs."""
-    numel, of = parameters(model), {"replicas": replicas, "shards": shards}
+    numel = parameters(model)
     lines = [
         f"{numel:,} parameters in 16 bits, {tokens:,} tokens per GPU and step; {on.tflops:g} TFLOP/s, GPU memory "
-        f"{on.memory:g} GB/s, PCIe {on.pcie:g}, NVLink {on.nvlink:g}, network {on.network:g} GB/s per machine of "
-        f"{on.gpus} GPUs. Floors by formula (docs/ranks.md), nothing is measured.",
+        f"{on.memory:g} GB/s, PCIe {on.pcie:g}, NVLink {on.nvlink:g}, network {on.network:g} and host memory "
+        f"{on.host:g} GB/s per machine of {on.gpus} GPUs. Floors by formula (docs/ranks.md), nothing is measured.",
         "",
-        "| method | weights | GPUs | floor, s | bound by | compute | PCIe | NVLink | network | tok/s | GiB per GPU |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| method | weights | GPUs | floor | bound by | compute | PCIe | NVLink | network | host | tok/s | GiB each |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in METHODS.items():
         if row.ranks is None:
             continue
-        for streamed in (False, True):
+        for streamed in (False, True) if row.streams else (False,):
             for ranks in COUNTS:
-                s = of[row.ranks](numel, tokens, ranks, streamed, on)
-                times = " | ".join(f"{x:.3f}" for x in (s.compute, s.pcie, s.nvlink, s.network))
+                s = step_of(row, model, tokens, ranks, streamed, on)
+                times = " | ".join(f"{getattr(s, name):.3f}" for name in BOUNDS)
                 where, rate = "streamed" if streamed else "resident", f"{ranks * tokens / s.floor:,.0f}"
                 lines.append(
                     f"| {name} | {where} | {ranks} | {s.floor:.3f} | {s.bound} | {times} | {rate} | {s.gib:.1f} |"

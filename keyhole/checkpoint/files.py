@@ -5,6 +5,8 @@
     keyhole_state.json       step, position in the data, the method's scalars, all settings, versions,
                              and size and CRC-32 of every file, its own included
 
+A light checkpoint (Traits.light) has no weights: the method's tensors are all that has changed in the original model.
+
 Nothing else is state: the learning rate is a function of the step, noise of (seed, step, element), and no
 random generator runs in a step. The directory is written under a temporary name, flushed, and appears by one
 rename. Host memory of a save: a piece of a tensor (disk/tensors.py); of a load: one tensor.
@@ -24,8 +26,9 @@ import torch
 from keyhole.checkpoint.state import STATE, State, dump
 from keyhole.disk.crc import Span
 from keyhole.disk.files import checksums, flush_all, replace_directory, staged
-from keyhole.disk.tensors import MethodState, write_tensors
-from keyhole.model.weights.save import write_files
+from keyhole.disk.tensors import MethodState, Ranges, write_tensors
+from keyhole.model.weights.save import write_files, write_small_files
+from keyhole.model.weights.save_parts import write_state_parts
 
 TENSORS = "optimizer.safetensors"
 OWN_FILES = {STATE, TENSORS}
@@ -55,17 +58,22 @@ def save_checkpoint(
     before_rename is called when everything else is done, and may refuse by an exception."""
     tensors, scalars = split_state(method_state)
     with staged(path.parent, path.name) as temporary:
-        write_files(model, temporary)
-        if tensors:
+        if method_state.get("light"):
+            write_small_files(model, temporary)
+        else:
+            write_files(model, temporary, merged=False)
+        if any(isinstance(tensor, Ranges) for tensor in tensors.values()):
+            write_state_parts(model, temporary / TENSORS, tensors)
+        elif tensors:
             write_tensors(temporary / TENSORS, tensors)
         write_state(temporary, about, scalars)
         before_rename()
         replace_directory(temporary, path)
 
 
-def split_state(method_state: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def split_state(method_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(tensors, the rest) of a method's state."""
-    tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in method_state.items() if isinstance(value, torch.Tensor | Ranges)}
     return tensors, {name: value for name, value in method_state.items() if name not in tensors}
 
 

@@ -22,14 +22,14 @@ from typing import Any
 import typer
 
 import keyhole
-from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, replay, train
+from keyhole.cli import arguments, bench, chat, compare, config, data, demo, env, plan, push, replay, report, train
 from keyhole.cli import eval as eval_
 from keyhole.errors import UserError
 from keyhole.machine.text import printable_lines
 from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
 
-SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "bench", "demo")  # verbs that ranks cannot share
+SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
 UsageError = typer.BadParameter.__mro__[1]  # click's, wherever typer keeps it
 
 app = typer.Typer(
@@ -47,6 +47,8 @@ app.command(cls=eval_.EvalCommand)(eval_.eval)
 app.command(cls=arguments.SettingsCommand)(chat.chat)
 app.command(cls=arguments.SettingsCommand)(compare.compare)
 app.command(cls=arguments.SettingsCommand)(replay.replay)
+app.command()(report.report)
+app.command()(push.push)
 app.command()(env.env)
 app.add_typer(config.app, name="config")
 app.add_typer(bench.app, name="bench")

@@ -28,7 +28,7 @@ ConfigArgument = Annotated[str, typer.Argument(metavar="CONFIG", help="YAML file
 ModelArgument = Annotated[str, typer.Argument(metavar="DIR", help="Model directory, hub id, or demo.")]
 PlacementSettings = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, placement, gpu_memory."),
+    typer.Argument(metavar="KEY=VALUE", help="Settings: device, dtype, wire, placement, gpu_memory."),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -55,7 +55,7 @@ def load_settings(config: str, overrides: list[str] | None) -> TrainConfig:
 
 def parse_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
     """The settings of a command that loads a model without a config, as typed values."""
-    return parse_settings(words or (), ("device", "dtype", "placement", "gpu_memory", *more))
+    return parse_settings(words or (), ("device", "dtype", "wire", "placement", "gpu_memory", *more))
 
 
 def check_model(model: str) -> None:

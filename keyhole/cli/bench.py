@@ -211,11 +211,12 @@ def scale(
     nvlink: Annotated[float, typer.Option(help="GB/s between GPUs of a machine, one way.")] = 300.0,
     network: Annotated[float, typer.Option(help="GB/s of a machine's network, one way.")] = 50.0,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs per machine.")] = 8,
+    host: Annotated[float, typer.Option(help="GB/s of a machine's host memory.")] = 200.0,
 ) -> None:
     """Predict steps on 1 to 64 GPUs, on paper: nothing runs."""
     from keyhole.bench.scale import Machines, table
 
-    rates = {"tflops": tflops, "memory": memory, "pcie": pcie, "nvlink": nvlink, "network": network}
+    rates = {"tflops": tflops, "memory": memory, "pcie": pcie, "nvlink": nvlink, "network": network, "host": host}
     for name, rate in rates.items():
         if not 0 < rate < float("inf"):
             raise UserError(f"--{name}: {rate} is no rate; a number above 0 is needed")

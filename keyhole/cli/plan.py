@@ -26,7 +26,8 @@ def plan(
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the run, for its hours.", min=1)] = None,
     machine: Annotated[
-        str | None, typer.Option(metavar="NAME", help="laptop, 3060, 4090, a10, a100, h100, h200: estimates; or here.")
+        str | None,
+        typer.Option(metavar="NAME", help="laptop, 3060, 4080, 4090, a10, a100, h100, h200: estimates; or here."),
     ] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The rows as JSON.")] = False,

@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from keyhole.compare.chart import Series, chart
 from keyhole.compare.file import Comparison
 from keyhole.compare.names import ZERO_SHOT
 from keyhole.compare.plan import NO_NUMBER
 from keyhole.compare.result import Result, lower_is_better
 from keyhole.compare.table import Cell, average, number, point_text, shown
 from keyhole.config.fields import sections, settings
-from keyhole.machine.text import duration, without_controls
-from keyhole.pages.style import COLOURS, STYLE
+from keyhole.machine.text import duration
+from keyhole.pages.chart import Series, chart
+from keyhole.pages.frame import colour_of, header, machine_text, page
 
 Settings = Mapping[str, dict[str, Any]]
 
@@ -27,7 +27,7 @@ Settings = Mapping[str, dict[str, Any]]
 def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, environment: dict[str, Any]) -> str:
     """The page. runs: the settings of one run of each method and task."""
     names = list(dict.fromkeys(cell.method for cell in cells if cell.method != ZERO_SHOT))
-    colours = {name: i % len(COLOURS) for i, name in enumerate(names)}
+    colours = colour_of(names)
     parts = [_header(comparison, cells)]
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
@@ -35,13 +35,7 @@ def make_page(comparison: Comparison, cells: Sequence[Cell], runs: Settings, env
         for task in dict.fromkeys(cell.task for cell in own):
             parts.append(_charts(task, [cell for cell in own if cell.task == task], colours))
     parts += [_grids(cells, colours), _failures(cells), _again(comparison, cells, runs, environment)]
-    rules = "".join(f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS))
-    head = f"<title>{escape(comparison.title)}</title><style>{STYLE}{rules}</style>"
-    view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    return without_controls(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{view}{head}</head>'
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return page(comparison.title, parts)
 
 
 def _header(comparison: Comparison, cells: Sequence[Cell]) -> str:
@@ -54,11 +48,7 @@ def _header(comparison: Comparison, cells: Sequence[Cell]) -> str:
         f"{len(comparison.seeds)} {'seed' if len(comparison.seeds) == 1 else 'seeds'}",
         "settings chosen by dev, numbers of test",
     ]
-    chips = "".join(f"<li>{escape(fact)}</li>" for fact in facts)
-    return (
-        f"<header><p class='eyebrow'>keyhole compare</p><h1>{escape(comparison.title)}</h1>"
-        f"<p class='lead'>{_lead(cells)}</p><ul class='chips'>{chips}</ul></header>"
-    )
+    return header("keyhole compare", comparison.title, _lead(cells), facts)
 
 
 def _best(cells: Sequence[Cell]) -> Cell | None:
@@ -239,10 +229,6 @@ def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, enviro
         f"<tr><th scope='row'>{escape(name)}</th><td class='left'>{escape(_told(values))}</td></tr>"
         for name, values in runs.items()
     )
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
-    cpu = environment["cpu"]
-    machine = f"{cpu['name']}, {cpu['cores']} cores; {gpus}; {environment['os']}"
     choice = "the first seed" if comparison.choose_by == "first-seed" else "the mean of all seeds"
     return (
         f"<section><h3>How it was run</h3><p>Of each grid the settings with the best dev metric are taken, by "
@@ -251,7 +237,7 @@ def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, enviro
         "A band reaches from the lowest seed to the highest; ± is the standard deviation. Time is that of the training "
         "steps, without evaluations.</p><details><summary>Settings</summary><div class='scroll'><table class='small'>"
         f"<tbody>{rows}</tbody></table></div></details>"
-        f"<p class='note'>{escape(machine)}.<br>{escape(versions)}.</p>"
+        f"{machine_text(environment)}"
         f"<pre>{escape(comparison.command)}</pre></section>"
     )
 

@@ -31,8 +31,8 @@ from keyhole.methods import METHODS
 BEST = "load_best_model_at_end"
 DEFAULTS = {"save_model": "false", BEST: "true", "logging_steps": "10"}
 NO_NUMBER = {
-    "model", "output_dir", "logging_steps", "report_to", "save_model", "save_steps", "save_total_limit",
-    "background_save", "journal_sync", "data_cache",
+    "model", "output_dir", "logging_steps", "report_to", "sample_answers", "save_model", "save_steps",
+    "save_total_limit", "background_save", "journal_sync", "data_cache",
 }  # fmt: skip
 Point = tuple[tuple[str, str], ...]
 

@@ -22,7 +22,7 @@ from keyhole.data.tasks.spec import LOWER_IS_BETTER
 from keyhole.disk.files import read_small, write_text
 from keyhole.methods import METHODS
 from keyhole.methods.base import AUTO_RATE
-from keyhole.training.metrics import Entry, is_test, read_metrics
+from keyhole.report.entries import Entry, is_test, read_metrics
 from keyhole.training.selection import Selection, SelectionSettings, value_of
 from keyhole.training.validation import Judge, common_metric
 

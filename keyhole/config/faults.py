@@ -27,6 +27,7 @@ ELSEWHERE = {
     "bf16": "dtype", "fp16": "dtype", "torch_dtype": "dtype", "precision": "dtype",
     "grad_clip": "max_grad_norm", "gradient_clipping": "max_grad_norm", "random_seed": "seed",
     "adam_beta1": "adamw.beta1", "adam_beta2": "adamw.beta2", "adam_epsilon": "adamw.eps",
+    "hub_private": "hub_private_repo", "hub_repo_id": "hub_model_id",
     "zo_eps": "zo.eps", "num_directions": "zo.directions",
 }  # fmt: skip
 
@@ -69,7 +70,9 @@ def suggest_value(found: Any, words: Collection[str]) -> str:
     """What to write instead of a value that is not one of `words` (or no size): `found` is the text, or a list."""
     if isinstance(found, list):
         alone = [item for item in found if item in words]
-        return f"; one word is enough here: write {alone[0]}" if len(found) == len(alone) == 1 else ""
+        if len(found) == len(alone):
+            return f"; one word is enough here: write {alone[0]}" if len(alone) == 1 else ""
+        return next((suggest_value(item, words) for item in found if item not in words), "") if words else ""
     if re.fullmatch(r"[0-9.]+\s*[KMGT]i?", str(found), re.IGNORECASE) and not words:
         number, letter = found.rstrip("iI ")[:-1].strip(), found.rstrip("iI ")[-1].upper()
         return f"; write {number}{letter}iB (of 1024) or {number}{letter}B (of 1000)"

@@ -153,14 +153,16 @@ def _section(key: str, node: yaml.Node, where: str | None, place: str, faults: l
 
 
 def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
-    """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text."""
+    """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text. A setting that is a
+    text is one, too, where it begins with a bracket or a brace (prompt={sentence} It was)."""
     key, equals, text = word.partition("=")
     key, text = key.strip(), text.strip()
     if not equals or not key:
         faults.append(Finding("", f"`{word}`: write key=value, such as learning_rate=1e-5", COMMAND_LINE))
         return {}
     node: yaml.Node | None = yaml.ScalarNode(NULL_TAG if text in ("", "~", "null") else STR_TAG, text)
-    if text[:1] in tuple("[{\"'"):
+    is_text = key in settings() and settings()[key].type in (str, str | None)
+    if text[:1] in (tuple("\"'") if is_text else tuple("[{\"'")):
         try:
             node = yaml.compose(text, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, RecursionError):

@@ -22,7 +22,17 @@ from keyhole.methods import METHODS, streaming_methods
 from keyhole.methods.base import AUTO_RATE
 
 OF_TASKS = ("task_data", "task_splits", "num_train", "num_dev", "num_eval")
-OF_FILES = ("data_format", "columns", "train_on", "chat_template", "chat_template_kwargs", "template_date", "dedup")
+OF_FILES = (
+    "data_format",
+    "columns",
+    "prompt",
+    "completion",
+    "train_on",
+    "chat_template",
+    "chat_template_kwargs",
+    "template_date",
+    "dedup",
+)
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
@@ -66,6 +76,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
             yield Finding(key, "is set but eval_data is not: nothing would be compared; set eval_data or task")
         if getattr(config, key) and config.task is not None and config.num_dev == 0:
             yield Finding(key, "is set but num_dev=0: there is nothing to choose by (test never chooses); set num_dev")
+    if config.push_to_hub and not config.save_model:
+        yield Finding("push_to_hub", "is set, but save_model=false leaves no model to publish; remove one of them")
     if config.packing and config.max_length is None:
         yield Finding("packing", "needs max_length: it is the length of a packed row")
     if config.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", config.device):
@@ -80,8 +92,11 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
     if config.dtype == "float16" and not row.underflow_safe:
         why = f"{config.method} has no loss scaling, and float16 gradients underflow without"
         yield Finding("dtype", f"{why}; use bfloat16 or float32, or null to let it be chosen")
-    if config.wire is not None and config.wire not in row.wires:
-        other = f"use {', '.join(row.wires)}" if row.wires else "set wire=null and choose dtype"
+    wires = row.all_wires(getattr(config, row.section))
+    if config.wire is not None and config.wire not in wires:
+        other = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
+        beside = [m.name for m in METHODS.values() if config.wire in m.frozen_wires(getattr(config, m.section))]
+        other += f"; a method that learns beside such weights: {', '.join(beside)}" if beside else ""
         yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
     if not row.streams and config.placement == "stream":
         streams = streaming_methods()
@@ -99,6 +114,9 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
         yield Finding("min_lr_ratio", f"has no effect: lr_scheduler_type is {config.lr_scheduler_type}")
     if config.eval_steps is not None and config.task is not None and config.num_dev == 0:
         yield Finding("eval_steps", "has no effect: num_dev=0 leaves no questions to evaluate on")
+    for key in ("hub_model_id", "hub_private_repo"):
+        if getattr(config, key) is not None and not config.push_to_hub:
+            yield Finding(key, "has no effect: push_to_hub is false")
     unread = OF_FILES if config.task is not None else OF_TASKS
     unread = () if config.task is None and config.test_task is not None else unread
     for key in (key for key in unread if getattr(config, key) != settings()[key].default):

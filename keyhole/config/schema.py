@@ -18,6 +18,7 @@ from keyhole.machine.sizes import Bytes
 from keyhole.methods import METHODS
 
 MethodName = Literal[*METHODS]
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 DataFormat = Literal["messages", "conversations", "alpaca", "prompt_completion", "text"]
 
 
@@ -72,8 +73,8 @@ class RunConfig:
     """Labels of the head, or 1 for a number (regression); null = as many as the task has."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the weights and of the arithmetic; null = that of the model's files, if method and device can use it."""
-    wire: Literal["fp32", "bf16", "fp16", "fp8"] | None = None
-    """Format of the weights at rest and on the link, if not dtype (methods that stream); null = dtype."""
+    wire: Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4", "nf4"] | None = None
+    """Format of the weights at rest and on the link; int8, int4, nf4 = blocks frozen (docs/base.md); null = dtype."""
     tf32: bool = False
     """Products of float32 in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
     device: str | None = None
@@ -120,6 +121,10 @@ class RunConfig:
     """Layout of the data files; null = found from the columns and printed."""
     columns: dict[str, str] | None = None
     """Names of the data's columns by ours, such as {prompt: question, completion: answer}; null = as they are."""
+    prompt: str | None = None
+    """Prompt made from columns, such as "{sentence} It was"; null = the column prompt, where the layout has one."""
+    completion: str | None = None
+    """Answer made from columns, such as " {label}"; null = the column completion."""
     train_on: Literal["answers", "all"] = "answers"
     """Which tokens the loss is taken over."""
     train_end_token: bool | None = None
@@ -143,6 +148,8 @@ class RunConfig:
     """Print a line every so many steps (run/metrics.jsonl has every step)."""
     eval_steps: Count | None = None
     """Evaluate every so many steps; null = at the end only."""
+    sample_answers: Annotated[int, Limit(0, 20)] = 3
+    """Answers of the model on the run's page (run/report.html) at every evaluation, where they are cheap; 0 = none."""
     load_best_model_at_end: bool = False
     """Publish the weights of the best evaluation instead of the last ones; each new best is saved, and kept."""
     metric_for_best_model: str | None = None
@@ -165,8 +172,14 @@ class RunConfig:
     """zo: flush the journal of steps to the disk every so many steps (a killed process loses none either way)."""
     rank_timeout: Annotated[float, Limit(1, 86400)] = 60.0
     """torchrun: seconds without a sign of life after which a rank counts as dead, and the run ends."""
-    report_to: Literal["tensorboard"] | None = None
-    """Metrics go here besides run/metrics.jsonl; null = nowhere else."""
+    report_to: TrackerName | list[TrackerName] | None = None
+    """Metrics go here too, besides run/metrics.jsonl and run/report.html (docs/report.md); null = nowhere else."""
+    push_to_hub: bool = False
+    """Publish the model on the hub at the end, with a card (token: hf auth login, or HF_TOKEN)."""
+    hub_model_id: str | None = None
+    """Its name there, such as you/model; null = the name of output_dir, under your account."""
+    hub_private_repo: bool | None = None
+    """Whether a new repository is private; null = as your account has it."""
 
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 

@@ -67,7 +67,8 @@ def detect(record: Record) -> str:
         f"{record.where}: cannot tell the data format from the columns\n"
         f"  found:    {listed(record.row) or 'none'}\n"
         f"  expected: {expected}\n"
-        "  rename the columns (columns: {prompt: question, completion: answer}), or set data_format"
+        "  rename the columns (columns: {prompt: question, completion: answer}), make a prompt of them\n"
+        '  (prompt: "{question} It was", completion: " {answer}"), or set data_format'
     )
 
 
@@ -84,6 +85,7 @@ def normalise(record: Record, layout: str) -> Example:
         raise UserError(
             f"{record.where}: column {', '.join(missing)} is missing for data format {layout}; "
             f"found: {listed(record.row) or 'none'}"
+            + ("; make it of others: completion: ' {label}'" if missing == ["completion"] else "")
         )
     if layout == "messages":
         return Example(record, _chat(record, "messages", _turns(record, "messages")), _tools(record))

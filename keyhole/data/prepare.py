@@ -26,7 +26,8 @@ from keyhole.data.loader import order
 from keyhole.data.packing import pack
 from keyhole.data.render import Renderer
 from keyhole.data.report import Report
-from keyhole.data.settings import PrepareSettings
+from keyhole.data.row_template import filled
+from keyhole.data.settings import TABLE, PrepareSettings
 from keyhole.errors import UserError, listed
 from keyhole.machine.progress import tell
 
@@ -132,11 +133,14 @@ def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -
     layouts: dict[str, str] = {}
     for record in records:
         record = rename(record, how.columns) if how.columns else record
+        record = filled(record, how.row_templates) if how.row_templates else record
         layout = layouts.get(record.file)
         if layout is None:
             given = how.data_format not in (None, "auto")
-            layout = layouts[record.file] = str(how.data_format) if given else detect(record)
+            layout = TABLE if how.row_templates else str(how.data_format) if given else detect(record)
+            layouts[record.file] = layout
             why = "data_format is set" if given else f"found column {', '.join(COLUMNS[layout])}"
+            why = f"{' and '.join(how.row_templates)} from columns" if how.row_templates else why
             report.formats[record.file] = f"format {layout} ({why})"
         report.read += 1
         yield normalise(record, layout)

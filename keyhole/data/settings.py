@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from keyhole.data.formats import check_format
+from keyhole.data.row_template import RowTemplate
 from keyhole.errors import UserError, printable
 
+TABLE = "prompt_completion"
 OVERLONG = ("truncate", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
@@ -33,6 +35,8 @@ class PrepareSettings:
 
     data_format: str | None = None
     columns: dict[str, str] | None = None
+    prompt: str | None = None
+    completion: str | None = None
     max_length: int | None = 2048
     overlong: str = "truncate"
     packing: bool = False
@@ -46,6 +50,11 @@ class PrepareSettings:
 
     def __post_init__(self) -> None:
         check_format(self.data_format)
+        if self.row_templates and self.data_format not in (None, "auto", TABLE):
+            raise UserError(
+                f"data_format={self.data_format}: with {' and '.join(self.row_templates)} set the rows are read as "
+                f"{TABLE}; leave data_format out"
+            )
         for key, choices in (("overlong", OVERLONG), ("train_on", TRAIN_ON)):
             if getattr(self, key) not in choices:
                 raise UserError(f"{key}={getattr(self, key)!r}: expected {' or '.join(choices)}")
@@ -54,6 +63,12 @@ class PrepareSettings:
         if self.max_length is not None and self.max_length < 2:
             raise UserError(f"max_length={self.max_length}: expected at least 2, one token to read and one to predict")
         _ = self.day
+
+    @cached_property
+    def row_templates(self) -> dict[str, RowTemplate]:
+        """Of the columns that are made from others."""
+        given = {"prompt": self.prompt, "completion": self.completion}
+        return {key: RowTemplate(text, key) for key, text in given.items() if text is not None}
 
     @cached_property
     def day(self) -> datetime.date:

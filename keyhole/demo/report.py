@@ -1,21 +1,24 @@
 """The demo's HTML page: one self-contained file, with no script and nothing fetched from anywhere.
 
-From top to bottom: what was done in two sentences, the table, the curves by step and by second, the task
-with examples, and everything needed to run it again (settings, seed, versions, commands). It follows the
-reader's light or dark theme.
+From top to bottom: what was done in two sentences, the table, the same run in a budget smaller than the model, the
+curves by step and by second, the task with examples, and everything needed to run it again (settings, seed, versions,
+commands). It follows the reader's light or dark theme.
 """
 
 import json
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from keyhole import assets
-from keyhole.demo.chart import Line, line_chart
+from keyhole.demo.budget import Squeezed
 from keyhole.demo.train import Result
 from keyhole.machine.sizes import GIB, MIB
+from keyhole.pages.chart import Series, chart, noisy
+from keyhole.pages.frame import header, machine_text, page
+from keyhole.pages.style import COLOURS
 
 COLUMNS = ("method", "steps", "accuracy", "held-out loss", "seconds", "host memory", "GPU memory", "moved")
-COLOURS = "#3465d9 #d9642b #16917a #a3489b #b8901a #c23b4e #4aa3c7 #6b7a1f #7a5cc9 #777777".split()
 EXAMPLES = 4
 
 
@@ -40,28 +43,29 @@ def cells(result: Result) -> list[str]:
     ]
 
 
-def make_report(results: list[Result], seed: int, environment: dict[str, Any]) -> str:
-    """The page."""
-    done = [(i, r) for i, r in enumerate(results) if not r.skipped]
-    steps = [Line(r.method, i % len(COLOURS), [float(n + 1) for n in range(len(r.losses))], r.losses) for i, r in done]
-    seconds = [Line(r.method, i % len(COLOURS), r.times_s, r.losses) for i, r in done]
+def make_report(
+    results: list[Result], seed: int, environment: dict[str, Any], squeezed: Sequence[Squeezed] = ()
+) -> str:
+    """The page. squeezed: what was trained in a budget smaller than the model."""
+    done = [(i % len(COLOURS), r) for i, r in enumerate(results) if not r.skipped]
+    steps = [noisy(r.method, i, [n + 1.0 for n in range(len(r.losses))], r.losses) for i, r in done]
+    seconds = [noisy(r.method, i, r.times_s, r.losses) for i, r in done]
     sections = [
         _summary(results),
         _table(results),
-        "<h2>Loss curves</h2><div class='charts'>"
-        f"<figure>{line_chart(steps, 'loss by step', 'step', 'training loss')}</figure>"
-        f"<figure>{line_chart(seconds, 'loss by time', 'seconds', 'training loss')}</figure></div>"
+        _budget(squeezed),
+        f"<section><h2>Loss curves</h2><div class='charts'>{_figure(steps, 'step')}{_figure(seconds, 'seconds')}</div>"
         "<p class='note'>Faint: each step as measured. Strong: running mean. A step costs differently by method, "
-        "so the left chart compares what a step teaches and the right one what a second does. The training loss is the "
-        "mean over the stamp and the end mark after it, so it starts elsewhere than the held-out loss.</p>",
+        "so one chart compares what a step teaches and the other what a second does. The training loss is the "
+        "mean over the stamp and the end mark after it, so it starts elsewhere than the held-out loss.</p></section>",
         _task(),
         _again(results, seed, environment),
     ]
-    return (
-        f"<!doctype html>\n<html lang='en'><head><meta charset='utf-8'><title>keyhole demo</title>"
-        f"<meta name='viewport' content='width=device-width, initial-scale=1'><style>{_style()}</style></head>\n"
-        f"<body><main>{chr(10).join(sections)}</main></body></html>\n"
-    )
+    return page("keyhole demo", sections, STYLE)
+
+
+def _figure(lines: list[Series], along: str) -> str:
+    return f"<figure>{chart(lines, f'loss by {along}', along, 'training loss')}</figure>"
 
 
 def _summary(results: list[Result]) -> str:
@@ -74,7 +78,7 @@ def _summary(results: list[Result]) -> str:
             f"chooses the right stamp for {best.accuracy_before:.0%} of the held-out notes, a coin's 50%; "
             f"afterwards for up to {best.accuracy_after:.0%} ({escape(best.method)})."
         )
-    return f"<header><h1>keyhole demo</h1><p class='lead'>{text}</p></header>"
+    return header("keyhole demo", "Every method on one small model", text, ())
 
 
 def _table(results: list[Result]) -> str:
@@ -100,8 +104,55 @@ def _bar(result: Result, index: int) -> str:
     """Accuracy from 0 to 100 %, with a mark where the model stood before."""
     before, after = 100 * result.accuracy_before, 100 * result.accuracy_after
     return (
-        f"<span class='bar'><span class='fill b{index % len(COLOURS)}' style='width:{after:.1f}%'></span>"
+        f"<span class='wide'><span class='fill b{index % len(COLOURS)}' style='width:{after:.1f}%'></span>"
         f"<span class='mark' style='left:{before:.1f}%'></span></span>"
+    )
+
+
+def squeezed_line(found: Squeezed) -> str:
+    """`lomo in 4.9 MiB, a model of 9.7 MiB: losses and weights are the same bits; 48.0 MiB crossed up, 27.4 down`."""
+    sizes = f"{found.method} in {size(found.budget_bytes)}, a model of {size(found.weights_bytes)}"
+    if found.skipped:
+        return f"{sizes}: skipped: {found.skipped}"
+    crossed = f"{size(found.up_bytes)} crossed the link up, {size(found.down_bytes)} down"
+    return f"{sizes}: {verdict(found)}; {crossed} in {len(found.losses)} steps"
+
+
+def verdict(found: Squeezed) -> str:
+    """Whether the run in the budget is the one without."""
+    if found.same_losses and found.same_weights:
+        return "losses and weights are the same bits as with all weights on the device"
+    return "NOT the same as with all weights on the device: " + (
+        "the weights differ" if found.same_losses else "the losses differ"
+    )
+
+
+def _budget(squeezed: Sequence[Squeezed]) -> str:
+    """The model and the budget as bars, and what was compared."""
+    if not squeezed:
+        return ""
+    rows = []
+    for found in squeezed:
+        name = f"<th scope='row'>{escape(found.method)}</th>"
+        if found.skipped:
+            rows.append(f"<tr>{name}<td colspan='6' class='why'>skipped: {escape(found.skipped[:400])}</td></tr>")
+            continue
+        share = 100 * found.budget_bytes / max(1, found.weights_bytes)
+        bar = f"<span class='wide'><span class='fill b0' style='width:{share:.1f}%'></span></span>"
+        same = "same" if found.same_losses and found.same_weights else "no"
+        mark = f"<td class='{same} left'>{escape(verdict(found))}</td>"
+        numbers = (found.weights_bytes, found.budget_bytes, found.up_bytes, found.down_bytes)
+        cells = "".join(f"<td>{size(number)}</td>" for number in numbers)
+        rows.append(f"<tr>{name}<td>{bar}</td>{cells}{mark}</tr>")
+    head = "".join(f"<th>{escape(column)}</th>" for column in ("method", "", "model", "budget", "up", "down"))
+    return (
+        "<section><h2>In a budget smaller than the model</h2><p>A deeper model with random weights, trained for "
+        f"{max(len(found.losses) for found in squeezed)} steps with all weights on the device, and again in a budget "
+        "that has to hold everything: weights in use, activations, logits, buffers. The rest of the weights waits in "
+        "host memory and crosses the link when it is needed.</p><div class='scroll'><table class='small'><thead><tr>"
+        f"{head}<th class='left'>compared, bit by bit</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        "<p class='note'>Bar: the budget as a share of the weights. Up, down: bytes that crossed the link in all "
+        "steps. Where there is no GPU, copies within host memory stand for the link.</p></section>"
     )
 
 
@@ -116,7 +167,8 @@ def _task() -> str:
         "<h2>The task</h2><p>Read a note in a guest book and choose the clerk's stamp: blue if the guest was "
         "pleased, red if not. The model has read about soups, rooms and concerts, and has seen stamps, but only "
         "ones that had nothing to do with the note: what a stamp means it has to learn here, from 1000 notes.</p>"
-        f"<table class='task'><thead><tr><th>note</th><th>stamp</th></tr></thead><tbody>{items}</tbody></table>"
+        "<div class='scroll'><table class='task small'><thead><tr><th>note</th><th class='left'>stamp</th></tr></thead>"
+        f"<tbody>{items}</tbody></table></div>"
     )
 
 
@@ -126,15 +178,12 @@ def _again(results: list[Result], seed: int, environment: dict[str, Any]) -> str
         f"<td>{r.settings.lr:g}</td><td class='left'>{escape(_options(r.settings.options))}</td></tr>"
         for r in results
     )
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
-    gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
-    cpu = environment["cpu"]
-    machine = f"{cpu['name']}, {cpu['cores']} cores; {gpus}; {environment['os']}"
     return (
-        "<h2>What was run</h2><table class='task'><thead><tr><th>method</th><th>steps</th><th>notes per step</th>"
-        f"<th>learning rate</th><th>options</th></tr></thead><tbody>{rows}</tbody></table>"
-        f"<p class='note'>Seed {seed}, float32, rate falling linearly to 0. {escape(machine)}.<br>"
-        f"{escape(versions)}.</p><pre>keyhole demo                     this page again\n"
+        "<h2>What was run</h2><div class='scroll'><table class='task small'><thead><tr><th>method</th><th>steps</th>"
+        "<th>notes per step</th>"
+        f"<th>learning rate</th><th class='left'>options</th></tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p class='note'>Seed {seed}, float32, rate falling linearly to 0.</p>{machine_text(environment)}"
+        "<pre>keyhole demo                     this page again\n"
         "keyhole train demo-zo            one method, with checkpoints and all settings\n"
         "keyhole eval demo --tasks demo   the score of the model before training</pre>"
     )
@@ -144,35 +193,11 @@ def _options(options: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in options.items()) or "-"
 
 
-def _style() -> str:
-    rules = [f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS)]
-    return STYLE + "".join(rules)
-
-
 STYLE = """
-:root{--ink:#1c2330;--soft:#5d6778;--line:#e3e7ee;--card:#fff;--page:#f5f7fa;color-scheme:light dark}
-@media (prefers-color-scheme:dark){:root{--ink:#e7ebf2;--soft:#9aa5b8;--line:#2c3442;--card:#181e28;--page:#10151d}}
-*{box-sizing:border-box}body{margin:0;background:var(--page);color:var(--ink);
-font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-main{max-width:1180px;margin:0 auto;padding:40px 24px 56px}h1{font-size:30px;margin:0 0 6px;letter-spacing:-.02em}
-h2{font-size:19px;margin:38px 0 10px}.lead{font-size:17px;max-width:74ch;margin:0 0 24px;color:var(--soft)}
-p{max-width:84ch}.note{color:var(--soft);font-size:13px}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;background:var(--card);border:1px solid var(--line);
-border-radius:10px;overflow:hidden;font-variant-numeric:tabular-nums}
-th,td{padding:9px 13px;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-tbody tr:last-child>*{border-bottom:0}thead th{font-size:12px;font-weight:600;color:var(--soft)}
-th:first-child,.left,.why,.task thead th:last-child{text-align:left}tbody th{font-weight:600}
-.why{color:var(--soft);white-space:normal}.task{width:auto}.task .left{white-space:normal}
-.task thead th:first-child{text-align:left}
-.dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:9px}
-.bar{display:block;position:relative;width:170px;height:10px;border-radius:5px;background:var(--line)}
-.fill{display:block;height:100%;border-radius:5px}.mark{position:absolute;top:-4px;width:2px;height:18px;background:var(--ink)}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(420px,1fr));gap:18px}
-figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 10px 8px}
-svg{display:block;width:100%;height:auto}polyline{fill:none;stroke-linejoin:round}.line{stroke-width:2.4}
-.raw{stroke-width:1;opacity:.22}.grid{stroke:var(--line)}.tick{fill:var(--soft);font-size:11px}
-.axis{fill:var(--soft);font-size:12px}.name{font-size:12.5px;font-weight:600}
-.stamp0{color:#3465d9;font-weight:600}.stamp1{color:#c23b4e;font-weight:600}
-pre{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:13px 16px;overflow-x:auto;
-font-size:13px}
+.why{text-align:left;color:var(--soft);white-space:normal}.task .left{white-space:normal}
+.wide{display:block;position:relative;width:170px;height:10px;border-radius:5px;background:var(--line)}
+.fill{display:block;height:100%;border-radius:5px}
+.mark{position:absolute;top:-4px;width:2px;height:18px;background:var(--ink)}
+.same{color:#14957d;font-weight:600}.no{color:#cc3f55;font-weight:700}
+.stamp0{color:#3b6fe0;font-weight:600}.stamp1{color:#cc3f55;font-weight:600}
 """

@@ -10,6 +10,9 @@ with a UserError) gets its reason in the table instead of numbers.
     memory      the highest above what the process held before the model was loaded, host and GPU (peak_memory.py)
     moved       bytes over the link between host and device; 0 where everything is resident
 
+Then a deeper model is trained with all weights on the device and in a budget smaller than its weights (budget.py): the
+losses and the weights must be the same.
+
 Matrices here are so small that more threads only wait for each other: the demo computes on THREADS of them.
 """
 
@@ -22,8 +25,8 @@ from pathlib import Path
 import torch
 
 import keyhole
-from keyhole.demo import peak_memory
-from keyhole.demo.report import COLUMNS, cells, make_report
+from keyhole.demo import budget, peak_memory
+from keyhole.demo.report import COLUMNS, cells, make_report, squeezed_line
 from keyhole.demo.train import Result, settings_of, start, train
 from keyhole.disk.files import write_text
 from keyhole.errors import UserError
@@ -56,12 +59,14 @@ def run_demo(
     _say(f"the embedded model and task, {len(names)} methods, seed {seed}; everything goes to {root}/")
     with peak_memory.measured_beside(names, device) as peaks, _threads(THREADS):
         results = [_run_method(Result(name, settings_of(name, steps)), root, seed, device) for name in names]
+        squeezed = [_squeeze(name, seed, steps, device) for name in budget.shown(names)]
         found = peaks()
     for result in results:
         result.host_bytes, result.gpu_bytes = found.get(result.method, (0, 0))
     _print_table(results)
     _write(root / "results.json", json.dumps([asdict(result) for result in results], indent=1) + "\n")
-    _write(root / "report.html", make_report(results, seed, environment()))
+    _write(root / "budget.json", json.dumps([asdict(each) for each in squeezed], indent=1) + "\n")
+    _write(root / "report.html", make_report(results, seed, environment(), squeezed))
     _say(f"report: {root / 'report.html'}")
     return results
 
@@ -83,6 +88,13 @@ def _run_method(result: Result, root: Path, seed: int, device: str | None) -> Re
         result.skipped = str(error)
     _say(_line(result))
     return result
+
+
+def _squeeze(name: str, seed: int, steps: int | None, device: str | None) -> budget.Squeezed:
+    """The same run in a budget smaller than the model (budget.py)."""
+    found = budget.squeeze(name, seed, min(steps or budget.STEPS, budget.STEPS), device)
+    _say(squeezed_line(found))
+    return found
 
 
 def _moved_bytes(model: keyhole.Model) -> int:

@@ -133,6 +133,20 @@ def tensors_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return hash_of(lines)
 
 
+@dataclass(frozen=True)
+class Ranges:
+    """A tensor that several processes keep together: (index of the first element, elements) of what is here."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    own: list[tuple[int, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class MethodState(Mapping[str, Any]):
     """A method's saved state: scalars, and tensors that are read when they are asked for."""
 
@@ -143,18 +157,25 @@ class MethodState(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self.scalars[name] if name in self.scalars else self._read(self.table[name])
 
+    def range_of(self, name: str, begin: int, numel: int) -> torch.Tensor:
+        """Some elements of a tensor; no others are read."""
+        return self._read_range(self.table[name], begin, numel)
+
     def _read(self, about: dict[str, Any]) -> torch.Tensor:
+        return self._read_range(about, 0, math.prod(about["shape"])).view(about["shape"])
+
+    def _read_range(self, about: dict[str, Any], begin: int, numel: int) -> torch.Tensor:
         """Straight into a tensor of its own: a mapped file would count as memory until it is closed."""
         dtype = next(dtype for dtype, code in DTYPES.items() if code == about["dtype"])
-        flat = torch.empty(math.prod(about["shape"]), dtype=dtype)
+        flat = torch.empty(numel, dtype=dtype)
         with self.file.open("rb", buffering=0) as file:
-            file.seek(self.begin + about["data_offsets"][0])
+            file.seek(self.begin + about["data_offsets"][0] + begin * dtype.itemsize)
             left = memoryview(flat.view(torch.uint8).numpy())
             while left and (count := file.readinto(left[:READ_BYTES])):
                 left = left[count:]
         if left:
             raise OSError(f"{self.file} ends too early")
-        return flat.view(about["shape"])
+        return flat
 
     def __iter__(self) -> Iterator[str]:
         yield from self.scalars
@@ -162,3 +183,10 @@ class MethodState(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.scalars) + len(self.table)
+
+
+def range_of(state: Mapping[str, Any], name: str, begin: int, numel: int) -> torch.Tensor:
+    """Some elements of a tensor of a method's state, flat."""
+    if isinstance(state, MethodState):
+        return state.range_of(name, begin, numel)
+    return state[name].reshape(-1)[begin : begin + numel]

@@ -2,11 +2,14 @@
 
     model.safetensors     or, cut into shards, model.safetensors.index.json with {"weight_map": {tensor: file}}
     pytorch_model.bin     or pytorch_model.bin.index.json; the format of before: a pickle in a zip archive
+    NAME.gguf             or its parts NAME-00001-of-00003.gguf (gguf.py)
 
-Safetensors are preferred where both are there. A .bin is opened by torch.load(weights_only=True), which builds tensors
-and refuses everything else that a pickle could ask for, so no code in it runs; its data are mapped, not read, until a
-tensor is copied. Shards are opened one after the other. Nothing here needs the module: what a directory holds can be
-compared with a config before anything is built.
+Safetensors are preferred where several are there. Weights of linear layers that were published in 4 or 8 bits
+(quantized.py, gguf.py) are listed as one tensor each, of the shape that they have as numbers.
+
+A .bin is opened by torch.load(weights_only=True), which builds tensors and refuses everything else that a pickle could
+ask for, so no code in it runs; its data are mapped, not read, until a tensor is copied. Shards are opened one after the
+other. Nothing here needs the module: what a directory holds can be compared with a config before anything is built.
 """
 
 import os
@@ -18,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from keyhole.disk.gguf import GRIDS, SUFFIX, GGUFShard, gguf_files
+from keyhole.disk.quantized import BNB, Form, find_forms, hidden
 from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 
@@ -30,10 +35,34 @@ KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file."""
+    """One tensor in a file. form: the format it was quantised to, "" where it is plain; grid: that of ops/lowbit.py on
+    which it lies exactly, None where there is none; parts: the files of the tensors that make it up, where it is
+    several."""
 
     file: str
     shape: tuple[int, ...]
+    form: str = ""
+    grid: tuple[str, int, str] | None = None
+    parts: dict[str, str] | None = None
+    of: Form | None = None
+
+    def read(self, directory: Path, name: str) -> "torch.Tensor":
+        """The tensor as numbers."""
+        if self.of is None:
+            return open_shard(directory / self.file).get_tensor(name)
+        with _damaged(directory / self.file):
+            return self.of.read(lambda part: self._part(directory, part))
+
+    def codes(self, directory: Path, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Codes and scales of a tensor that has a grid."""
+        with _damaged(directory / self.file):
+            if self.of is None:
+                return open_shard(directory / self.file).get_codes(name)  # type: ignore[attr-defined]
+            return self.of.codes(lambda part: self._part(directory, part))
+
+    def _part(self, directory: Path, name: str) -> "torch.Tensor":
+        assert self.parts is not None
+        return open_shard(directory / self.parts[name]).get_tensor(name)
 
 
 class Shard(Protocol):
@@ -72,12 +101,16 @@ class _Shape:
 
 def has_weights(directory: Path) -> bool:
     """Whether the directory holds weights in a format that is read here."""
-    return any((directory / name).exists() for names in KINDS.values() for name in names)
+    return _is_there(directory, *KINDS) or any(directory.glob(f"*{SUFFIX}"))
 
 
 def is_pickled(directory: Path) -> bool:
     """Whether the weights are in .bin files alone."""
-    return not any((directory / name).exists() for name in KINDS["safetensors"]) and has_weights(directory)
+    return not _is_there(directory, "safetensors") and _is_there(directory, "bin")
+
+
+def _is_there(directory: Path, *kinds: str) -> bool:
+    return any((directory / name).exists() for kind in kinds for name in KINDS[kind])
 
 
 def weight_files(directory: Path) -> dict[str, str] | list[str]:
@@ -87,6 +120,12 @@ def weight_files(directory: Path) -> dict[str, str] | list[str]:
             return _read_index(directory / index)
         if (directory / single).exists():
             return [single]
+    try:
+        found = gguf_files(directory) if directory.is_dir() else []
+    except ValueError as error:
+        raise UserError(f"model: {directory}: {error}") from error
+    if found:
+        return found
     raise UserError(
         f"model: {directory} has no weights (model.safetensors, pytorch_model.bin, or an index of several such files)"
     )
@@ -140,6 +179,8 @@ def _open_shard(file: Path) -> Shard:
     try:
         if not file.is_file():
             raise OSError("it is no ordinary file")
+        if file.suffix == SUFFIX:
+            return GGUFShard(file)
         return _Pickled(_load_pickle(file)) if file.suffix == ".bin" else safe_open(file, framework="pt")
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -174,8 +215,40 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     for file in files:
         shard = open_shard(directory / file)
         for name in shard.keys():
-            found[name] = Stored(file, tuple(shard.get_slice(name).get_shape()))
+            form = shard.form(name) if isinstance(shard, GGUFShard) else ""
+            found[name] = Stored(file, tuple(shard.get_slice(name).get_shape()), form, GRIDS.get(form))
     absent = [name for name in listed if name not in found] if isinstance(listed, dict) else []
     if absent:
         raise UserError(f"model: {directory / listed[absent[0]]} has no {absent[0]}, though the index says so")
-    return found
+    return _folded(directory, found)
+
+
+def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
+    """The same with every quantised weight as one tensor."""
+    if not any(BNB in name or name.endswith((".qweight", ".SCB")) for name in found):
+        return found
+    said = read_json(directory / "config.json", "model").get("quantization_config")
+    shapes = {name: stored.shape for name, stored in found.items()}
+    with _damaged(directory):
+        forms = find_forms(
+            shapes,
+            said if isinstance(said, dict) else {},
+            lambda name: open_shard(directory / found[name].file).get_tensor(name),
+        )
+    parts = hidden(forms)
+    whole = {name: stored for name, stored in found.items() if name not in parts and BNB not in name}
+    for name, form in forms.items():
+        files = {part: found[part].file for part in form.parts.values()}
+        first = next(iter(files.values()))
+        kind = f"{form.kind} {form.about.get('quant_type') or form.about.get('bits')}"
+        whole[name] = Stored(first, form.shape, kind, form.grid, files, form)
+    return whole
+
+
+@contextmanager
+def _damaged(where: Path) -> Iterator[None]:
+    """A context whose ValueErrors are the fault of a file."""
+    try:
+        yield
+    except (ValueError, IndexError, RuntimeError) as error:
+        raise UserError(f"model: {where}: {_first_line(error)}") from error

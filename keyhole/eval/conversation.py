@@ -48,6 +48,7 @@ def chat(
     placement: str = "auto",
     gpu_memory: str | int | None = None,
     dtype: str | None = None,
+    wire: str | None = None,
     device: str | None = None,
     max_new_tokens: int | None = None,
     system: str | None = None,
@@ -58,6 +59,7 @@ def chat(
         placement=placement,
         gpu_memory=gpu_memory,
         dtype=dtype or "auto",
+        wire=wire,
         device=device,
         workload=Workload(method="chat", tokens=2048, passes=1),
     )

@@ -48,6 +48,7 @@ def evaluate(
     placement: str = "auto",
     gpu_memory: str | int | None = None,
     dtype: str | None = None,
+    wire: str | None = None,
     device: str | None = None,
     max_length: int | None = None,
     limit: int | None = None,
@@ -56,9 +57,13 @@ def evaluate(
     task_splits: dict[str, str] | None = None,
     num_eval: int | None = NUM_EVAL,
     allow_code_execution: bool = False,
+    columns: dict[str, str] | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
     say: Callable[[str], None] = lambda line: print(f"keyhole: {line}", file=sys.stderr),
 ) -> str:
-    """Scores every task and file and returns the table; json_path gets the numbers. limit: rows read of each file."""
+    """Scores every task and file and returns the table; json_path gets the numbers. limit: rows read of each file;
+    columns, prompt, completion: how rows of data files are read, as in training."""
     names = [_called(name) for word in tasks for name in divided(word)]
     if not names:
         raise UserError("--tasks: name at least one task or data file, or demo")
@@ -84,6 +89,7 @@ def evaluate(
         placement=placement,
         gpu_memory=gpu_memory,
         dtype=dtype or "auto",
+        wire=wire,
         device=device,
         workload=Workload(method="eval", tokens=BATCH_TOKENS, passes=PASSES),
     )
@@ -95,7 +101,8 @@ def evaluate(
         if isinstance(source, Task):
             scores.append(score(model, source, allow_code_execution=allow_code_execution, **options))
         else:
-            scores.append(score_data(model, source, limit, **options))
+            how = {"columns": columns, "prompt": prompt, "completion": completion}
+            scores.append(score_data(model, source, limit, how, **options))
     if json_path is not None:
         _write_json(Path(json_path), directory, model, scores)
     return table(scores)
@@ -119,9 +126,15 @@ def _check_word(name: str, with_tasks: bool) -> None:
 
 
 def score_data(
-    model: Model, source: str, limit: int | None = None, *, max_length: int | None = None, **options: Any
+    model: Model,
+    source: str,
+    limit: int | None = None,
+    how: dict[str, Any] | None = None,
+    *,
+    max_length: int | None = None,
+    **options: Any,
 ) -> DataScore:
-    """Loss and perplexity of a file in any training format. options: see rows.py."""
+    """Loss and perplexity of a file in any training format. how: settings of its rows; options: see rows.py."""
     if model.classifies:
         raise UserError(f"{source}: {type(model.module).__name__} classifies texts; --tasks: name a task, such as sst2")
     if model.tokenizer is None:
@@ -130,7 +143,7 @@ def score_data(
     longest = max_length or context_length(model.config)
     stops = getattr(model.module.generation_config, "eos_token_id", None)
     stops = tuple(stops) if isinstance(stops, list) else () if stops is None else (stops,)
-    data = prepare(source, model.tokenizer, max_length=longest, limit=limit, stop_token_ids=stops)
+    data = prepare(source, model.tokenizer, max_length=longest, limit=limit, stop_token_ids=stops, **(how or {}))
     check_data(data, model.source, model.config, model.module)
     nll_R, count_R = score_rows(model, data, **options)
     found = float(nll_R.sum()), int(count_R.sum())

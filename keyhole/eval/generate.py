@@ -44,16 +44,35 @@ def generate_answers(
     prompts = encoder.prompts(list(questions))
     for question, ids in zip(questions, prompts, strict=True):
         check_ids(ids, question.where, model.source, model.config)
+    texts = continue_prompts(
+        model, prompts, max_new_tokens=max_new_tokens, stop=stop, batch_tokens=batch_tokens, watch=watch
+    )
+    return texts, encoder.truncated
+
+
+def continue_prompts(
+    model: Model,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    batch_tokens: int = BATCH_TOKENS,
+    watch: Callable[[list], Iterable] = iter,
+    settings: dict[str, Any] | None = None,
+) -> list[str]:
+    """What the model writes behind each prompt of tokens, in their order. settings: of Transformers' generation
+    (default: greedy, whatever the model's own settings are)."""
+    settings = PLAIN if settings is None else settings
     answers = [""] * len(prompts)
-    own = model.evaluation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
+    own = model.generation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
     for batch in watch(own):
-        texts = _answer(model, [prompts[i] for i in batch], max_new_tokens, stop)
+        texts = answer_prompts(model, [prompts[i] for i in batch], max_new_tokens, stop, settings=settings)
         for i, text in zip(batch, texts, strict=True):
             answers[i] = text
-    for theirs in model.evaluation_ranks.objects({i: answers[i] for batch in own for i in batch}):
+    for theirs in model.generation_ranks.objects({i: answers[i] for batch in own for i in batch}):
         for i, text in theirs.items():
             answers[i] = text
-    return answers, encoder.truncated
+    return answers
 
 
 def cut_at(text: str, stop: Sequence[str]) -> str:
@@ -71,16 +90,26 @@ def _batches(lengths: list[int], new: int, batch_tokens: int) -> list[list[int]]
     return batches
 
 
-def _answer(model: Model, prompts: list[list[int]], new: int, stop: Sequence[str]) -> list[str]:
-    tokenizer, settings = model.tokenizer, model.module.generation_config
+def answer_prompts(
+    model: Model,
+    prompts: list[list[int]],
+    new: int,
+    stop: Sequence[str] = (),
+    max_time: float | None = None,
+    settings: dict[str, Any] = PLAIN,
+) -> list[str]:
+    """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which all end;
+    settings: of Transformers' generation."""
+    tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
-    ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
+    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     first_end = ends[0] if isinstance(ends, list) else ends
-    pad = next((i for i in (tokenizer.pad_token_id, settings.pad_token_id, first_end) if i is not None), 0)
+    pad = next((i for i in (tokenizer.pad_token_id, own.pad_token_id, first_end) if i is not None), 0)
     ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    options: dict[str, Any] = PLAIN | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
+    options: dict[str, Any] = settings | {"max_new_tokens": new, "pad_token_id": pad, "eos_token_id": ends}
     options |= {"stopping_criteria": [_Stops(tokenizer, stop, width)]} if stop else {}
+    options |= {} if max_time is None else {"max_time": max_time}
     try:
         made = model.generate(ids, mask, **options)[:, width:]
     except NonFinite as error:

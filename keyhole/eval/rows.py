@@ -39,12 +39,18 @@ def score_rows(
     """(nll_R float64, count_R int64) on the host: summed NLL and number of trained tokens of each row."""
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
     count_R = torch.zeros(len(rows), dtype=torch.int64)
-    own = model.evaluation_ranks.share(_groups(model, rows, batch_tokens, passes))
+    own, spare = model.shared_out(group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes))
+
+    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+
     for group in watch(own):
-        results = model.nll([collate([rows[i] for i in batch], 0, pad_to_multiple_of=1) for batch in group])
+        results = found_in(group)
         for batch, (nll_B, count_B) in zip(group, results, strict=True):
             nll_R[batch] = nll_B.double().cpu()
             count_R[batch] = count_B.cpu()
+    for group in spare:
+        found_in(group)
     of_all_ranks(model, own, nll_R, count_R)
     return nll_R, count_R
 
@@ -61,27 +67,33 @@ def class_logits(
     """(logits_RL float32, nll_R float64) of a classifier's rows, on the host."""
     logits_RL = torch.zeros(len(rows), model.config.num_labels)
     nll_R = torch.zeros(len(rows), dtype=torch.float64)
-    own = model.evaluation_ranks.share(_groups(model, rows, batch_tokens, passes))
+    own, spare = model.shared_out(group_batches(model, [len(row.input_ids) for row in rows], batch_tokens, passes))
+
+    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return model.logits([collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group])
+
     for group in watch(own):
-        batches = [collate([rows[i] for i in batch], pad_token_id, pad_to_multiple_of=1) for batch in group]
-        for batch, (logits_BL, nll_B) in zip(group, model.logits(batches), strict=True):
+        for batch, (logits_BL, nll_B) in zip(group, found_in(group), strict=True):
             logits_RL[batch], nll_R[batch] = logits_BL.cpu(), nll_B.double().cpu()
+    for group in spare:
+        found_in(group)
     of_all_ranks(model, own, logits_RL, nll_R)
     return logits_RL, nll_R
 
 
 def of_all_ranks(model: Model, own: Groups, *found: torch.Tensor) -> None:
     """Fills in the rows that other ranks have computed. own: the groups of this one."""
-    if not model.evaluation_ranks.several:
+    if not model.ranks.several:
         return
     rows = torch.tensor([i for group in own for batch in group for i in batch], dtype=torch.int64)
-    for theirs, *values in model.evaluation_ranks.objects((rows, *(x[rows] for x in found))):
+    for theirs, *values in model.ranks.objects((rows, *(x[rows] for x in found))):
         for x, value in zip(found, values, strict=True):
             x[theirs] = value
 
 
-def _groups(model: Model, rows: Sequence[Sample], batch_tokens: int, passes: int) -> Groups:
-    batches = plan_batches([len(row.input_ids) for row in rows], batch_tokens)
+def group_batches(model: Model, lengths: Sequence[int], batch_tokens: int, passes: int) -> Groups:
+    """Batches of rows of these lengths, and which of them go through a streamed model together."""
+    batches = plan_batches(lengths, batch_tokens)
     together = passes if model.engine.streamed else 1
     return [batches[i : i + together] for i in range(0, len(batches), together)]
 

@@ -21,6 +21,7 @@ from keyhole.machine.probe import versions
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
+from keyhole.model.weights.save import save_model
 
 TENSORS_ABOUT = "method"
 
@@ -28,6 +29,8 @@ TENSORS_ABOUT = "method"
 def save_method(directory: Path, method: Method, step: int) -> None:
     """Writes the state; the model's files are there already, and their checksums go with it."""
     tensors, scalars = split_state(method.state_dict())
+    if method.model.factors is not None:  # they are in the state, so that a run goes on within a period
+        save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)
     write_state(directory, About(step, {}, {TENSORS_ABOUT: method.name}, versions()), scalars)

@@ -197,6 +197,8 @@ class KeyholeMixin:
             checkpoints.load_method(Path(best), self.method)
         else:
             checkpoints.load_weights(Path(best), self.keyhole)
+            if self.keyhole.factors is not None:
+                checkpoints.load_method(Path(best), self.method)
 
 
 class Shell(nn.Module):

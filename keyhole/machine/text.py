@@ -9,8 +9,11 @@ window, or hide what was printed before. It may also hold a megabyte. So everyth
     duration(seconds)       a time for people
 """
 
+import re
+
 LINE_CHARACTERS = 2000
 MESSAGE_LINES = 100
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
 
 
 def printable(text: object, limit: int = LINE_CHARACTERS) -> str:
@@ -32,7 +35,7 @@ def printable_lines(text: object, limit: int = LINE_CHARACTERS, most: int = MESS
 
 def without_controls(text: str) -> str:
     """The text as it is, but for control characters other than line breaks and tabs."""
-    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+    return CONTROLS.sub("", text)
 
 
 def duration(seconds: float) -> str:

@@ -7,8 +7,9 @@ its test. This file and every traits.py import no torch.
 from keyhole.methods.adam_offload.traits import ADAM_OFFLOAD
 from keyhole.methods.apollo_mini.traits import APOLLO_MINI
 from keyhole.methods.base import Traits
-from keyhole.methods.baselines.traits import ADAMW, GALORE, LORA, SGD
+from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.lomo.traits import ADALOMO, LOMO, LOMO_LORA
+from keyhole.methods.lora.traits import LORA
 from keyhole.methods.lsp.traits import LSP
 from keyhole.methods.zo.traits import ZO
 

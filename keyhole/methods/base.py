@@ -13,7 +13,7 @@ row; no other file knows a method by its name (tests/test_layers.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from keyhole.methods.work import StepWork
     from keyhole.model.attached import Addon
     from keyhole.model.batch import Batch
+    from keyhole.model.forward.low_rank import Factors
     from keyhole.model.model import Model
     from keyhole.model.structure.layout import Layout, Unit
     from keyhole.model.weights.format import Wire
@@ -67,6 +68,7 @@ class RunSettings(Protocol):
     wire: str | None
     placement: str
     max_grad_norm: float | None
+    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Workload:
     searches: bool = False  # a learning rate, in the first steps
     length: int | None = None  # of a row, for the time of attention; None: as if a batch were one row
     experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
+    ranks: int = 1  # processes that train together, and how many of them share this machine's memory
+    local_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -140,14 +144,16 @@ class Traits:
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes): refuses state that host memory cannot hold. None: the method keeps none
-    there."""
+    """(layout, streamed, element_bytes, cut=, ranks=): refuses state that host memory cannot hold; cut: of units that
+    ranks share out, what one keeps; ranks: those on this machine. None: the method keeps none there."""
     step_work: str = "keyhole.methods.work:forward_work"
     """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
     steps: float = 1.0
     """Steps that it takes to learn what AdamW learns in one: a rule of thumb, by which the planner compares methods."""
     wires: tuple[str, ...] = ()
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
+    frozen_wires: Callable[[Any], tuple[str, ...]] = lambda settings: ()
+    """Further formats, whose weights cannot be changed: those that the method takes with these settings."""
     underflow_safe: bool = False
     """float16 is safe: the method has no gradients, or scales its loss."""
     journaled: bool = False
@@ -158,8 +164,17 @@ class Traits:
     ranks: Literal["replicas", "shards"] | None = None
     """How several ranks (keyhole/ranks) train together. Each takes its part of the micro-batches; replicas: has all
     weights, and makes the same update; shards: keeps and updates a part of the weights. None: not at all."""
+    exchanged: Callable[[float], float] = lambda width: 1.0
+    """Bytes of gradients and updates that ranks exchange per step, per byte of 16-bit weights, in a model of this
+    width; gathers of weights do not count."""
+    through_host: tuple[float, float] = (0.0, 0.0)
+    """Of an optimizer on the host: bytes over the link per byte of 16-bit weights, where these are resident, and bytes
+    through host memory per parameter, per step."""
     keeps_base: bool = False
     """The model's own weights never change: a run goes on from the original model and the method's state."""
+    light: Callable[[Any], bool] = lambda settings: False
+    """Whether checkpoints hold the method's tensors alone, with everything that has changed: a run goes on from the
+    original model and these."""
     may_change: tuple[str, ...] = ()
     """Own settings that may change when a run goes on."""
     passes: Callable[[Any], int] = lambda settings: 1
@@ -180,6 +195,14 @@ class Traits:
     def rates(self, own: Any) -> tuple[float, tuple[float, float]]:
         """(the rate where none is given, the range that has been seen to work) with these own settings."""
         return (self.learning_rate, self.sane_rates) if self.usual_rates is None else self.usual_rates(own)
+
+    def all_wires(self, own: Any) -> tuple[str, ...]:
+        """Every format that the method takes with these settings."""
+        return (*self.wires, *self.frozen_wires(own))
+
+    def from_original(self, own: Any) -> bool:
+        """Whether a run with these own settings goes on from the original model, and not from a checkpoint's."""
+        return self.keeps_base or self.light(own)
 
     @property
     def streams(self) -> bool:
@@ -223,11 +246,16 @@ class Method:
     name: str
     model: Model
     lr: float
+    keeps_base: bool = False
+    """Whether this method, with its settings, never changes the weights of blocks, so that they may be frozen."""
+    light: bool = False
+    """Whether its checkpoints hold its own tensors alone (Traits.light)."""
 
     def __init_subclass__(cls) -> None:
-        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py)."""
-        if "step" in vars(cls):
-            cls.step = _without_autocast(cls.step)  # type: ignore[method-assign]
+        """A step computes in the model's dtype, whatever autocast its caller is in (ops/autocast.py), at the rate that
+        a scheduler has set."""
+        for name in {"step", "backward"} & vars(cls).keys():
+            setattr(cls, name, _without_autocast(vars(cls)[name]))
 
     def __new__(cls, *args: Any, **options: Any) -> Method:
         """Refuses what is no model before anything is made of it."""
@@ -330,6 +358,11 @@ class Method:
     def call_before_update(self, callback: Callable[[], None]) -> None:
         """Has the callback called before an update changes weights (traits: announces = "step")."""
         raise NotImplementedError  # abstract: only where the row says so
+
+    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+        """Of a state that was saved: what a model's files lack, and what has to be added to them before others can use
+        them; None where nothing is."""
+        return None
 
     # -- for the journal (checkpoint/journal/), where the row says so ------------------------------------------------
 

@@ -68,8 +68,7 @@ class ModelDropout:
         if not self.active:
             yield
             return
-        self.steps += 1
-        self.states.clear()
+        self.begin()
         before = [part.training for part in self.module.modules()]
         self.module.train()
         try:
@@ -77,6 +76,11 @@ class ModelDropout:
         finally:
             for part, training in zip(self.module.modules(), before, strict=True):
                 part.training = training
+
+    def begin(self) -> None:
+        """A step begins: no pass has drawn yet."""
+        self.steps += 1
+        self.states.clear()
 
     @contextmanager
     def turn(self, index: int) -> Iterator[None]:

@@ -36,6 +36,8 @@ class Attached(Protocol):
     """A method, as the model sees it."""
 
     name: str
+    keeps_base: bool
+    """Whether the weights of blocks never change."""
 
     @property
     def deferred(self) -> Callable[[], None] | None:

@@ -45,6 +45,17 @@ class DeviceBatch:
         return self.token_count if self.candidates is None else self.candidates.question_count
 
 
+def repeated(batch: DeviceBatch, count: int) -> DeviceBatch:
+    """The rows of a batch so many times, one after the other, for a pass that gives hidden states only: what its loss
+    is computed from stays that of one copy."""
+    if count == 1:
+        return batch
+    positions = batch.inputs["input_ids"].numel()
+    starts = torch.arange(count, device=batch.index_N.device)[:, None] * positions
+    inputs = {name: x.repeat(count, *[1] * (x.dim() - 1)) for name, x in batch.inputs.items()}
+    return replace(batch, inputs=inputs, index_N=(starts + batch.index_N).flatten())
+
+
 def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
     """What each row, or each question, adds to the loss of its step before the division by `loss_count`. nll: of the
     trained tokens, or of a classifier's rows. Adds in the same order every time."""

@@ -17,10 +17,10 @@ Legend: B rows, T positions, M tokens looked up, N trained tokens, H width.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from keyhole.model.forward.graphs import BlockGraphs
 from keyhole.model.forward.head import Head
 from keyhole.model.forward.hooks import Conductor, install_hooks
 from keyhole.model.forward.lockstep import Lockstep
+from keyhole.model.forward.low_rank import Factors
 from keyhole.model.forward.patches import Patches
 from keyhole.model.forward.row_tiles import compute_in_tiles
 from keyhole.model.packing import check_packing
@@ -50,9 +51,10 @@ from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.autocast import without_autocast
-from keyhole.ops.loss import RunningNLL
+from keyhole.ops.loss import RunningChoice, RunningNLL
 from keyhole.ranks import Ranks
 
+T = TypeVar("T")
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
 Rows = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -100,6 +102,8 @@ class Model:
         self.conductor: Conductor | None = None
         self.lens: Lens | None = None  # what weights are seen through, in `seen_through`
         self.addon: Addon | None = None
+        self.factors: Factors | None = None  # what was learned beside the weights of linear layers
+        self.factored: set[int] = set()  # ids of modules that ask for it
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
         weakref.finalize(self, self._lockstep.close)
@@ -114,7 +118,7 @@ class Model:
         self._scratch: dict[str, torch.Tensor] = {}
         self._keeps_packed_apart = False  # known only once the model was asked
         install_hooks(self)
-        compute_in_tiles(self)
+        self.tiles = compute_in_tiles(self)
         fuse_relu(self)
         if graphs and self.device.type == "cuda" and layout.block_count and not layout.has_cut_blocks:
             self.graphs = BlockGraphs(self, find_blocks(module))
@@ -127,10 +131,17 @@ class Model:
         source = "" if self.source is None else f", from {self.source!r}"
         return f"<Model: {type(self.module).__name__}, {count:,} parameters, {dtype} on {self.device}, {where}{source}>"
 
+    def shared_out(self, groups: Sequence[T]) -> tuple[list[T], list[T]]:
+        """Of what is evaluated, one sweep per group: this rank's part; and what it runs besides, for nothing, where
+        every visit of a unit takes all ranks and others have one more."""
+        own = self.ranks.share(groups)
+        most = -(-len(groups) // self.ranks.size)
+        return own, list(groups[:1]) * (most - len(own)) if self.sharded else []
+
     @property
-    def evaluation_ranks(self) -> Ranks:
-        """Who shares the batches of an evaluation: all ranks, or, where every visit of a unit takes all of them, each
-        has all batches."""
+    def generation_ranks(self) -> Ranks:
+        """Who shares the batches of a generation: all ranks, or, where every visit of a unit takes all of them, each
+        has all batches, since how many tokens an answer has is not known before."""
         return Ranks() if self.sharded else self.ranks
 
     def writes(self, page: int) -> bool:
@@ -272,7 +283,7 @@ class Model:
             self._scratch[kind] = torch.empty(numel, dtype=self.dtype, device=self.device)
         weights = self._scratch[kind][: unit.numel]
         if stored.dtype == PACKED:
-            self.formats.codec.decode(stored, weights)
+            self.formats.decode(unit, stored, weights)
             return weights
         return weights.copy_(stored)
 
@@ -302,6 +313,14 @@ class Model:
 
     @without_autocast()
     @torch.no_grad()
+    def token_scores(self, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(nll_N, best_N) of each batch: the NLL of each target, and the token that is likeliest in its place. All
+        batches are run together; a position may be asked for several targets."""
+        states = self._evaluated_as_sent(batches, lambda *found: self._running(*found, kind=RunningChoice))
+        return [(state.nll_N(), state.best_N) for state in states]
+
+    @without_autocast()
+    @torch.no_grad()
     def logits(self, batches: list[Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches are
         run together."""
@@ -314,8 +333,15 @@ class Model:
         result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[torch.Tensor]],
     ) -> tuple[list[DeviceBatch], list[torch.Tensor]]:
         """One pass per batch, without gradients. result: of hidden states, batches and spine, within the sweep."""
-        self.apply_deferred()
         batches = self.to_device(batch)
+        return batches, self._evaluated_as_sent(batches, result)
+
+    def _evaluated_as_sent(
+        self,
+        batches: list[DeviceBatch],
+        result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[Any]],
+    ) -> list[Any]:
+        self.apply_deferred()
 
         def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
             self.binding.bind(unit, self.acquire_weights(unit) if unit else None, spine)
@@ -327,7 +353,7 @@ class Model:
         with self.sweep("evaluate"):
             spine = self.acquire_weights(self.layout.spine)
             hidden = self.lockstep(batches, serve, lambda i, ids_M: self.table_rows(ids_M).to(self.dtype))
-            return batches, result(hidden, batches, spine)
+            return result(hidden, batches, spine)
 
     def _nll_of(
         self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor
@@ -335,13 +361,23 @@ class Model:
         """The loss of every trained token of every pass, or of every row."""
         if self.classifies:
             return [self.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
-        running = [RunningNLL(b.target_N) for b in batches]
+        return [state.nll_N() for state in self._running(hidden, batches, spine)]
+
+    def _running(
+        self,
+        hidden: list[torch.Tensor],
+        batches: list[DeviceBatch],
+        spine: torch.Tensor,
+        kind: type[RunningNLL] = RunningNLL,
+    ) -> list[Any]:
+        """Of every pass, the state of its trained tokens after all chunks of the vocabulary."""
+        running = [kind(b.target_N) for b in batches]
         for unit in self.layout.head_units:
             self.binding.bind_head(unit, self.acquire_weights(unit), spine)
             for state, x in zip(running, hidden, strict=True):
                 self.head.add_nll(state, x, unit.rows[0])
             self.engine.release(unit.index)
-        return [state.nll_N() for state in running]
+        return running
 
     @without_autocast()
     @torch.no_grad()
@@ -371,7 +407,14 @@ class Model:
     def attach(self, method: Attached) -> None:
         """A method is made on this model. What other methods have deferred is applied first."""
         check_loss(self.config)
+        if self.formats.frozen is not None and not method.keeps_base:
+            raise UserError(
+                f"wire: {self.formats.name} weights are frozen, and {method.name} would change them: their grid is too "
+                "coarse for updates. Use a method that learns beside them (lora), or wire=bf16"
+            )
         self.apply_deferred()
+        if self.factors is not None:
+            self.factors.settle()
         if self.placed is not None:
             self.placed.check_method(method.name)
         self._deferred = [(owner, apply) for owner, apply in self._deferred if owner() is not None]  # may step again
@@ -389,14 +432,17 @@ class Model:
 
     # -- reading and saving it -------------------------------------------------------------------------------------
 
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter at its home, a tied one once, as it is saved."""
+    def named_tensors(self, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter at its home, a tied one once, as it is saved. merged=False: without what was learned beside
+        it, which is in the method's state."""
         if self.sharded:
             raise UserError("this rank has a part of the weights only; own_tensors gives what it has")
         self.apply_deferred()
         self.engine.wait_for_homes()
         for tensor in self.layout.tensors:
             home = self.home(tensor)
+            if self.factors is not None:
+                home = self.factors.as_saved(tensor, home, merged)
             yield tensor.name, home if self.addon is None else self.addon.as_saved(tensor, home)
 
     def own_tensors(self) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -14,6 +14,8 @@ import torch
 
 from keyhole.offload.engine import Engine
 
+FEW = 256  # numbers
+
 
 class Downlink:
     """Copies of tensors to host memory, behind the kernels of an engine's compute stream."""
@@ -31,13 +33,20 @@ class Downlink:
     ) -> None:
         """Copies after the kernels so far. The source may be dropped at once; its memory is used again behind the copy.
         timed: makes a context around the copy."""
+        span = self._span(source)
         if not self.cuda:
-            target.copy_(source)
+            with span:
+                target.copy_(source)
             return
         self.stream.wait_stream(self.engine.compute)
-        with torch.cuda.stream(self.stream), timed():
+        with torch.cuda.stream(self.stream), timed(), span:
             target.copy_(source, non_blocking=True)
         source.record_stream(self.stream)
+
+    def _span(self, source: torch.Tensor) -> AbstractContextManager[Any]:
+        """For a trace of the step; a few numbers are not worth a span."""
+        timeline = self.engine.timeline
+        return timeline.span("gradients", "") if timeline.enabled and source.numel() > FEW else nullcontext()
 
     def sent(self, and_kernels: bool = False) -> Any:
         """An event that the host can wait for: everything sent so far has arrived; and_kernels: and the kernels so far

@@ -60,6 +60,7 @@ class Engine:
         shared: frozenset[int] = frozenset(),
     ) -> None:
         self.homes, self.streamed, self.device = homes, streamed, device
+        self.on_host = streamed  # pages that are kept in host memory
         self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
         self.cuda = device.type == "cuda"
         self.slot_bytes = max((page_bytes(homes[page]) for page in streamed), default=0)
@@ -100,12 +101,15 @@ class Engine:
             for page in list(self.held):
                 self.release(page)
             raise
+        finally:
+            self._left()
         if self.visited and learn:
             self.orders[name] = self.visited
 
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
         """The page on the device. changes=False: it will only be read. `arrival` sees the page first and may change it
         (an update that has been due since the last use): if it says so, the page goes home."""
+        self._left()
         if self.gate is not None:
             self.gate.wait(page)
         if page not in self.streamed:
@@ -135,7 +139,14 @@ class Engine:
                     self.compute.wait_event(self.home_written[page])
         return self._arrived(page, slot.as_page(self.homes[page]))
 
+    def _left(self) -> None:
+        """The caller asks for another page, or has ended its sweep."""
+        if self.timeline.enabled:
+            self.timeline.left(self.compute if self.cuda else None)
+
     def _arrived(self, page: int, w: torch.Tensor) -> torch.Tensor:
+        if self.timeline.enabled:
+            self.timeline.arrived(f"page {page}", self.compute if self.cuda else None)
         if self.arrival is not None and self.arrival(page, w):
             self.commit(page)
         return w
@@ -154,7 +165,8 @@ class Engine:
 
     def _write_back(self, page: int, slot: Slot) -> None:
         if not self.cuda:
-            self._copy_down(page, slot)
+            with self.timeline.span("write-back", f"page {page}"):
+                self._copy_down(page, slot)
             return
         slot.changed.record(self.compute)
         with torch.cuda.stream(self.down):
@@ -234,7 +246,8 @@ class Engine:
                 self.up.wait_stream(self.compute)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
         if not self.cuda:
-            self._copy_up(page, slot)
+            with self.timeline.span("upload", f"page {page}"):
+                self._copy_up(page, slot)
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
@@ -253,6 +266,10 @@ class Engine:
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         """Of pages that are sharded (shards.py): this process's part, and the element at which it begins."""
         return {}
+
+    def kept(self, page: int) -> torch.Tensor:
+        """What this process keeps of a page: all of it, or its part."""
+        return self.homes[page]
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)

@@ -8,10 +8,14 @@ are in host memory (streamed) or on the device (resident). A visit is the engine
 
 All ranks visit the same pages in the same order, so their collectives match: the order of uploads follows from that of
 acquire and release, and from nothing that differs between ranks. Prefetch works as always, as far as there are slots.
+Only a gate (protocols.py) is a matter of time: a page that it holds back is waited for, where one process would go on
+and look again later; and nothing is prefetched that this sweep has begun to rewrite, or for the next sweep.
 
 Bytes per visit and rank: k up, (N - 1) k received; slots hold whole pages.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,9 +52,26 @@ class ShardedEngine(Engine):
             for page, home in enumerate(homes)
         ]
         super().__init__(whole, streamed | set(numels), device, **options)
+        self.on_host = streamed
+        self.rewritten: set[int] = set()  # in this sweep, by a gate: every rank says so
+
+    @contextmanager
+    def sweep(self, name: str, guess: list[int], learn: bool = True) -> Iterator[None]:
+        self.rewritten.clear()
+        with super().sweep(name, guess, learn):
+            yield
+
+    def before_change(self, page: int) -> None:
+        super().before_change(page)
+        self.rewritten.add(page)
+        if self.gate is not None and any(slot.page == page for slot in self.ahead):
+            self._drop_ahead()
 
     def parts(self) -> dict[int, tuple[int, torch.Tensor]]:
         return {page: (self.ranks.rank * part.numel(), part) for page, part in self.own.items()}
+
+    def kept(self, page: int) -> torch.Tensor:
+        return self.own.get(page, self.homes[page])
 
     def on_device(self, page: int) -> torch.Tensor:
         """A sharded page that is held, with its padding."""
@@ -64,6 +85,17 @@ class ShardedEngine(Engine):
         super().commit(page)
         if page in self.numels:
             self.held[page].intact = False
+
+    def _prefetch(self) -> None:
+        if self.gate is None:
+            super()._prefetch()
+            return
+        while self.free and (self.overlap or not self.held) and self.cursor + len(self.ahead) < len(self.order):
+            page = self.order[self.cursor + len(self.ahead)]
+            if page in self.held or page in self.rewritten or any(slot.page == page for slot in self.ahead):
+                return
+            self.gate.wait(page)
+            self._upload(page)
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         if page not in self.numels:

@@ -1,57 +1,105 @@
-"""When uploads, kernels and write-backs ran: spans measured with CUDA events, written as a Chrome / Perfetto trace.
+"""When uploads, kernels and write-backs ran: spans in lanes, for a drawing or as a Chrome / Perfetto trace.
 
-A span is a pair of timing events recorded on the stream where the work is enqueued, so measuring adds no wait. Open
-the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing): one lane each for upload, compute, write-back.
+A span is a pair of moments. On a GPU they are timing events recorded on the stream where the work is enqueued, so
+measuring adds no wait; on a CPU, where everything happens in turn, they are readings of the clock. The engine marks the
+lanes: `upload` and `write-back` are its copies, `compute` what the caller's stream does from the moment a page has
+arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. What methods send
+to the CPU besides (downlink.py) is `gradients`. A step that is launched as one graph has no lanes.
+
+Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 """
 
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
+LANES = ("upload", "compute", "write-back", "gradients")
+
 
 class Timeline:
-    """Collects spans (lane, label, begin, end) while enabled, and writes them as a trace."""
+    """Collects spans (lane, label, begin, end) while enabled. cuda: whether moments are those of a GPU."""
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.enabled = enabled
-        self.spans: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+    def __init__(self, enabled: bool = True, cuda: bool = True) -> None:
+        self.enabled, self.cuda = enabled, cuda
+        self.spans: list[tuple[str, str, Any, Any]] = []
+        self.running: tuple[str, Any] | None = None  # label and begin of the work on the page that has arrived
         if enabled:
-            self.origin = torch.cuda.Event(enable_timing=True)
-            self.origin.record()
+            self.origin = self.last = self._moment()
+
+    @property
+    def measures(self) -> bool:
+        """Whether a moment can be taken now: what is captured as a graph does not happen yet."""
+        return self.enabled and not (self.cuda and torch.cuda.is_current_stream_capturing())
+
+    def _moment(self, stream: Any = None) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
 
     @contextmanager
     def span(self, lane: str, label: str) -> Iterator[None]:
         """Measures the work that is enqueued inside, on the current stream."""
-        if not self.enabled:
+        if not self.measures:
             yield
             return
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        paused = None if self.cuda or self.running is None else self.running[0]  # a CPU does one thing at a time
+        if paused is not None:
+            self.left()
+        begin = self._moment()
         yield
-        end.record()
-        self.spans.append((lane, label, begin, end))
+        self.spans.append((lane, label, begin, self._moment()))
+        if paused is not None:
+            self.arrived(paused)
+
+    def arrived(self, label: str, stream: Any = None) -> None:
+        """A page is there: what its stream does from now on is the page's work."""
+        if self.measures:
+            self.left(stream)
+            self.running = label, self._moment(stream)
+
+    def left(self, stream: Any = None) -> None:
+        """That work ends: the next page is asked for, or the sweep is over."""
+        if self.measures and self.running is not None:
+            (label, begin), self.running = self.running, None
+            self.spans.append(("compute", label, begin, self._moment(stream)))
+
+    def stop(self) -> None:
+        """No further spans; those that were taken can be read."""
+        if self.enabled:
+            self.left()
+            self.last, self.enabled = self._moment(), False
+
+    def is_done(self) -> bool:
+        """Whether all spans are over; never waits."""
+        return not self.cuda or all(event.query() for _, _, _, event in self.spans)
 
     def rows(self) -> list[tuple[str, str, float, float]]:
         """(lane, label, start_ms, duration_ms) of every span. Waits for the device."""
-        torch.cuda.synchronize()
+        if not self.is_done():
+            torch.cuda.synchronize()
         return [
-            (lane, label, self.origin.elapsed_time(begin), begin.elapsed_time(end))
-            for lane, label, begin, end in self.spans
+            (lane, label, self._ms(self.origin, begin), self._ms(begin, end)) for lane, label, begin, end in self.spans
         ]
+
+    def _ms(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) if self.cuda else 1e3 * (end - begin)
 
     def save(self, path: Path) -> None:
         """Writes the trace as JSON."""
-        lanes = ["upload", "compute", "write-back"]
         events = [
             {
                 "name": label,
                 "cat": lane,
                 "ph": "X",
                 "pid": 0,
-                "tid": lanes.index(lane),
+                "tid": LANES.index(lane),
                 "ts": 1e3 * start,
                 "dur": 1e3 * ms,
             }
@@ -59,6 +107,6 @@ class Timeline:
         ]
         names = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": lane}}
-            for i, lane in enumerate(lanes)
+            for i, lane in enumerate(LANES)
         ]
         path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

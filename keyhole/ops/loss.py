@@ -68,7 +68,7 @@ class RunningNLL:
         """Views of the state in slices of tokens: what is added to a slice is added to this state."""
         slices = []
         for first in range(0, max(1, self.targets_N.numel()), tokens):  # one slice of no tokens, like Tensor.split
-            part = RunningNLL.__new__(RunningNLL)
+            part = type(self).__new__(type(self))
             for name, value in vars(self).items():
                 setattr(part, name, value[first : first + tokens])
             slices.append(part)
@@ -77,6 +77,22 @@ class RunningNLL:
     def nll_N(self) -> torch.Tensor:
         """The loss per token, when all chunks have been added."""
         return self.max_N + self.sum_N.log() - self.target_logit_N
+
+
+class RunningChoice(RunningNLL):
+    """The same, and the token with the largest logit so far: the first of equals, as torch.argmax has it."""
+
+    def __init__(self, targets_N: torch.Tensor) -> None:
+        super().__init__(targets_N)
+        self.best_N = torch.full_like(targets_N, -1)
+
+    def add(self, logits_NR: torch.Tensor, first_row: int) -> None:
+        if logits_NR.numel() == 0:
+            return
+        before_N = self.max_N.clone()
+        super().add(logits_NR, first_row)
+        top_N, at_N = logits_NR.max(dim=1)
+        self.best_N.copy_(torch.where(top_N.float() > before_N, at_N + first_row, self.best_N))
 
 
 def _add_reference(state: RunningNLL, logits_NR: torch.Tensor, first_row: int) -> None:

@@ -1,6 +1,6 @@
 """Where names stand beside a plot: in one column, in the order of what they name, apart from each other."""
 
-NAME_HEIGHT = 16.0  # of a line of text
+NAME_HEIGHT = 19.0  # of a line of text (style.py)
 
 
 def apart(heights: list[float], top: float, bottom: float, gap: float = NAME_HEIGHT) -> list[float]:

@@ -13,8 +13,8 @@ main{max-width:1240px;margin:0 auto;padding:44px 22px 64px}
 h1{font-size:clamp(24px,4vw,36px);line-height:1.15;margin:4px 0 10px;letter-spacing:-.02em;overflow-wrap:anywhere}
 h2{font-size:22px;margin:42px 0 12px;overflow-wrap:anywhere}h3{font-size:18px;margin:34px 0 10px;overflow-wrap:anywhere}
 .lead{font-size:17px;max-width:80ch;margin:0 0 14px;color:var(--soft)}.lead b{color:var(--ink)}
-p,ul{max-width:86ch}li{overflow-wrap:anywhere}
-.chips{display:flex;flex-wrap:wrap;gap:8px;list-style:none;padding:0;margin:0}
+p,ul{max-width:86ch}p,li{overflow-wrap:anywhere}
+.chips{display:flex;flex-wrap:wrap;gap:8px;list-style:none;padding:0;margin:0 0 18px}
 .chips li{background:var(--card);border:1px solid var(--line);border-radius:99px;padding:3px 12px;font-size:13px;
 color:var(--soft)}
 .note{color:var(--soft);font-size:13px}
@@ -24,7 +24,8 @@ th,td{padding:10px 14px;text-align:right;border-bottom:1px solid var(--line);whi
 tbody tr:last-child>*{border-bottom:0}thead th{font-size:13px;font-weight:600;color:var(--soft)}
 thead small,td small{display:block;font-weight:400;font-size:11px}
 th:first-child,.left{text-align:left}tbody th{font-weight:600}
-th:first-child{position:sticky;left:0;background:var(--card)}
+th:first-child{position:sticky;left:0;background:var(--card);min-width:15ch;max-width:min(46vw,40ch);
+overflow-wrap:anywhere;white-space:normal}
 td b{font-size:16px;font-weight:600}td i{font-style:normal;color:var(--soft);font-size:12px;margin-left:5px}
 .best b{color:var(--glow)}.best .bar span{background:var(--glow)}
 .mean{font-weight:600}.none{color:var(--soft)}.untrained th,.untrained td{color:var(--soft)}
@@ -35,16 +36,24 @@ min-width:76px;max-width:150px}
 .bar span{display:block;height:100%;border-radius:2px;background:var(--soft)}
 .dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:9px;background:var(--line)}
 .small th,.small td{padding:6px 12px;font-size:13px}
-.small .left{white-space:normal;overflow-wrap:anywhere;min-width:12ch}
+.small .left{white-space:normal;overflow-wrap:anywhere;min-width:18ch}
 .chosen td,.chosen th{font-weight:700}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,360px),1fr));gap:16px}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,380px),1fr));gap:16px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:12px;padding:14px 8px 8px}
 svg{display:block;width:100%;height:auto}polyline{fill:none;stroke-linejoin:round}.line{stroke-width:2.4}
+.raw{stroke-width:1;opacity:.25}figcaption{padding:4px 10px 6px;color:var(--soft);font-size:13px}
+.choice{display:flex;flex-wrap:wrap;gap:6px}.panel{display:none;width:100%;min-width:0;margin-top:8px}
+.pick{position:absolute;opacity:0;width:1px;height:1px}
+.pick+label{cursor:pointer;border:1px solid var(--line);border-radius:99px;padding:3px 14px;font-size:13px;
+color:var(--soft);background:var(--card)}
+.pick:checked+label{color:var(--card);background:var(--glow);border-color:var(--glow)}
+.pick:focus-visible+label{outline:2px solid var(--ink)}
+.p0:checked~.q0,.p1:checked~.q1,.p2:checked~.q2{display:block}
 .band{opacity:.14}.grid{stroke:var(--line)}.base{stroke:var(--soft);stroke-dasharray:4 4}
-.tick{fill:var(--soft);font-size:11px}.axis{fill:var(--soft);font-size:12px}.name{font-size:12.5px;font-weight:600}
+.tick,.axis{fill:var(--soft);font-size:14px}.name{font-size:15px;font-weight:600}
 details{margin:14px 0}summary{cursor:pointer;font-weight:600;padding:6px 0}
 pre{background:var(--card);border:1px solid var(--line);border-radius:12px;padding:13px 16px;overflow-x:auto;
 font-size:13px}
 @media (max-width:560px){
-main{padding:26px 14px 40px}th,td{padding:8px 10px}.name{font-size:15px}.tick,.axis{font-size:14px}}
+main{padding:26px 14px 40px}th,td{padding:8px 10px}}
 """

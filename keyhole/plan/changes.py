@@ -19,7 +19,7 @@ from torch import nn
 from keyhole.machine.host import host_memory
 from keyhole.methods import METHODS
 from keyhole.methods.base import Traits, Workload
-from keyhole.model.weights.format import CODECS, PLAIN, Wire
+from keyhole.model.weights.format import Wire, bytes_per_element
 from keyhole.plan.measure import known
 from keyhole.plan.profiles import PROFILES
 from keyhole.plan.table import Question, Row, plan_row
@@ -85,7 +85,8 @@ def _candidates(question: Question, traits: Traits, placement: str, wire: str | 
                 text = f"batch_size={smaller.batch} gradient_accumulation_steps={smaller.accumulation}"
                 yield 0, f"{text} {settings}".rstrip() + shown, smaller, traits, at, wire
                 break
-        for form in _smaller_wires(traits, question.dtype, wire):
+        settings_now = question.settings.get(traits.name) or traits.settings()
+        for form in _smaller_wires(traits, settings_now, question.dtype, wire):
             yield 1, f"wire={form}{shown}", question, traits, at, form
         if question.dtype == torch.float32 and wire is None:
             yield 1, f"dtype=bfloat16{shown}", replace(question, dtype=torch.bfloat16), traits, at, None
@@ -133,9 +134,9 @@ def _with(question: Question, traits: Traits, own: Any, **changes: Any) -> Quest
     return replace(question, settings={**question.settings, traits.name: replace(own, **changes)})
 
 
-def _smaller_wires(traits: Traits, dtype: torch.dtype, wire: str | None) -> list[str]:
-    now = 1 if wire in CODECS else PLAIN.get(wire or "", dtype).itemsize
-    return [name for name in traits.wires if (1 if name in CODECS else PLAIN[name].itemsize) < now]
+def _smaller_wires(traits: Traits, own: Any, dtype: torch.dtype, wire: str | None) -> list[str]:
+    now = dtype.itemsize if wire is None else bytes_per_element(wire)
+    return [name for name in traits.all_wires(own) if bytes_per_element(name) < now]
 
 
 def said(
@@ -163,9 +164,7 @@ def said(
         clips=work.clips,
         settings={work.method: own},
     )
-    wire = next((name for name, codec in CODECS.items() if codec is formats.codec), None)
-    if wire is None and formats.plain != formats.dtype:
-        wire = next(name for name, dtype in PLAIN.items() if dtype == formats.plain)
+    wire = None if formats.plain == formats.dtype and not formats.packs else formats.name
     found = cheapest_changes(question, work.method, placement, wire)
     if not found:
         return ""

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from html import escape
 
 from keyhole.machine.sizes import GIB
-from keyhole.machine.text import without_controls
+from keyhole.pages.frame import colour_of, header, page
 from keyhole.pages.labels import apart
-from keyhole.pages.style import COLOURS, STYLE
 from keyhole.plan.recommend import reason, settings_of
 from keyhole.plan.table import Question, Row
 
 WIDTH, HEIGHT = 560, 380
-LEFT, RIGHT, TOP, BOTTOM = 62, 122, 16, 46
-EXTRA = """.plan{max-width:860px}.hollow{fill:var(--card);stroke-width:2}.no td,.no th{color:var(--soft)}
+LEFT, RIGHT, TOP, BOTTOM = 86, 130, 26, 48
+EXTRA = """.plan{max-width:680px}.hollow{fill:var(--card);stroke-width:2}.no td,.no th{color:var(--soft)}
 .take th,.take td{font-weight:700}.take th{color:var(--glow)}.budget{stroke:var(--glow);stroke-dasharray:5 4}
 .parts{display:flex;height:8px;width:110px;border-radius:3px;overflow:hidden;background:var(--line)}
 .parts span{display:block;height:100%}"""
@@ -26,27 +25,19 @@ EXTRA = """.plan{max-width:860px}.hollow{fill:var(--card);stroke-width:2}.no td,
 
 def make_page(title: str, rows: Sequence[Row], chosen: Row | None, question: Question, about: Sequence[str]) -> str:
     """The page. about: lines on the model, the machine and the batches."""
-    names = list(dict.fromkeys(row.method for row in rows))
-    colours = {name: i % len(COLOURS) for i, name in enumerate(names)}
-    rules = "".join(f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS))
+    colours = colour_of(dict.fromkeys(row.method for row in rows))
     lead = "Nothing fits. See `keyhole plan` for what would."
     if chosen is not None:
         lead = f"<b>{escape(settings_of(chosen, question))}</b>: {escape(reason(chosen, rows, question))}."
-    chips = "".join(f"<li>{escape(line)}</li>" for line in about)
-    body = (
-        f"<header><p class='eyebrow'>keyhole plan</p><h1>{escape(title)}</h1><p class='lead'>{lead}</p>"
-        f"<ul class='chips'>{chips}</ul></header>"
+    parts = [
+        header("keyhole plan", title, lead, about),
         f"<section><h3>GPU memory and pace</h3><figure class='plan'>{_chart(rows, colours, question, chosen)}</figure>"
-        "<p class='note'>A dot per placement of a method in the dtype of compute; hollow: does not fit.</p></section>"
+        "<p class='note'>A dot per placement of a method in the dtype of compute; hollow: does not fit.</p></section>",
         f"<section><h3>Every row</h3>{_table(rows, chosen, colours)}<p class='note'>Hours: to learn what "
         f"{question.steps:,} steps of AdamW learn, by a rule of thumb per method (docs/plan.md). Bars: seconds of "
-        "compute, link and CPU, which overlap.</p></section>"
-    )
-    view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    return without_controls(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8">{view}<title>{escape(title)}</title>'
-        f"<style>{STYLE}{rules}{EXTRA}</style></head><body><main>{body}</main></body></html>\n"
-    )
+        "compute, link and CPU, which overlap.</p></section>",
+    ]
+    return page(title, parts, EXTRA)
 
 
 class _Axes:
@@ -84,7 +75,7 @@ def _chart(rows: Sequence[Row], colours: dict[str, int], question: Question, cho
     if axes.x0 <= math.log(budget) <= axes.x1:
         at = f"{axes.x(budget):.1f}"
         parts.append(f'<line class="budget" x1="{at}" x2="{at}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-        parts.append(f'<text class="tick" x="{at}" y="{TOP - 5}" text-anchor="middle">room: {budget:.3g} GiB</text>')
+        parts.append(f'<text class="tick" x="{at}" y="{TOP - 8}" text-anchor="middle">room: {budget:.3g} GiB</text>')
     ends: list[tuple[float, str]] = []
     for name, colour in colours.items():
         own = sorted((row for row in drawn if row.method == name), key=lambda row: _memory(row, question))
@@ -104,7 +95,7 @@ def _chart(rows: Sequence[Row], colours: dict[str, int], question: Question, cho
             parts.append("</circle>")
         ends.append((points[-1][1], name))
     ends.sort()
-    for height, (_, name) in zip(apart([y for y, _ in ends], TOP + 4, HEIGHT - BOTTOM), ends, strict=True):
+    for height, (_, name) in zip(apart([y for y, _ in ends], TOP + 4, HEIGHT - BOTTOM - 8), ends, strict=True):
         place = f'x="{WIDTH - RIGHT + 10}" y="{height + 4:.1f}"'
         parts.append(f'<text class="name f{colours[name]}" {place}>{escape(name)}</text>')
     label = "tokens per second over peak GPU memory, a line per method"
@@ -119,7 +110,7 @@ def _grid(axes: _Axes, x_label: str, y_label: str) -> list[str]:
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{value:,.6g}</text>')
     for value in ticks(axes.x0, axes.x1):
         x = f"{axes.x(value):.1f}"
-        parts.append(f'<text class="tick" x="{x}" y="{bottom + 18}" text-anchor="middle">{value:g}</text>')
+        parts.append(f'<text class="tick" x="{x}" y="{bottom + 20}" text-anchor="middle">{value:g}</text>')
     middle, turned = (LEFT + right) / 2, f"translate(14 {(TOP + bottom) / 2}) rotate(-90)"
     parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     parts.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_label)}</text>')

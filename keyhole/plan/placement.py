@@ -17,7 +17,7 @@ ahead, but only as far as there are slots. Whole blocks in turn would need slots
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from keyhole.model.forward.memory import SLOT_COUNT, evaluation_bytes, host_byte
 from keyhole.model.structure.find import TILE_NUMEL
 from keyhole.model.structure.layout import Layout, Unit, find_layout
 from keyhole.model.weights.format import Wire
+from keyhole.offload.shards import part_numel
 from keyhole.plan import refusals
 from keyhole.plan.dtype import check_trainable
 from keyhole.plan.outside import outside_lines
@@ -92,7 +93,36 @@ class Costs:
 
     def of(self, layout: Layout, streamed: set[int]) -> DeviceBytes:
         plan = forward_bytes if self.row is None else self.row.planned_bytes
-        return plan(layout, streamed, self.work, self.room)
+        cut = self.cut(layout)
+        if not cut:
+            return plan(layout, streamed, self.work, self.room)
+        # units that ranks share out come into slots, wherever their parts are; gradients of a block are put side by
+        # side, and a unit of them is exchanged in float32 at most, sent and received
+        found, formats = plan(layout, streamed | set(cut), self.work, self.room), self.room.formats
+        assert isinstance(found, backward.ReverseBytes)
+        kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i not in streamed)
+        block = sum(u.numel for u in layout.of_kind("block")) // max(1, layout.block_count)
+        exchanged = formats.dtype.itemsize * block + 8 * max(layout.units[i].numel for i in cut)
+        return replace(found, homes=found.homes + kept, gradients=found.gradients + exchanged)
+
+    def cut(self, layout: Layout) -> dict[int, tuple[int, int]]:
+        """Of units that ranks share out: the first element and the number of those that one of them keeps."""
+        if self.work.ranks == 1 or self.row is None or self.row.ranks != "shards":
+            return {}
+        units = [u for u in layout.units if u.kind in ("block", "head")]
+        return {u.index: (0, part_numel(u.numel, self.work.ranks)) for u in units}
+
+    def host_bytes(self, layout: Layout, streamed: set[int]) -> int:
+        """Host memory of streamed units, of all ranks of this machine: parts; or all weights, blocks of which are there
+        once (keyhole/loading.py)."""
+        formats, cut, here = self.room.formats, self.cut(layout), self.work.local_ranks
+        if here == 1 and not cut:
+            return host_bytes(layout, streamed, formats)
+        shared = {u.index for u in layout.of_kind("block")} & streamed if not cut else set()
+        kept = sum(n * formats.home_dtype(layout.units[i]).itemsize for i, (_, n) in cut.items() if i in streamed)
+        return here * (kept + host_bytes(layout, streamed - set(cut) - shared, formats)) + host_bytes(
+            layout, shared, formats
+        )
 
     def slot_count(self, layout: Layout) -> int:
         return backward.slot_count(layout) if self.row is not None and self.row.sweep == "reverse" else SLOT_COUNT
@@ -105,7 +135,7 @@ class Costs:
     @property
     def may_cut_rows(self) -> bool:
         """Forward passes may have a large matrix a few rows at a time."""
-        return (self.row is None or self.row.sweep == "forward") and self.room.formats.codec is None
+        return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
 
     @property
     def keeps_blocks_whole(self) -> bool:
@@ -164,7 +194,7 @@ def _place(
             "unit; use placement=resident"
         )
     layout, streamed = fit(module, costs, budget)
-    _check_host(host_bytes(layout, streamed, formats), placement)
+    _check_host(costs.host_bytes(layout, streamed), placement)
     planned, slots = costs.of(layout, streamed), costs.slot_count(layout)
     placed = Placement(streamed, slots, planned, work, formats, room.workspace_bytes, budget, room.limit_bytes)
     _check_state(layout, placed, costs)
@@ -280,7 +310,8 @@ def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """State that a method keeps in host memory is refused before a weight is read."""
     if costs.row is not None and costs.row.host_check is not None:
         try:
-            imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize)
+            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks}
+            imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
         except UserError as error:
             raise refusals.DoesNotFit(str(error)) from error
 
@@ -307,6 +338,8 @@ def _reasons(
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
     ]
+    if formats.frozen is not None:
+        lines.append(formats.frozen.describe(blocks))
     lines += outside_lines(module, layout)
     if layout.tiled_layers:
         lines.append(

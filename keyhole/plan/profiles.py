@@ -15,7 +15,8 @@ from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import GIB, MIB
 
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
-FP32_SHARE = {"laptop": 0.4, "3060": 0.5, "4090": 0.45, "a10": 0.4, "a100": 0.07, "h100": 0.07, "h200": 0.07}
+FP32_SHARE = {"laptop": 0.4, "3060": 0.5, "4080": 0.45, "4090": 0.45, "a10": 0.4}
+FP32_SHARE |= {"a100": 0.07, "h100": 0.07, "h200": 0.07}
 
 
 def _machine(
@@ -58,6 +59,8 @@ def _all() -> dict[str, Rates]:
         | {"link": 12.5, **small},
         "3060": {"title": "RTX 3060 12 GB, PCIe 4 x16", "gpu": 12, "ram": 32, "tflops": 22.0, "memory": 310.0}
         | {"link": 25.0, **small},
+        "4080": {"title": "RTX 4080 16 GB, PCIe 4 x16", "gpu": 16, "ram": 64, "tflops": 80.0, "memory": 610.0}
+        | {"link": 25.0, "host": 60.0, "adam": 2.0},
         "4090": {"title": "RTX 4090 24 GB, PCIe 4 x16", "gpu": 24, "ram": 64, "tflops": 145.0, "memory": 860.0}
         | {"link": 25.0, "host": 60.0, "adam": 2.0},
         "a10": {"title": "A10 24 GB, PCIe 4 x16", "gpu": 24, "ram": 128, "tflops": 70.0, "memory": 510.0}

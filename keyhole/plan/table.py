@@ -30,7 +30,7 @@ from keyhole.methods.base import Room, Traits, Workload
 from keyhole.methods.work import experts_share
 from keyhole.model.forward.memory import host_bytes
 from keyhole.model.structure.layout import Layout, find_layout
-from keyhole.model.weights.format import CODECS, PLAIN, Wire
+from keyhole.model.weights.format import CODECS, PLAIN, Wire, bytes_per_element
 from keyhole.plan.placement import Costs, fit
 from keyhole.plan.seconds import StepSeconds, step_seconds
 
@@ -110,12 +110,14 @@ class Row:
         return kept | {"wire": self.stored, "wire_setting": self.wire, "parts_seconds": parts}
 
 
-def wires_of(row: Traits, dtype: torch.dtype) -> list[str | None]:
-    """None for the dtype itself, and the formats of another width that the method takes."""
+def wires_of(row: Traits, dtype: torch.dtype, own: Any = None) -> list[str | None]:
+    """None for the dtype itself, and the formats of another width that the method takes (of frozen ones of a width, the
+    first)."""
     plain = [name for name in row.wires if name in PLAIN and PLAIN[name].itemsize != dtype.itemsize]
     of_width = {PLAIN[name].itemsize: name for name in reversed(plain)}  # the first of a width
     packed = [name for name in row.wires if name in CODECS]
-    return [None, *reversed(of_width.values()), *packed]
+    frozen = {bytes_per_element(name): name for name in reversed(row.frozen_wires(own or row.settings()))}
+    return [None, *reversed(of_width.values()), *packed, *reversed(frozen.values())]
 
 
 def rows(question: Question) -> list[Row]:
@@ -125,7 +127,7 @@ def rows(question: Question) -> list[Row]:
 
 def rows_of(question: Question, traits: Traits) -> Iterator[Row]:
     """The rows of one method."""
-    for wire in wires_of(traits, question.dtype):
+    for wire in wires_of(traits, question.dtype, question.settings.get(traits.name)):
         for placement in PLACEMENTS if traits.streams else PLACEMENTS[:1]:
             found = plan_row(question, traits, placement, wire)
             if found is not None:
@@ -230,3 +232,4 @@ class _Run:
     wire: str | None
     placement: str
     max_grad_norm: float | None = None
+    weight_decay: float = 0.0

@@ -145,10 +145,10 @@ class Group(Ranks):
             dist.all_gather_object(found, x)
         return found
 
-    def from_leader(self, make: Callable[[], T]) -> T:
-        sent = [make() if self.is_leader else None]
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
+        sent = [make() if self.rank == rank else None]
         with self._together():
-            dist.broadcast_object_list(sent, src=0)
+            dist.broadcast_object_list(sent, src=rank)
         return sent[0]
 
     def barrier(self) -> None:

@@ -5,7 +5,7 @@
     gather(x)           the tensors of all ranks, [N, ...], in the order of ranks
     total(count)        the sum of an integer over all ranks, on the host
     objects(x)          any (picklable) object of every rank
-    from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it
+    from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it. from_rank: on that one
     gather_into, sum_of_parts, sum    of large tensors: what sharding needs
     barrier()           returns when every rank is here
 
@@ -64,6 +64,9 @@ class Ranks:
         return [x]
 
     def from_leader(self, make: Callable[[], T]) -> T:
+        return self.from_rank(0, make)
+
+    def from_rank(self, rank: int, make: Callable[[], T]) -> T:
         return make()
 
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:

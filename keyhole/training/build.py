@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +34,17 @@ from keyhole.model.classification import name_labels
 from keyhole.model.model import Model
 from keyhole.model.structure.added_loss import check_loss
 from keyhole.model.structure.skeleton import build, read_config
-from keyhole.model.weights.format import Wire
+from keyhole.model.weights.published import choose_format
 from keyhole.model.weights.read import check_weights
 from keyhole.model.weights.save import add_end_tokens
 from keyhole.model.weights.save_parts import check_names
 from keyhole.plan.dtype import AUTO, choose_dtype
 from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
-from keyhole.training import rundir, start_block, tracker
+from keyhole.report.page import now
+from keyhole.report.story import Story
+from keyhole.report.view import STORY, View
+from keyhole.training import page_facts, rundir, start_block, trackers
 from keyhole.training.display import Display
 from keyhole.training.follow import Follower
 from keyhole.training.journaling import Journaling, open_journal
@@ -49,10 +53,12 @@ from keyhole.training.loop import Run
 from keyhole.training.metrics import MetricsFile
 from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config
+from keyhole.training.run_page import RunPage, begin_curves, begin_story
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
 from keyhole.training.start import Parts, Request
+from keyhole.training.trackers.behind import Behind, wait_until_open
 from keyhole.training.validation import Judge
 
 
@@ -167,9 +173,11 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     machine = start_block.machine_lines(config.device, model, method)
     groups = [start_block.model_lines(model.module, model.layout, model.dtype), machine, data.report]
     groups += [ranks_lines, job.lines(), saver.describe(), job.notes, [str(job.parts.waiting)]]
-    job.display.lines(start_block.block(config.method, config.model, groups))
+    lines = start_block.block(config.method, config.model, groups)
+    job.display.lines(lines)
     saver.refuse_full_disk()
-    rundir.open_run(job.directory, to_yaml(config), environment(), lock, job.run_id)
+    machine_facts = environment()
+    rundir.open_run(job.directory, to_yaml(config), machine_facts, lock, job.run_id)
     job.display.log_to(job.directory.log)
     with rundir.writing_to(job.directory.root):
         select.rename_damaged(origin.choice.damaged)
@@ -178,7 +186,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         seconds = apply_records(method, origin.tail, job.display.line)
         job.display.line(f"resume: {len(origin.tail)} steps of the journal replayed in {seconds:.2f} s")
     with rundir.writing_to(job.directory.root):
-        reports = _reports(job)
+        reports = _reports(job, model, lines, machine_facts)
         opened.callback(reports.close)
         journal = _journal(job, method, about)
         opened.callback(journal.close)
@@ -198,6 +206,7 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         journal=journal,
         selection=_selection(config, origin, reports, job.judge.metric),
         judge=job.judge,
+        sample_answers=config.sample_answers,
     )
 
 
@@ -228,7 +237,8 @@ def _head(config: TrainConfig, data: Data) -> dict[str, Any]:
 
 def weights_source(config: TrainConfig, choice: select.Choice) -> str:
     """Where the weights come from: the checkpoint to go on from, or the model that the config names."""
-    original = choice.path is None or METHODS[config.method].keeps_base
+    row = METHODS[config.method]
+    original = choice.path is None or row.from_original(getattr(config, row.section))
     return config.model if original else str(choice.path)
 
 
@@ -274,9 +284,10 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
     module = build(hf_config, chosen.dtype)
-    formats = Wire(chosen.dtype, config.wire)
+    directory = Path(source) if Path(source).is_dir() else None
+    formats, said = choose_format(module, directory, chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
-    where = [start_block.device_line(config.device, device), str(chosen)]
+    where = [start_block.device_line(config.device, device), str(chosen), *said]
     weights = "weights: on the hub, not checked"
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
@@ -298,15 +309,26 @@ def _selection(config: TrainConfig, origin: Origin, reports: Reports, metric: st
     return made
 
 
-def _reports(job: Job) -> Reports:
-    """The files and lines that tell of the run."""
+def _reports(job: Job, model: Model, lines: list[str], machine: dict[str, Any]) -> Reports:
+    """The files and lines that tell of the run. lines: the start block; machine: its environment."""
     config, directory, first = job.config, job.directory, job.origin.step
-    track = tracker.tracker(config.report_to, directory.run, first)
+    name = directory.root.absolute().name
     title = start_block.title(config.method, config.model)
     metrics = MetricsFile(directory.metrics, first)
     if metrics.lacks and not job.origin.elsewhere:
         job.display.line(f"warning: {directory.metrics} is damaged: {metrics.lacks}; the run goes on without them")
-    return Reports(metrics, track, job.display, directory.curve, title)
+    fresh = Story(job.run_id or "", title, config.method, config.model, model.device.type)
+    fresh.total, fresh.lines, fresh.began = job.schedule.total, lines, now()
+    story = begin_story(directory.run / STORY, job.run_id, first, fresh)
+    view = View(name, directory.run, story, begin_curves(metrics.kept), machine, to_yaml(config))
+    told = trackers.About(directory.run, job.run_id or name, name, first, flat_config(config))
+    opened = [Behind(each, partial(trackers.open_tracker, each, told)) for each in trackers.names_of(config.report_to)]
+    wait_until_open(opened)
+    reports = Reports(metrics, opened, job.display, directory.curve, title, RunPage(view))
+    reports.tell("the plan", lambda: reports.page.planned(page_facts.planned(model, config.method)))
+    reports.tell("rows of the data", lambda: setattr(story, "samples", page_facts.samples(job.data, model.tokenizer)))
+    reports.begin()
+    return reports
 
 
 def _journal(job: Job, method: Method, about: About) -> Journaling:

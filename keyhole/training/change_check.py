@@ -40,8 +40,9 @@ class ChangeCheck:
                 for _, part in list(self.model.homes.own_parts(tensor))[:1]:
                     yield tensor.name, sample(part)
             elif tensor.param.requires_grad:
-                home = self.model.home(tensor)
-                yield tensor.name, sample(home, self.rows_R if tensor is table else None)
+                found = sample(self.model.home(tensor), self.rows_R if tensor is table else None)
+                beside = None if self.model.factors is None else self.model.factors.sample(tensor)
+                yield tensor.name, found if beside is None else torch.cat([found.long(), sample(beside).long()])
         for name, param in ({} if self.model.addon is None else self.model.addon.params).items():
             yield name, sample(param.data)
 

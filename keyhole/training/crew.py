@@ -23,8 +23,8 @@ UNNAMED = 1
 
 class Command(IntEnum):
     """END: argument is the exit code. STEP: the next one. EVALUATE, TEST. GO_BACK: argument is the step whose weights
-    are loaded. FLUSH: deferred updates are applied. CHECK, WRITE: whether the weights that a rank keeps are finite;
-    these weights into a checkpoint."""
+    are loaded. FLUSH: deferred updates are applied. CHECK, WRITE, STATE: whether the weights that a rank keeps are
+    finite; these weights into a checkpoint; its part of the method's state."""
 
     END = 0
     STEP = 1
@@ -34,6 +34,7 @@ class Command(IntEnum):
     FLUSH = 5
     CHECK = 6
     WRITE = 7
+    STATE = 8
 
 
 class Crew:

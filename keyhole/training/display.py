@@ -45,6 +45,7 @@ class Display:
         self.entries: list[Entry] = []
         self.bar: Any = None
         self.gone: Callable[[], None] | None = None
+        self.heard: Callable[[str], None] | None = None  # gets every line too
         self.losing = False
         self.began_s, self.first_step = time.monotonic(), 0
         self.ends: list[Entry] = []  # of the first and the last step
@@ -101,6 +102,8 @@ class Display:
     def line(self, text: str) -> None:
         """One line of text, above the bar if there is one."""
         text = printable(text)
+        if self.heard is not None:
+            self.heard(text)
         self._write_log(text)
         self._print(text)
 

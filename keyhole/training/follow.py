@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from keyhole.checkpoint.files import method_state
+from keyhole.checkpoint.files import method_state, split_state
 from keyhole.checkpoint.state import read_state
 from keyhole.data.run import Data
 from keyhole.methods import METHODS
@@ -18,7 +18,7 @@ from keyhole.methods.base import Method
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.model.weights.read import fill_from
-from keyhole.model.weights.save_parts import bad_tensor, write_parts
+from keyhole.model.weights.save_parts import bad_tensor, write_parts, write_state_parts
 from keyhole.training.crew import Command, Crew
 from keyhole.training.schedule import Schedule
 from keyhole.training.signals import Interrupts
@@ -64,6 +64,8 @@ class Follower:
                     bad_tensor(self.model)
                 elif command is Command.WRITE:
                     write_parts(self.model, None)
+                elif command is Command.STATE:
+                    write_state_parts(self.model, None, split_state(self.method.state_dict())[0])
                 elif command is Command.GO_BACK:
                     take_weights(self.model, self.method, self.root / f"checkpoint-{argument}")
 
@@ -83,9 +85,9 @@ def take_weights(model: Model, method: Method, path: Path) -> None:
     """Gives the model the weights of a checkpoint of its own run."""
     method.flush()
     model.engine.wait_for_homes()
-    if not METHODS[method.name].keeps_base:
+    if not METHODS[method.name].keeps_base and not method.light:
         with model.rewriting_shared():
             fill_from(model, path, model.dtype)
         model.engine.invalidate()
-    if model.addon is not None:
+    if model.addon is not None or model.factors is not None:
         method.load_state_dict(method_state(path, read_state(path)))

@@ -9,6 +9,7 @@ The loop holds no state that a checkpoint lacks: step number, position in the da
 are the same, bit for bit, as N steps, a stop, and M more. How a run gets here is in start.py.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +18,16 @@ import torch
 
 from keyhole.checkpoint import select
 from keyhole.data.run import Data
+from keyhole.data.tasks.question import Task
 from keyhole.errors import NonFinite, UserError
+from keyhole.eval.score import Score
 from keyhole.machine.sizes import GIB
+from keyhole.machine.text import printable
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
 from keyhole.model.model import Model
 from keyhole.model.weights.finite import first_bad_tensor
+from keyhole.report.story import DONE, FAILED, STOPPED, Answers
 from keyhole.training import rundir
 from keyhole.training.change_check import CHECK_STEPS, ChangeCheck
 from keyhole.training.crew import Command, Crew
@@ -30,6 +35,7 @@ from keyhole.training.display import Display
 from keyhole.training.follow import one_update, take_weights
 from keyhole.training.journaling import Journaling
 from keyhole.training.metrics import QueuedStep, Recorder, memory_gib, token_count
+from keyhole.training.page_facts import Trace, answers_of, generated, planned
 from keyhole.training.planning import pace_line
 from keyhole.training.reports import Reports
 from keyhole.training.saving import Saver
@@ -37,6 +43,8 @@ from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection
 from keyhole.training.signals import EXIT_INTERRUPTED, Interrupts
 from keyhole.training.validation import EVAL, TEST, Judge, evaluate, shown, shown_loss
+
+MOST_SAID, MOST_ANSWERS = 600, 20  # characters of an error, answers of all tasks, on the page
 
 
 @dataclass(kw_only=True)
@@ -64,21 +72,33 @@ class Run:
     gave_up: bool = False  # a signal ended the last evaluation or test
     last_eval: dict[str, float] | None = None
     ends: str | None = None  # why the run ends before its last step
+    sample_answers: int = 0  # of each evaluation, for the page
+    answered_s: float = 0.0  # seconds of training when they were last asked for
     timed: list[dict[str, float]] = field(default_factory=list)  # tokens and seconds of steps, until the check
 
     def __post_init__(self) -> None:
         self.total = self.schedule.total
         self.crew = Crew(self.model.ranks, self.interrupts)
-        parts = {"check": Command.CHECK, "write": Command.WRITE}
+        parts = {"check": Command.CHECK, "write": Command.WRITE, "state": Command.STATE}
         self.model.call_others = lambda what: self.crew.call(parts[what])
         self.saver.selection = self.selection.state_dict
         self.saver.best_step = self.best_saved()
         self.display.gone = lambda: self.interrupts.ask("a closed output")
+        self.trace = Trace(self.model, self.first, self.total)
         device, say = self.model.device, self.display.line
         self.recorder = Recorder(device, self.reports.write, say, self.last_good, self.journal.note, self.show)
 
     def go(self) -> int:
         """All steps that are left, and the model out."""
+        try:
+            return self._go()
+        except BaseException as error:
+            self.reports.page.ended(FAILED, printable(f"{type(error).__name__}: {error}", MOST_SAID))
+            raise
+        finally:
+            self.close()
+
+    def _go(self) -> int:
         try:
             self.display.open(self.first)
             self.recorder.restart_clock()
@@ -101,8 +121,6 @@ class Run:
                 f"out of GPU memory: {error}\n  lower batch_size (more gradient_accumulation_steps keep the "
                 "step the same) or max_length, or use method=zo with placement=stream"
             ) from error
-        finally:
-            self.close()
 
     def loop(self) -> int:
         step = self.first
@@ -124,7 +142,11 @@ class Run:
         batches = next(loader)
         if self.changes is None and self.moving_steps == 0:
             self.changes = ChangeCheck(self.model, torch.cat([b["input_ids"].flatten() for b in batches]))
-        loss, rate = one_update(self.method, self.schedule, step, batches)
+        self.trace.begin(step)
+        try:
+            loss, rate = one_update(self.method, self.schedule, step, batches)
+        finally:
+            self.trace.end()
         self.moving_steps += rate > 0
         record = QueuedStep(step, loss, rate, loader.epoch, token_count(batches), loader.where())
         record.extra, record.position = self.method.metrics(), loader.position
@@ -136,6 +158,7 @@ class Run:
         """To the reports; of the first steps, tokens and seconds are kept for the check."""
         if self.changes is not None:
             self.timed.append(entry)
+        self.reports.tell("the trace of a step", lambda: self.trace.note(entry, self.reports.page))
         self.reports.show(entry)
 
     def last_good(self) -> Path | None:
@@ -169,8 +192,8 @@ class Run:
             self.recorder.restart_clock()
 
     def flush(self) -> None:
-        """Applies what is deferred; all ranks do it together where they share homes."""
-        if self.model.engine.shared:
+        """Applies what is deferred; all ranks do it together where they share homes, or have parts of them."""
+        if self.model.engine.shared or self.model.sharded:
             self.crew.call(Command.FLUSH)
         self.method.flush()
 
@@ -184,13 +207,17 @@ class Run:
             self.display.line(f"check: peak GPU memory {peak_gib:.2f} GiB, planned {planned_gib:.2f} GiB")
         if line := pace_line(self.model, self.method.name, self.timed[1:]):  # the first step compiles
             self.display.line(line)
+        if tokens := [entry["tokens"] for entry in self.timed[1:]]:
+            now = lambda: planned(self.model, self.method.name, sum(tokens) / len(tokens))  # noqa: E731
+            self.reports.tell("the plan", lambda: self.reports.page.planned(now()))
         self.changes = None
 
     def evaluate(self, step: int) -> None:
         """Loss on the held-out data, and the tasks' metrics on dev. A signal ends it, and the resumed run evaluates."""
         self.crew.call(Command.EVALUATE)
         found = evaluate(self.model, self.data.eval, self.is_asked)
-        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked)
+        answers = Answers(step, "the first questions of dev")
+        metrics = None if found is None else self.judge.dev_metrics(self.model, self.is_asked, self._keep(answers))
         self.gave_up = metrics is None
         if found is not None and metrics is not None:
             found |= metrics
@@ -199,6 +226,25 @@ class Run:
             self.reports.send({"step": step, **found})
             scores = f"; {text}" if (text := shown(found, EVAL)) else ""
             self.display.line(f"eval at step {step}: {shown_loss(found)}{scores}")
+            self.reports.tell("sample answers", lambda: self._answer(answers))
+
+    def _keep(self, answers: Answers) -> Callable[[Task, Score], None]:
+        """Takes the first answers of each task that is scored."""
+
+        def keep(task: Task, result: Score) -> None:
+            count = min(self.sample_answers, MOST_ANSWERS - len(answers.rows))
+            self.reports.tell("sample answers", lambda: answers.rows.extend(answers_of(task, result, count)))
+
+        return keep
+
+    def _answer(self, answers: Answers) -> None:
+        """For the page: those of tasks, or what the model says to prompts of the held-out data."""
+        page, curves = self.reports.page, self.reports.page.view.curves
+        if not answers.rows:
+            since_s, self.answered_s = curves.seconds - self.answered_s, curves.seconds
+            pace_s, rows = curves.step_seconds or 0.0, self.data.eval.dataset
+            answers = generated(self.model, rows, answers.step, self.sample_answers, since_s, pace_s)
+        page.answered(answers)
 
     def is_asked(self) -> bool:
         """Whether a signal asks the run to stop."""
@@ -252,6 +298,7 @@ class Run:
         path = self.saver.save_once(step, self.data.train.state_dict())
         message = f"stopped by {self.interrupts.requested} after step {step}"
         self.display.line(f"{message}; saved {path}; go on with --resume")
+        self.reports.page.ended(STOPPED, f"By {self.interrupts.requested}; it can go on with --resume.")
         return EXIT_INTERRUPTED
 
     def finish(self, step: int) -> int:
@@ -273,6 +320,7 @@ class Run:
         evaluated = "" if self.last_eval is None else f"; eval loss {self.last_eval['eval_loss']:.4f}"
         tested = f"; test {text}" if (text := shown(self.reports.metrics.tested.get(best or step, {}), TEST)) else ""
         where = f"the model is in {self.directory.root}" if self.saver.settings.model else "no model was saved"
+        self.reports.page.ended(DONE, "" if step == self.total else f"{self.ends}.".capitalize())
         self.display.line(f"done: {step} steps{self.display.summary()}{evaluated}{self._chosen(best)}{tested}; {where}")
         return 0
 

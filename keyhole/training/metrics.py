@@ -32,9 +32,8 @@ from keyhole.disk.files import open_regular, replacing
 from keyhole.machine.host import read_text
 from keyhole.machine.sizes import GIB
 from keyhole.model.batch import Batch
+from keyhole.report.entries import Entry, is_test, read_lines
 from keyhole.training import guard
-
-Entry = dict[str, Any]
 
 
 @dataclass
@@ -175,7 +174,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
-        entries, unreadable = _read(path)
+        entries, unreadable = read_lines(path)
         kept = [entry for entry in entries if entry["step"] <= last_step]
         self.lacks = _lacks(kept, unreadable, last_step)
         self.kept = kept
@@ -196,32 +195,6 @@ class MetricsFile:
             self.appender.write_pending()
         finally:
             os.close(self.file)
-
-
-def is_test(entry: Entry) -> bool:
-    """Whether an entry holds the metrics of the test questions."""
-    return "test_questions" in entry
-
-
-def read_metrics(path: Path) -> list[Entry]:
-    """The entries of a metrics file; a torn line, as a killed run leaves, is passed over."""
-    return _read(path)[0]
-
-
-def _read(path: Path) -> tuple[list[Entry], int]:
-    """The entries of a metrics file, and how many lines before its last are none."""
-    entries, unreadable = [], 0
-    lines = read_text(path).splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
-            entries.append(entry)
-        elif number < len(lines):
-            unreadable += 1
-    return entries, unreadable
 
 
 def _lacks(entries: list[Entry], unreadable: int, last_step: int) -> str | None:

@@ -23,14 +23,15 @@ from keyhole.machine.sizes import GIB, about
 from keyhole.methods import METHODS
 from keyhole.methods.base import Room
 from keyhole.methods.work import experts_share
+from keyhole.model.forward.memory import host_bytes
 from keyhole.model.model import Model
 from keyhole.model.structure.skeleton import build, read_config
 from keyhole.model.weights.format import Wire
 from keyhole.plan.dtype import AUTO, NAMES, choose_dtype
 from keyhole.plan.measure import known, rates_of
 from keyhole.plan.profiles import PROFILES
-from keyhole.plan.seconds import step_seconds
-from keyhole.plan.table import Question
+from keyhole.plan.seconds import StepSeconds, step_seconds
+from keyhole.plan.table import PROCESS_BYTES, Question
 from keyhole.training.plan_request import DEFAULT, PlanRequest
 
 RESERVE_BYTES = GIB  # of a card: the CUDA context and the desktop
@@ -122,27 +123,52 @@ def _machine(request: PlanRequest, say: Callable[[str], None]) -> tuple[Rates, t
     return rates, device, gpu_bytes, ram_bytes
 
 
-def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> str | None:
-    """`check: 0.365 s per step, planned 0.392 s (link)`: of the steps so far, and of the plan at their mean tokens.
-    None where the machine was never measured and is not known."""
-    rates = known(model.device)
-    if rates is None or model.placed is None or not entries:
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of a model that is loaded should take. seconds: None where the machine was never measured and is not
+    known; host_bytes: of the process."""
+
+    tokens: int
+    host_bytes: int
+    seconds: StepSeconds | None
+    source: str
+
+
+def predict(model: Model, method: str, tokens: float | None = None) -> Prediction | None:
+    """The plan of this very placement, at so many tokens per step (None: the most that a step can have). None where
+    nothing was planned."""
+    if model.placed is None:
         return None
-    row, placed = METHODS[method], model.placed
+    row, placed, rates = METHODS[method], model.placed, known(model.device)
     micro = max(1, placed.work.passes // row.passes(placed.work.settings or row.settings()))
-    tokens = max(1, round(statistics.fmean(entry["tokens"] for entry in entries) / micro))
-    work = replace(placed.work, method=method, tokens=min(tokens, placed.work.tokens))
+    each = placed.work.tokens if tokens is None else max(1, round(tokens / micro))
+    work = replace(placed.work, method=method, tokens=min(each, placed.work.tokens))
     work = replace(work, experts=experts_share(model.config))
     formats: Wire = model.formats
     room = Room(formats, placed.workspace_bytes, placed.limit_bytes, placed.budget_bytes is not None)
     streamed = model.engine.streamed
-    asked = row.planned_work(model.layout, streamed, work, room, rates)
+    asked = row.planned_work(model.layout, streamed, work, room, rates or next(iter(PROFILES.values())))
+    on_gpu = model.device.type == "cuda"
+    host = host_bytes(model.layout, streamed, formats) + asked.host_bytes + PROCESS_BYTES[on_gpu]
+    host += 0 if on_gpu else placed.device_bytes.total  # the device is the host
+    if rates is None:
+        return Prediction(each * micro, int(host), None, "")
     sweeps = 2 if row.sweep == "reverse" else 1
     how = {"rows": work.tokens, "itemsize": formats.dtype.itemsize, "units": sweeps * len(streamed)}
-    planned = step_seconds(asked, rates, **how)
-    measured = statistics.median(entry["seconds"] for entry in entries)
     source = "rates measured here" if rates.measured else "estimated rates; `keyhole plan` measures this machine"
+    return Prediction(each * micro, int(host), step_seconds(asked, rates, **how), source)
+
+
+def pace_line(model: Model, method: str, entries: Sequence[dict[str, Any]]) -> str | None:
+    """`check: 0.365 s per step, planned 0.392 s (link)`: of the steps so far, and of the plan at their mean tokens.
+    None where the machine was never measured and is not known."""
+    if not entries:
+        return None
+    found = predict(model, method, statistics.fmean(entry["tokens"] for entry in entries))
+    if found is None or found.seconds is None:
+        return None
+    measured = statistics.median(entry["seconds"] for entry in entries)
     return (
-        f"check: {measured:.3g} s per step, planned {planned.total:.3g} s, bound by {planned.bound_by} "
-        f"({tokens * micro:,.0f} tokens; {source})"
+        f"check: {measured:.3g} s per step, planned {found.seconds.total:.3g} s, bound by {found.seconds.bound_by} "
+        f"({found.tokens:,.0f} tokens; {found.source})"
     )

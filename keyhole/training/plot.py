@@ -11,7 +11,7 @@ from typing import Any
 
 from keyhole.disk.files import replacing
 from keyhole.machine.text import printable
-from keyhole.training.metrics import read_metrics
+from keyhole.report.entries import read_metrics
 
 MOST_INSIDE, NAMES_PER_COLUMN = 12, 20
 COLUMN_WIDTH, MOST_NAME = 3.2, 40  # inches, characters

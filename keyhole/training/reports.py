@@ -1,25 +1,40 @@
-"""Reports of a run: run/metrics.jsonl, a tracker, and the line that the user sees. They may fail; the run goes on.
+"""Reports of a run: run/metrics.jsonl, its page, trackers, and the line that the user sees. They may fail; the run goes
+on.
 
 A report that fails is said, once. Entries that a full disk does not take into metrics.jsonl wait in memory and are
-written when there is room again. A tracker that has failed gets nothing more. None of them can end a step (metrics.py
-says in which order they and the journal are asked).
+written when there is room again; the page is written again later. A tracker that has failed gets nothing more. None of
+them can end a step (metrics.py says in which order they and the journal are asked).
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from keyhole.training.display import Display
 from keyhole.training.metrics import Entry, MetricsFile
 from keyhole.training.plot import plot_loss
-from keyhole.training.tracker import NullTracker
+from keyhole.training.run_page import RunPage
+from keyhole.training.trackers.behind import Behind
+
+AGAIN = "it is tried again"
 
 
 class Reports:
     """Where entries of steps and evaluations go. curve and title: of the picture that is drawn at the end."""
 
-    def __init__(self, metrics: MetricsFile, track: NullTracker, display: Display, curve: Path, title: str) -> None:
-        self.metrics, self.track, self.display, self.curve, self.title = metrics, track, display, curve, title
+    def __init__(
+        self, metrics: MetricsFile, trackers: list[Behind], display: Display, curve: Path, title: str, page: RunPage
+    ) -> None:
+        self.metrics, self.trackers, self.display, self.curve, self.title = metrics, trackers, display, curve, title
+        self.page = page
         self.failing: set[str] = set()
+        display.heard = page.happened
+
+    def begin(self) -> None:
+        """The first page, before the first step."""
+        self._try("run/report.html", self.page.write, AGAIN)
+        if "run/report.html" not in self.failing:
+            self.display.line(f"page: {self.page.path}")
 
     def send(self, entry: Entry) -> None:
         """Takes the entry of an evaluation."""
@@ -35,9 +50,12 @@ class Reports:
                 self.display.line(f"run/metrics.jsonl is complete again, up to step {entry['step']}")
 
     def show(self, entry: Entry) -> None:
-        """To the tracker and the user."""
-        if not self._try("report_to", lambda: self.track.write(entry), "the tracker gets nothing more"):
-            self.track = NullTracker()
+        """To the page, the trackers and the user."""
+        if self._try("run/report.html", lambda: self.page.add(entry), AGAIN):
+            self.failing.discard("run/report.html")
+        for each in list(self.trackers):
+            if not self._try(f"report_to: {each.name}", partial(each.write, entry), "it gets nothing more"):
+                self.trackers.remove(each)
         if "loss" in entry:
             self._try("the line of a step", lambda: self.display.step(entry), "training goes on")
 
@@ -51,11 +69,17 @@ class Reports:
             self.failing.add(name)
             return False
 
+    def tell(self, what: str, act: Callable[[], object]) -> None:
+        """Something for the page alone; the run goes on without it."""
+        self._try(what, act, "the page goes without")
+
     def close(self) -> None:
         """Closes the files and draws the curve; says what could not be."""
         lost = "some entries are lost"
         self._try("closing run/metrics.jsonl", self.metrics.close, lost)
-        self._try("closing the tracker", self.track.close, lost)
+        for each in self.trackers:
+            self._try(f"report_to: {each.name}", each.close, lost)
+        self._try("writing run/report.html", self.page.close, "the numbers are in run/metrics.jsonl")
         self._try("drawing run/loss.png", self._draw, "the numbers are in run/metrics.jsonl")
 
     def _draw(self) -> None:

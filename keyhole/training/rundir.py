@@ -5,6 +5,7 @@
       run/keyhole.json     the marker: this directory is ours; the format's version, and the id of the run
       run/config.yaml      every setting of the run      run/env.json   versions and hardware
       run/metrics.jsonl    one line per step             run/loss.png   the curve      run/log.txt   what was printed
+      run/report.html      the run as a page             run/report.json   what is on it besides the metrics
       run/journal          zeroth-order: one record per step (checkpoint/journal/format.py)
       run/lock             held by the process that writes here (lock.py)
 

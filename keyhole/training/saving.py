@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ import torch
 from safetensors import SafetensorError
 
 from keyhole.checkpoint import select
-from keyhole.checkpoint.files import OWN_FILES, About, save_checkpoint
+from keyhole.checkpoint.files import OWN_FILES, About, method_state, save_checkpoint, split_state
 from keyhole.checkpoint.snapshot.background import Background, Writing
 from keyhole.checkpoint.snapshot.snapshot import Cancelled
+from keyhole.checkpoint.state import read_state
 from keyhole.errors import NonFinite, UserError
 from keyhole.machine.sizes import GIB
 from keyhole.methods.base import Method
@@ -53,9 +55,10 @@ def free_bytes(path: Path) -> int:
 
 def saved_bytes(model: Model, method_state: dict[str, Any]) -> int:
     """Bytes on disk of the weights and of the method's tensors, and a margin for the small files."""
-    tensors = [value for value in method_state.values() if isinstance(value, torch.Tensor)]
+    tensors, _ = split_state(method_state)
     weights = sum(t.shape.numel() for t in model.layout.tensors) * torch.finfo(model.dtype).bits // 8
-    return weights + sum(t.numel() * t.element_size() for t in tensors) + MARGIN_BYTES
+    weights = 0 if method_state.get("light") else weights
+    return weights + sum(tensor.nbytes for tensor in tensors.values()) + MARGIN_BYTES
 
 
 @dataclass(frozen=True)
@@ -270,7 +273,14 @@ class Saver:
         source = self.last_good if step is None else self.root / f"checkpoint-{step}"
         assert source is not None
         try:
-            hf.publish(source, self.root, OWN_FILES)
+            state = method_state(source, read_state(source))
+            if self.method.light:
+                self.method.load_state_dict(state)
+                hf.save_model(self.model, self.root)
+                return
+            beside = self.method.learned_beside(state)
+            finish = None if beside is None else partial(hf.merge_files, self.model, factors=beside)
+            hf.publish(source, self.root, OWN_FILES, finish)
         except OSError as error:
             raise UserError(
                 f"output_dir: the model could not be put into {self.root}: {error}; it is complete in "

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keyhole.checkpoint.journal.resume_point import Origin, check_base, find_origin
+from keyhole.checkpoint.journal.resume_point import Origin, check_base, check_original, find_origin
 from keyhole.config import TrainConfig, resolve
 from keyhole.config.data import data_settings
 from keyhole.data.settings import DataSettings
@@ -27,7 +27,7 @@ from keyhole.machine.collector import no_collector
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
-from keyhole.training import rundir, tracker
+from keyhole.training import rundir, trackers
 from keyhole.training.base_hash import BaseHash, model_hash
 from keyhole.training.display import Display, open_missing_streams
 from keyhole.training.lock import Lock, locked
@@ -82,7 +82,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
     if not parts.ranks.is_leader:
         return 0 if dry_run else follow(config, resume, parts)
     parts = replace(parts, ranks=Ranks()) if dry_run else parts
-    tracker.require(config.report_to)
+    trackers.require(config.report_to)
     directory = rundir.inspect(config.output_dir, resume is not None)
     with locked(directory.lock) as lock, ExitStack() as opened:
         if not dry_run:
@@ -91,6 +91,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             rundir.inspect(config.output_dir, resume is not None)  # again: another run may have ended here meanwhile
         with parts.waiting.phase("checking"):
             request = check_request(config, directory, resume, parts)
+            name = _prepare_push(config, dry_run)
         if request.origin.state is None and not dry_run and parts.model_hash is None:
             base = BaseHash(config.model)
             opened.callback(base.stop)
@@ -98,7 +99,34 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
         with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), no_collector():
             from keyhole.training import build
         job = build.find_job(request)
-        return build.dry_run(job) if dry_run else build.build_run(job, lock).go()
+        code = build.dry_run(job) if dry_run else build.build_run(job, lock).go()
+        if code == 0 and name is not None:
+            _push(directory.root, name, config.hub_private_repo)
+        return code
+
+
+def _prepare_push(config: TrainConfig, dry_run: bool) -> str | None:
+    """The name under which the model will be published; what stands in the way is said before training."""
+    if not config.push_to_hub:
+        return None
+    from keyhole.hub.push import check_id, prepare
+
+    name = config.hub_model_id or Path(config.output_dir).resolve().name
+    check_id(name)
+    return None if dry_run else prepare(name, config.hub_private_repo)
+
+
+def _push(root: Path, name: str, private: bool | None) -> None:
+    from keyhole.hub.push import push
+
+    def say(line: str) -> None:
+        with suppress(OSError):  # nobody may be there to read it
+            print(line, flush=True)
+
+    try:
+        say(f"pushed: {push(root, name, private=private, say=say)}")
+    except UserError as error:
+        raise UserError(f"{error}. The model is in {root}; push it later: keyhole push {root} {name}") from error
 
 
 def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
@@ -136,7 +164,10 @@ def check_request(config: TrainConfig, directory: rundir.RunDir, resume: str | N
         check_base(origin.journal, config.model)
     notes = resume_lines(resume, origin, config) if ranks.is_leader else []
     check_directory(config.model)
-    from_model = origin.choice.path is None or METHODS[config.method].keeps_base
+    own = getattr(config, row.section)
+    from_model = origin.choice.path is None or row.from_original(own)
+    if origin.choice.path is not None and row.light(own) and ranks.is_leader:
+        check_original(origin, config.model)
     if from_model and Path(config.model).is_dir():
         weight_files(Path(config.model))
     settings = data_settings(config, None if origin.state is None else origin.loader)

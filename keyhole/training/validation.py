@@ -26,7 +26,7 @@ from typing import Any
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.spec import GENERATED, LIKELIHOOD, LOWER_IS_BETTER
 from keyhole.errors import UserError
-from keyhole.eval.score import check_code, score
+from keyhole.eval.score import Score, check_code, score
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
@@ -38,14 +38,21 @@ MEAN = "score"  # of different metrics
 def evaluate(model: Model, batches: Sized, stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
     """{"eval_loss", "perplexity", "eval_tokens"} over all batches, of a classifier {"eval_loss", "eval_rows"}; None
     when `stop` said so midway. Several ranks take turns of the batches each, and add up all in their order."""
-    own = model.evaluation_ranks.share(range(len(batches)))
+    ranks, together = model.ranks, model.placed.evaluation_passes(model.layout, EVAL_PASSES)
+    together = min(ranks.objects(together)) if model.sharded else together
+    own = ranks.share(range(len(batches)))
     found: list[tuple[float, int]] = []
     own_batches = islice(batches, own[0], own[-1] + 1) if own else ()
-    for group in _groups(own_batches, model.placed.evaluation_passes(model.layout, EVAL_PASSES)):
+    sweeps = 0
+    for group in _groups(own_batches, together):
         if not model.sharded and stop():
             break
         found += [(float(nll_B.double().sum()), int(count_B.sum())) for nll_B, count_B in model.nll(group)]
-    pairs = [pair for each in model.evaluation_ranks.objects(found) for pair in each]
+        sweeps += 1
+    most = math.ceil(math.ceil(len(batches) / ranks.size) / together)  # of any rank
+    for _ in range(most - sweeps if model.sharded else 0):  # every visit of a unit takes all ranks
+        model.nll(list(islice(batches, 1)))
+    pairs = [pair for each in ranks.objects(found) for pair in each]
     if len(pairs) < len(batches):
         return None
     nll, tokens = sum_in_order(nll for nll, _ in pairs), sum(count for _, count in pairs)
@@ -71,6 +78,13 @@ def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
 
 class Stopped(Exception):
     """Scoring was told to give up."""
+
+
+Keep = Callable[[Task, Score], None]
+
+
+def _forget(task: Task, result: Score) -> None:
+    """Only the numbers are wanted."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +130,18 @@ class Judge:
         if metric is not None and metric.removeprefix("eval_") not in (known := self.names(classifies)):
             raise UserError(f"metric_for_best_model={metric}: an evaluation here gives {', '.join(known)}")
 
-    def dev_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
-        """eval_<metric> of the dev questions; None when `stop` said so midway."""
+    def dev_metrics(self, model: Model, stop: Callable[[], bool], keep: Keep = _forget) -> dict[str, Any] | None:
+        """eval_<metric> of the dev questions; None when `stop` said so midway. keep: gets every task with its score."""
         tasks = self.chosen_by
         only_loss = len(tasks) == 1 and tasks[0].spec is not None and tasks[0].spec.kind == LIKELIHOOD
-        return {} if only_loss else self._score(model, tasks, EVAL, stop)
+        return {} if only_loss else self._score(model, tasks, EVAL, stop, keep)
 
     def test_metrics(self, model: Model, stop: Callable[[], bool]) -> dict[str, Any] | None:
         """test_<metric> of the test questions; None when `stop` said so midway."""
         return self._score(model, self.test, TEST, stop)
 
     def _score(
-        self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool]
+        self, model: Model, tasks: Sequence[Task], prefix: str, stop: Callable[[], bool], keep: Keep = _forget
     ) -> dict[str, Any] | None:
         def watch(groups: list) -> Iterator[Any]:
             for group in groups:
@@ -144,7 +158,9 @@ class Judge:
                 if model.ranks.several and any(model.ranks.objects(stop())):
                     raise Stopped
                 generated = task.spec is not None and task.spec.kind == GENERATED
-                found[task.name] = score(model, task, **options, **({} if generated else passes), **code).metrics
+                result = score(model, task, **options, **({} if generated else passes), **code)
+                found[task.name] = result.metrics
+                keep(task, result)
         except Stopped:
             return None
         return _named(tasks, found, prefix) if tasks else {}

@@ -2,8 +2,9 @@
 
 import pytest
 
-from keyhole.bench.scale import COUNTS, Machines, parameters, replicas, shards, table
+from keyhole.bench.scale import COUNTS, Exchange, Machines, parameters, replicas, shards, step_of, table
 from keyhole.errors import UserError
+from keyhole.methods import METHODS
 
 FAST = Machines(tflops=1e9, memory=1e9)
 
@@ -20,6 +21,18 @@ def test_shards_need_a_part_of_the_memory_and_the_links_of_all() -> None:
     assert [round(steps[0].gib / step.gib) for step in steps] == list(COUNTS)
     assert steps[0].nvlink == 0 and all(step.network == 0 for step in steps if step.ranks <= 8)
     assert steps[-1].network == pytest.approx(3 * 2e9 * (1 - 8 / 64) / 50e9)
+
+
+def test_what_methods_exchange_beside_weights() -> None:
+    """Compressed numbers travel in place of gradients; a host's memory is the bound of Adam there, until there are more
+    machines; baselines send no weights."""
+    of = {name: [step_of(METHODS[name], "13B", 2048, n, False, Machines()) for n in (8, 16)] for name in METHODS}
+    assert of["lomo"][1] == shards(parameters("13B"), 2048, 16, False, Machines())
+    assert of["lsp"][1].network < 0.75 * of["lomo"][1].network < of["lomo"][1].network < of["adalomo"][1].network
+    assert of["adam-offload"][0].bound == "host" and of["adam-offload"][1].host == of["adam-offload"][0].host / 2
+    assert of["adamw"][1].network == pytest.approx(of["lomo"][1].network) and of["lora"][1].network == 0
+    streamed, resident = (shards(10**9, 1, 4, s, FAST, moved=Exchange(link=3.0)) for s in (True, False))
+    assert streamed.pcie == resident.pcie
 
 
 def test_the_table_has_a_line_per_method_placement_and_count() -> None:

@@ -51,6 +51,9 @@ def test_chat_passes_settings(calls: list[Any]) -> None:
 
 BAD = [
     (["eval", "out"], "--tasks"),
+    (["eval", "out", "--tasks", "a", "--harness", "b"], "give one of them"),
+    (["eval", "out", "--tasks", "a", "--num-fewshot", "3"], "--num-fewshot: not used with --tasks"),
+    (["eval", "demo", "--harness", "b", "--task-data", "x"], "--task-data: not used with --harness"),
     (["eval", "out", "--tasks", "a", "seed=3"], "seed: not used here; this command takes device, dtype"),
     (["eval", "out", "--tasks", "a", "gpu_memory=8"], "such as 8GiB"),
     (["eval", "out", "--gpu-memory", "8GiB", "--tasks", "a"], "write gpu_memory=8GiB"),
@@ -66,3 +69,10 @@ def test_mistakes_are_exit_2(args: list[str], says: str, calls: list[Any], capsy
     assert main(args) == 2
     message = capsys.readouterr().err
     assert says in message and "Traceback" not in message and not calls
+
+
+def test_without_the_harness_the_command_to_install_it_is_told(monkeypatch: Any, capsys: Any) -> None:
+    """An extra: whoever does not ask for it does not need it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["eval", "demo", "--harness", "hellaswag"]) == 2
+    assert 'pip install "keyhole[harness]"' in capsys.readouterr().err

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from keyhole.compare.chart import Series, chart, ticks
 from keyhole.compare.file import Comparison
 from keyhole.compare.page import make_page
 from keyhole.compare.result import Result
 from keyhole.compare.table import Cell, to_markdown, zero_shot_cell
+from keyhole.pages.chart import Series, chart, ticks
 
 EVIL = "<script>alert(1)</script>\"'&|`</style>"
 VOID = {"meta", "br"}

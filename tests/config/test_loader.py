@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from keyhole.config import Bytes, TrainConfig, load_config, resolve, to_yaml
 from keyhole.config import fields as table
-from keyhole.config.loader import parse_config
+from keyhole.config.loader import parse_config, parse_settings
 from keyhole.errors import UserError
 from keyhole.methods.baselines.traits import AdamWConfig, SGDConfig
 from keyhole.methods.zo.traits import ZOConfig
@@ -63,7 +63,7 @@ configs = st.builds(
     max_length=st.none() | st.integers(2, 10**6),
     seed=st.integers(0, 2**63 - 1),
     save_total_limit=st.none() | counts,
-    report_to=st.sampled_from([None, "tensorboard"]),
+    report_to=st.sampled_from([None, "tensorboard", ["wandb", "mlflow"]]),
     zo=zo_configs,
     adamw=st.builds(AdamWConfig, beta1=unit_interval, beta2=unit_interval, eps=rates),
     sgd=st.builds(SGDConfig, momentum=unit_interval),
@@ -264,3 +264,10 @@ def test_an_override_repairs_a_bad_value_and_the_last_one_wins() -> None:
     """What is replaced is not checked; of two overrides the later counts."""
     config, _ = parse_config(GOOD + "batch_size: many\n", ["batch_size=2", "batch_size=3"])
     assert config.batch_size == 3
+
+
+@pytest.mark.parametrize("value", ["{sentence} It was", "{label}", "[INST] {x} [/INST]"])
+def test_a_text_on_the_command_line_may_begin_with_a_brace(value: str) -> None:
+    """Templates are texts, and no YAML; in quotes they have YAML's escapes."""
+    assert parse_settings([f"prompt={value}"], ["prompt"]) == {"prompt": value}
+    assert parse_settings(['prompt="a\\n{b}"'], ["prompt"]) == {"prompt": "a\n{b}"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from keyhole import assets
+from keyhole.demo.budget import Squeezed
 from keyhole.demo.peak_memory import Peaks
 from keyhole.demo.run import run_demo
 from keyhole.demo.train import settings_of
@@ -29,6 +30,13 @@ def three_mib(names: list[str], device: str | None) -> Iterator[Callable[[], Pea
 def no_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory has tests of its own; here its process would only cost time."""
     monkeypatch.setattr("keyhole.demo.peak_memory.measured_beside", three_mib)
+
+
+@pytest.fixture(autouse=True)
+def no_deeper_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run in a budget has tests of its own (test_budget.py)."""
+    found = {"weights_bytes": 2**20, "budget_bytes": 2**19, "losses": [1.0], "same_losses": True, "same_weights": True}
+    monkeypatch.setattr("keyhole.demo.budget.squeeze", lambda name, *how: Squeezed(name, **found))
 
 
 @pytest.fixture
@@ -54,6 +62,9 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [entry["losses"] for entry in saved] == [result.losses for result in results]
     assert torch.get_num_threads() == threads
     assert "3.0 MiB" in printed
+    assert "zo in 0.5 MiB, a model of 1.0 MiB: losses and weights are the same bits" in printed
+    assert [entry["method"] for entry in json.loads((tmp_path / "out/budget.json").read_text())] == ["zo", "lomo"]
+    assert "In a budget smaller than the model" in page
     run_demo(tmp_path / "out", methods=["sgd"], steps=1, device="cpu")
 
 
@@ -61,7 +72,7 @@ def test_every_method_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_new_method_appears_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever joins the table is run, with the settings of its row."""
     table = {"sgd": METHODS["sgd"], "newcomer": replace(METHODS["sgd"], demo=Demo(lr=0.125))}
-    for module in ("run", "train"):
+    for module in ("run", "train", "budget"):
         monkeypatch.setattr(f"keyhole.demo.{module}.METHODS", table)
     results = run_demo(tmp_path, steps=1, device="cpu")
     assert results[-1].method == "newcomer" and results[-1].settings.lr == 0.125

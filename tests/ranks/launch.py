@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tests.training.children import server
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0  # more than ranks need on a busy machine
 
 
 class Launch:

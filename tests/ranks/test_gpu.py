@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from keyhole.ranks import Ranks
+from tests.ranks.cases import CASES, results, write_results
 from tests.ranks.launch import Launch
-from tests.ranks.test_lomo import assert_same_numbers
-from tests.ranks.workers import lomo_results, run_shared, shared_results, write_lomo_results
+from tests.ranks.test_gradients import assert_same_numbers
+from tests.ranks.workers import run_shared, shared_results
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOLD = {"shared", "block_bytes", "pss_bytes"}
@@ -25,9 +26,12 @@ def test_shared_homes_have_the_bits_of_one_process(tmp_path: Path) -> None:
         assert not different and len(ours["shared"]) > 1, different
 
 
-def test_parts_are_the_weights_of_one_process(tmp_path: Path) -> None:
-    """lomo and its kin, resident and streamed, each rank with a part of the weights."""
-    launch = Launch(2, write_lomo_results, tmp_path, "cuda")
-    alone = lomo_results(Ranks(), "cuda")
+def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+    """Every method with gradients, resident and streamed."""
+    launch = Launch(2, write_results, tmp_path, 2, "cuda")
+    alone = {name: results(case, Ranks(), "cuda") for name, case in CASES.items()}
     assert launch.end() == [0, 0], launch.printed
-    assert_same_numbers([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)], alone, close_to=1e-5)
+    ours = [torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)]
+    for name in CASES:
+        assert_same_numbers(name, [rank[name] for rank in ours], alone[name], close_to=1e-5)
+        assert all(rank[name]["same"] for rank in ours), name

@@ -4,24 +4,48 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from keyhole.config import TrainConfig
+from keyhole.methods.adam_offload.traits import AdamOffloadConfig
 from keyhole.training.start import train as train_alone
 from tests.ranks.launch import Launch, train, written
 from tests.ranks.test_training import ZO, assert_same_run
-from tests.training.runs import Make
+from tests.training.runs import Make, weights
 
 RANK_TIMEOUT_S = 5.0
 MOST_S = 30.0  # from a kill to the end of all ranks, on a busy machine
 
 
-def killed(make: Make, tmp_path: Path, kills: int, seed: int, life_s: float = 4.0) -> None:
+SHORT = ZO | {"max_steps": 12, "batch_size": 1, "save_steps": 3, "placement": "stream", "dtype": "bfloat16"}
+ADAM = SHORT | {"method": "adam-offload", "dtype": None, "adam_offload": AdamOffloadConfig(eps=1e-3, threads=1)}
+
+
+def assert_close(ours: TrainConfig, theirs: TrainConfig) -> None:
+    """Of a method whose sums depend on the number of ranks."""
+    pairs = weights(ours.output_dir), weights(theirs.output_dir)
+    assert pairs[0].keys() == pairs[1].keys()
+    for name, tensor in pairs[1].items():
+        torch.testing.assert_close(pairs[0][name], tensor, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n} {m}")
+
+
+def killed(
+    make: Make,
+    tmp_path: Path,
+    kills: int,
+    seed: int,
+    life_s: float = 4.0,
+    settings: dict[str, Any] = SHORT,
+    assert_same: Callable[[TrainConfig, TrainConfig], None] = assert_same_run,
+) -> None:
     """One run, killed so many times, at any instant of the first life_s seconds of its processes, later each time."""
     rng, done = random.Random(seed), 0
-    settings = ZO | {"max_steps": 12, "batch_size": 1, "save_steps": 3, "placement": "stream", "dtype": "bfloat16"}
     alone, config = (make(name, **settings, rank_timeout=RANK_TIMEOUT_S) for name in ("alone", "killed"))
     assert train_alone(alone) == 0
     while done < kills:
@@ -38,11 +62,11 @@ def killed(make: Make, tmp_path: Path, kills: int, seed: int, life_s: float = 4.
         done += codes[victim] == -signal.SIGKILL
         life_s = min(12.0, life_s * 1.2)  # later each time, so that some are in the middle of training
         if codes[0] == 0:
-            assert_same_run(config, alone)
+            assert_same(config, alone)
             shutil.rmtree(config.output_dir)
     last = Launch(2, train, [written(tmp_path, config), "--resume"])
     assert last.end() == [0, 0], last.printed
-    assert_same_run(config, alone)
+    assert_same(config, alone)
 
 
 @pytest.mark.slow
@@ -53,3 +77,9 @@ def test_two_kills(make: Make, tmp_path: Path) -> None:
 @pytest.mark.kills
 def test_twenty_kills(make: Make, tmp_path: Path) -> None:
     killed(make, tmp_path, kills=20, seed=1)
+
+
+@pytest.mark.kills
+def test_twenty_kills_of_ranks_that_have_parts(make: Make, tmp_path: Path) -> None:
+    """Goes on from the last checkpoint, which every rank writes a part of."""
+    killed(make, tmp_path, kills=20, seed=2, settings=ADAM, assert_same=assert_close)

@@ -9,6 +9,8 @@ import pytest
 from keyhole.checkpoint.journal.format import read
 from keyhole.config import TrainConfig
 from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.zo.traits import ZOConfig
 from keyhole.ranks import Ranks
 from keyhole.training.start import Parts
 from keyhole.training.start import train as train_alone
@@ -57,16 +59,29 @@ def test_a_short_last_step_leaves_a_rank_without_work(make: Make, tmp_path: Path
     assert_same_run(four, alone)
 
 
+@pytest.mark.slow
+def test_low_rank_on_ranks_is_that_of_one(make: Make, tmp_path: Path) -> None:
+    """Ranks share one copy of the streamed blocks, which is folded into at the end of each period, by all together; a
+    rank without rows takes part."""
+    settings = ZO | {"batch_size": 5, "max_steps": 4, "placement": "stream", "dtype": "bfloat16", "learning_rate": 1e-2}
+    settings |= {"zo": ZOConfig(rank=2, refresh=2)}
+    alone, two = (make(name, **settings) for name in ("alone", "two"))
+    assert train_alone(alone) == 0
+    run(2, two, tmp_path)
+    assert_same_run(two, alone)
+
+
 class Three(Ranks):
     """The first of three."""
 
     size = 3
 
 
-def test_what_several_ranks_cannot_do_is_refused(make: Make) -> None:
-    """A number of micro-batches that does not divide, and a method that trains in one process."""
+def test_what_several_ranks_cannot_do_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of micro-batches that does not divide, a method that trains in one process."""
     parts = Parts(ranks=Three())
     with pytest.raises(UserError, match="gradient_accumulation_steps=4.*multiple of their number, 3; set it to 6"):
         train_alone(make("out", **ZO), parts=parts)
+    monkeypatch.setitem(METHODS, "adamw", replace(METHODS["adamw"], ranks=None))
     with pytest.raises(UserError, match="method=adamw trains in one process.*zo"):
         train_alone(make("out", method="adamw", gradient_accumulation_steps=3), parts=parts)

@@ -1,4 +1,4 @@
-"""zo on several ranks has the bits of one process: twelve families, tied heads and mixtures of experts among them."""
+"""zo on two and four ranks has the bits of one process: twelve families, tied and with experts among them."""
 
 from pathlib import Path
 
@@ -9,22 +9,22 @@ from keyhole.ranks import Ranks
 from tests.ranks.launch import Launch
 from tests.ranks.workers import write_zo_results, zo_results
 
+SIZES = (2, 4)
+
 
 @pytest.mark.slow
-def test_two_ranks_have_the_bits_of_one_on_twelve_families(tmp_path: Path) -> None:
-    """Three micro-batches of different sizes over two ranks, streamed: losses and weights of both ranks are those of
-    one process with resident weights; of every estimator, and of a search for a rate, too."""
-    launch = Launch(2, write_zo_results, tmp_path)
+def test_ranks_have_the_bits_of_one_process_on_twelve_families(tmp_path: Path) -> None:
+    """Five micro-batches of different sizes over two or four ranks, streamed: losses and weights of all ranks are those
+    of one process with resident weights; of every estimator, and of a search for a rate, too."""
+    launches = [Launch(size, write_zo_results, tmp_path, SIZES) for size in SIZES]
     torch.set_num_threads(1)
-    alone = zo_results(Ranks())
-    assert launch.end() == [0, 0], launch.printed
-    for rank in range(2):
-        ours = torch.load(tmp_path / f"{rank}.pt")
-        assert ours.keys() == alone.keys()
-        different = [
-            f"{name}: {key}"
-            for name in alone
-            for key in alone[name]
-            if not torch.equal(ours[name][key], alone[name][key])
-        ]
-        assert not different, different
+    alone, seen = zo_results(Ranks(), SIZES), set()
+    for size, launch in zip(SIZES, launches, strict=True):
+        assert launch.end() == [0] * size, launch.printed
+        for rank in range(size):
+            ours = torch.load(tmp_path / f"{size} {rank}.pt")
+            seen |= ours.keys()
+            pairs = [(name, key) for name in ours for key in alone[name]]
+            different = [pair for pair in pairs if not torch.equal(ours[pair[0]][pair[1]], alone[pair[0]][pair[1]])]
+            assert not different, (size, rank, different)
+    assert seen == alone.keys()

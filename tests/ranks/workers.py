@@ -15,6 +15,7 @@ from keyhole.methods.zo import update
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.ranks import Ranks
 from keyhole.ranks.join import joined
+from keyhole.training.validation import evaluate
 from tests.model.decoders import TWELVE, batch, config
 from tests.model.streaming import streamed
 
@@ -26,31 +27,35 @@ def micro_batches(step: int, count: int = 3) -> list[dict[str, torch.Tensor]]:
     return [batch(rows=1 + i % 2, length=8 + i, seed=10 * step + i) for i in range(count)]
 
 
-def zo_results(ranks: Ranks) -> dict[str, Any]:
+def zo_results(ranks: Ranks, sizes: tuple[int, ...]) -> dict[str, Any]:
     """Losses and weights after two steps of zo, of every family: resident in one process, streamed on several ranks, in
-    single matrices through a poisoned slot, with write-backs every second step."""
+    single matrices through a poisoned slot, with write-backs every second step. sizes: cases go to launches of so many
+    ranks in turn; one process has all."""
     found: dict[str, Any] = {}
     cases: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in TWELVE}
     cases |= {estimator: ("llama", {"estimator": estimator}) for estimator in DEFAULTS}
     cases |= {"searched": ("llama", {"lr": "auto"})}
-    for case, (name, settings) in cases.items():
+    turns = {size: place for place, size in enumerate(sizes)}
+    for number, (case, (name, settings)) in enumerate(cases.items()):
+        if ranks.several and number % len(sizes) != turns[ranks.size]:
+            continue
         model = keyhole.load(config(name), init="random", device="cpu", dtype="float32")
         if ranks.several:
             model = streamed(model, max_unit_numel=1, slot_count=1, chaos=random.Random(ranks.rank))
             model.ranks = ranks
         method = keyhole.ZO(model, **{"lr": LR} | settings, write_back_every=2 if ranks.several else None)
-        losses = [method.step(micro_batches(step)) for step in range(STEPS)]
+        losses = [method.step(micro_batches(step, count=5)) for step in range(STEPS)]
         method.flush()
         found[case] = {"losses": torch.stack(losses), **{n: t.clone() for n, t in model.named_tensors()}}
         model.close()
     return found
 
 
-def write_zo_results(directory: Path) -> int:
+def write_zo_results(directory: Path, sizes: tuple[int, ...]) -> int:
     """A rank's part of zo_results, in a file of its own."""
     torch.set_num_threads(1)
     with joined() as ranks:
-        torch.save(zo_results(ranks), directory / f"{ranks.rank}.pt")
+        torch.save(zo_results(ranks, sizes), directory / f"{ranks.size} {ranks.rank}.pt")
     return 0
 
 
@@ -99,64 +104,21 @@ def mapped_bytes(name: str) -> int:
     return total
 
 
-LOMO_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # family, how it is loaded, settings, method
-    "llama resident": ("llama", {}, {}),
-    "llama streamed, clipped": ("llama", {"placement": "stream"}, {"max_grad_norm": 0.5}),
-    "tied, decay": ("qwen2", {"placement": "stream"}, {"weight_decay": 0.1}),
-    "gpt2, learned positions": ("gpt2", {}, {"activations": "host", "clip_value": 1e-3}),
-    "experts, decay": ("mixtral", {}, {"weight_decay": 0.1, "weight_decay_on": "all"}),
-    "each tensor clipped": ("llama", {"placement": "stream"}, {"clip_group_norm": 0.05}),
-    "adalomo": ("llama", {"placement": "stream"}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "weight_decay": 0.01}),
-    "adalomo, tied": ("qwen2", {}, {"method": keyhole.AdaLOMO, "lr": 1e-3, "max_grad_norm": 1.0}),
-    "lomo-lora, clipped": ("llama", {}, {"method": keyhole.LOMOLoRA, "lr": 0.05, "r": 4, "max_grad_norm": 0.5}),
-    "apollo-mini": ("mistral", {}, {"method": keyhole.APOLLOMini, "lr": 1e-4}),
-    "bf16 at home, rounded by index": ("llama", {"wire": "bf16", "placement": "stream"}, {}),
-}
-
-
-def lomo_results(ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
-    """Losses, norms and this rank's parts of the weights after three steps of lomo; the last has one micro-batch."""
+def evaluation_results(ranks: Ranks, directory: str) -> dict[str, Any]:
+    """Scores and answers of a model, streamed, whole on every rank and in parts: rows of many lengths, held-out batches
+    (more and fewer than ranks), and questions."""
     found: dict[str, Any] = {}
-    for case, (family, how, settings) in LOMO_CASES.items():
-        made, lr = settings.get("method", keyhole.LOMO), settings.get("lr", 0.1)
-        settings = {key: value for key, value in settings.items() if key not in ("method", "lr")}
-        where = {"init": "random", "device": device, "dtype": "float32", "workload": keyhole.Workload(made.name)} | how
-        model = keyhole.load(config(family), ranks=ranks, seed=1, **where)
-        method = made(model, lr, **settings)
-        numbers, before = [], getattr(ranks, "bytes_received", 0)
-        for step in range(3):
-            loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
-            numbers += [loss.double(), method.metrics()["grad_norm"].double(), method.metrics()["changed"].double()]
-        parts = [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()]
-        if model.addon is not None and ranks.is_leader:
-            parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.addon.params.items()]
-        found[case] = {"numbers": torch.stack(numbers).cpu(), "parts": parts}
-        found[case]["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
-        cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
-        found[case]["received_bytes"] = getattr(ranks, "bytes_received", 0) - before
-        found[case]["other_bytes"] = sum(t.shape.numel() for t in model.layout.tensors) * 4
-        found[case]["whole_bytes"] = sum(model.engine.homes[page].nbytes for page in cut)
+    rows = [Sample(list(range(5, 7 + n)), [-100, *range(6, 7 + n)]) for n in range(1, 12)]
+    questions = [Question(text, ("x",), 0) for text in ("The soup", "A", "Bread was warm and", "Stamp:", "1 + 1 =")]
+    for method in ("zo", "lomo"):
+        how = {"device": "cpu", "placement": "stream", "workload": keyhole.Workload(method, tokens=64)}
+        model = keyhole.load(directory, ranks=ranks, **how)
+        nll_R, count_R = score_rows(model, rows, batch_tokens=20, passes=2)
+        answers = generate_answers(model, questions, max_new_tokens=4, batch_tokens=20)
+        held_out = [evaluate(model, micro_batches(0, count)) for count in (1, 5, 11)]
+        found[method] = {"nll": nll_R, "count": count_R, "answers": answers, "held out": held_out}
         model.close()
     return found
-
-
-def write_lomo_results(directory: Path, device: str = "cpu") -> int:
-    torch.set_num_threads(1)
-    with joined() as ranks:
-        torch.save(lomo_results(ranks, device), directory / f"{ranks.rank}.pt")
-    return 0
-
-
-def evaluation_results(ranks: Ranks, directory: str) -> dict[str, Any]:
-    """Scores and answers of a model, streamed: rows of many lengths, and questions."""
-    how = {"device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=64)}
-    model = keyhole.load(directory, ranks=ranks, **how)
-    rows = [Sample(list(range(5, 7 + n)), [-100, *range(6, 7 + n)]) for n in range(1, 12)]
-    nll_R, count_R = score_rows(model, rows, batch_tokens=20, passes=2)
-    questions = [Question(text, ("x",), 0) for text in ("The soup", "A", "Bread was warm and", "Stamp:", "1 + 1 =")]
-    answers = generate_answers(model, questions, max_new_tokens=4, batch_tokens=20)
-    model.close()
-    return {"nll": nll_R, "count": count_R, "answers": answers}
 
 
 def write_evaluation(path: Path, directory: str) -> int:

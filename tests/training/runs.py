@@ -11,7 +11,7 @@ from keyhole.config import TrainConfig
 from keyhole.methods.baselines.traits import SGDConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.zo.traits import ZOConfig
-from keyhole.training.metrics import read_metrics
+from keyhole.report.entries import read_metrics
 
 Make = Callable[..., TrainConfig]
 TIMED = {"seconds", "tokens_per_second", "host_gib", "gpu_gib", "host_wait_s", "gpu_updates", "learn_s"}
@@ -36,6 +36,16 @@ VARIANTS = {
         "dtype": "bfloat16",
         "wire": "fp32",
     },
+    "zo-low-rank-streamed-bf16": {
+        "method": "zo",
+        "learning_rate": 1e-2,
+        "placement": "stream",
+        "dtype": "bfloat16",
+        "save_steps": 1,
+        "save_total_limit": None,
+        "zo": ZOConfig(rank=2, refresh=2),
+    },
+    "zo-low-rank-kept": {"method": "zo", "learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=2, fold=False)},
     "lomo-streamed-bf16": {"method": "lomo", "learning_rate": 1e-2, "placement": "stream", "dtype": "bfloat16"},
     "adalomo-streamed": {"method": "adalomo", "learning_rate": 1e-3, "placement": "stream"},
     "galore": {"method": "galore", "learning_rate": 1e-3},

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from keyhole.errors import NonFinite
+from keyhole.report.entries import read_metrics
 from keyhole.training.guard import MOST_SKIPS
-from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder, read_metrics
+from keyhole.training.metrics import MetricsFile, QueuedStep, Recorder
 
 CPU = torch.device("cpu")
 

@@ -31,7 +31,7 @@ def test_output_directory(make: Make, tiny_data: Path) -> None:
     assert train(config) == 0
     root = Path(config.output_dir)
     assert sorted(path.name for path in root.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
-    for name in ("config.yaml", "env.json", "metrics.jsonl", "loss.png", "keyhole.json", "tensorboard"):
+    for name in ("config.yaml", "env.json", "metrics.jsonl", "loss.png", "report.html", "report.json", "tensorboard"):
         assert (root / "run" / name).exists(), name
     assert load_config(root / "run" / "config.yaml")[0] == config
     theirs = AutoModelForCausalLM.from_pretrained(root)

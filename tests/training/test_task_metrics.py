@@ -89,7 +89,7 @@ def test_an_interrupted_score_is_repeated(
     assert train(through) == 0
     real = getattr(loop.Judge, f"{place}_metrics")
 
-    def disturbed(self: Any, model: Any, stop: Callable[[], bool]) -> Any:
+    def disturbed(self: Any, model: Any, stop: Callable[[], bool], *more: Any) -> Any:
         monkeypatch.setattr(loop.Judge, f"{place}_metrics", real)
         run_stop = stop.__self__
         run_stop.interrupts.ask("SIGTERM")

@@ -1,24 +1,29 @@
 """Runs of zo's estimators and of its search for a rate: resumed from the journal alone, and replayed, to the bit."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import keyhole
 from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.replay import replay
 from keyhole.errors import UserError
 from keyhole.methods.zo import rate_search
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
-from tests.training.runs import Make, metrics, same, weights
+from tests.training.runs import Make, losses, metrics, same, weights
 
 CASES: dict[str, dict[str, Any]] = {
     "fzoo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="fzoo", directions=3), "weight_decay": 0.1},
     "grzo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="grzo", directions=3), "placement": "stream"},
     "meazo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="meazo"), "placement": "stream", "dtype": "bfloat16"},
+    "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), "placement": "stream", "dtype": "bfloat16"},
+    "low rank, auto": {"learning_rate": "auto", "zo": ZOConfig(rank=2, refresh=4, fold=False)},
     "auto": {"learning_rate": "auto"},
     "auto, meazo": {"learning_rate": "auto", "zo": ZOConfig(estimator="meazo"), "lr_scheduler_type": "linear"},
     "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
@@ -88,3 +93,54 @@ def test_one_row_has_no_halves(make: Make) -> None:
     config = make("one", **settings("auto") | {"batch_size": 1, "gradient_accumulation_steps": 1})
     with pytest.raises(UserError, match=r"learning_rate: auto .* this step has one; raise batch_size"):
         train(config)
+
+
+def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_path: Path) -> None:
+    """Where weights of blocks never change, checkpoints hold no model, also those written behind training; the run goes
+    on from the original one, and from no other; the best step is published whole."""
+    kept = settings("low rank") | {"zo": ZOConfig(rank=2, refresh=2, fold=False), "save_steps": 1, "eval_steps": 2}
+    kept |= {"eval_data": str(tiny_data), "save_total_limit": None, "load_best_model_at_end": True}
+    kept |= {"warmup_ratio": 0.0, "max_steps": 4}
+    through, stopped = make("through", **kept), make("stopped", **kept | {"max_steps": 3})
+    assert train(through) == train(stopped) == 0
+    root = Path(through.output_dir)
+    for step in range(1, 5):
+        path = root / f"checkpoint-{step}"
+        assert (path / "config.json").exists() and not list(path.glob("model*.safetensors"))
+    found = keyhole.load(str(root), device="cpu", dtype="bfloat16")
+    assert type(found.module).__name__ == "LlamaForCausalLM"
+    other = Path(shutil.copytree(through.model, tmp_path / "other"))
+    replay(through.model, root, tmp_path / "trained", device="cpu", say=lambda line: None)
+    shutil.copy(tmp_path / "trained" / "model.safetensors", other / "model.safetensors")
+    with pytest.raises(UserError, match="--resume: .*(beside the weights that it began with|cannot change)"):
+        train(replace(stopped, model=str(other), max_steps=4), resume="")
+    assert train(replace(stopped, max_steps=4), resume="") == 0
+    assert same(weights(root), weights(stopped.output_dir)) and losses(through) == losses(stopped)
+
+
+@pytest.mark.parametrize("fold", [True, False])
+def test_a_checkpoint_within_a_period_can_be_loaded(make: Make, tmp_path: Path, fold: bool) -> None:
+    """Loaded as a model, a checkpoint is the run at its step, factors included; a method made on it finds them in the
+    weights; what was edited is refused."""
+    own = {"zo": ZOConfig(rank=2, refresh=2, fold=fold), "dtype": "float32", "placement": "resident"}
+    config = make("run", **settings("low rank") | own | {"max_steps": 3, "save_steps": 3})
+    assert train(config) == 0
+    path, batch = Path(config.output_dir) / "checkpoint-3", {"input_ids": torch.tensor([[5, 6, 7, 8]])}
+    batch["labels"] = batch["input_ids"]
+    at_end, base = (keyhole.load(source, device="cpu").nll(batch)[0] for source in (config.output_dir, config.model))
+    model = keyhole.load(str(path), device="cpu")
+    torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
+    assert (at_end - base).abs() > 1e-3 and any("factors: of rank 2" in line for line in model.describe())
+    keyhole.LOMO(model, 1e-3)
+    torch.testing.assert_close(model.nll(batch)[0], at_end, rtol=1e-5, atol=1e-5)
+    state, tensors = (path / name for name in ("keyhole_state.json", "optimizer.safetensors"))
+    text, content = state.read_text(), tensors.read_bytes()
+    for words in ('rank": 3', 'rank": 99999', 'rank": -1', 'rank": "x"', 'step_count": []'):
+        state.write_text(re.sub(rf"{words.split(':')[0]}: \d+", words, text))
+        with pytest.raises(UserError, match="zo.rank|edited"):
+            keyhole.load(str(path), device="cpu")
+    state.write_text(text)
+    for harm in (b"", content[:9], content[:-5], b"\xff" * 64):
+        tensors.write_bytes(harm)
+        with pytest.raises(UserError, match="optimizer.safetensors"):
+            keyhole.load(str(path), device="cpu")

@@ -25,6 +25,7 @@ from keyhole.checkpoint.journal.format import Header, Journal, Record
 from keyhole.disk.weights_hash import content_hash
 from keyhole.errors import UserError
 from keyhole.loading import load
+from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.methods.zo.method import ZO
 from keyhole.methods.zo.update import Pending
@@ -173,4 +174,12 @@ def method_of(header: Header, model: Model) -> ZO:
         rounding=header.rounding,
         seed=header.seed,
         weight_decay_on=header.config.get("weight_decay_on", "all"),  # journals from before the setting decay all
+        **_low_rank(header),
     )
+
+
+def _low_rank(header: Header) -> dict[str, Any]:
+    """The settings of directions of low rank, which journals from before have not."""
+    section = METHODS[ZO.name].section
+    found = {name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold")}
+    return found if found["rank"] is not None else {}

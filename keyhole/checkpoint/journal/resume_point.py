@@ -168,6 +168,15 @@ def check_base(found: Journal, model: str) -> None:
         )
 
 
+def check_original(origin: Origin, model: str) -> None:
+    """A light checkpoint is worth something only with the weights that its run began with."""
+    if origin.base is not None and content_hash(find_directory(model)) != origin.base:
+        raise UserError(
+            f"--resume: {origin.choice.path} holds what a run has learned beside the weights that it began with, and "
+            f"model={model} holds others; restore them, or start a new run in another output_dir"
+        )
+
+
 def continued(origin: Origin, source: str, path: Path, header: journal.Header, sync_every: int) -> Writer:
     """The journal, ready for the step after origin.step: the old one cut there, or a new one from these weights.
 
@@ -178,6 +187,7 @@ def continued(origin: Origin, source: str, path: Path, header: journal.Header, s
     if not fits:
         if path.exists():
             journal.rename_old(path)
-        base = header.base or content_hash(find_directory(source))
+        light = origin.choice.state is not None and origin.choice.state.method.get("light")
+        base = header.base or (f"light: {source}" if light else content_hash(find_directory(source)))
         found = journal.create(path, replace(header, base=base, first=step, source=source))
     return Writer(path, found, step, sync_every)

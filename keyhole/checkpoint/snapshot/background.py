@@ -12,6 +12,7 @@ The files are those of a checkpoint that is waited for (checkpoint/files.py), by
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,12 @@ class Background:
 
     def __init__(self, model: Model, method: Method, pool_bytes: int | None = None) -> None:
         self.model, self.method, self.announces = model, method, METHODS[method.name].announces
-        names = names_on_disk(model)
+        names = {} if method.light else names_on_disk(model)
+        names = names if model.addon is None else None  # an addon has files of its own
         self.possible = names is not None
         if not self.possible:
             return
-        self.files = plan_files(model, names)
+        self.files = plan_files(model, names) if names else Files({}, {}, {})
         self.places = {name: self.files.places[on_disk] for name, on_disk in names.items()}
         self.small = small_files(model)
         self.pool_bytes = _pool_bytes(model) if pool_bytes is None else pool_bytes
@@ -65,7 +67,8 @@ class Background:
         specs = [Spec(name, t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())]
         own = lay_out(specs, name=Path(TENSORS).stem) if specs else Files({}, {}, {})
         others = [_whole(name, t, own) for name, t in tensors.items()]
-        buffers = [_whole(n, b, self.files, self.places) for n, b in saved_buffers(self.model.module).items()]
+        kept = {} if self.method.light else saved_buffers(self.model.module)
+        buffers = [_whole(n, b, self.files, self.places) for n, b in kept.items()]
         snapshot = Snapshot(self._pages(), others + buffers, self.pool_bytes, self.model.device, self.copy_threads)
         for source in snapshot.queue:
             source.event = None if source.state == WAITING else self._event(source)
@@ -80,13 +83,13 @@ class Background:
 
     def _pages(self) -> dict[int, Source]:
         model, pages = self.model, {}
-        for unit in model.layout.units:
+        for unit in [] if self.method.light else model.layout.units:
             home = model.engine.homes[unit.index]
             packed = home.dtype == PACKED
             element_bytes = (model.dtype if packed else home.dtype).itemsize
             tensors = [(t.name, t.start, t.stop) for t in unit.tensors]
             segments = segments_of(tensors, unit.start, unit.stop, self.places, element_bytes)
-            unpacks = (unit.numel, model.dtype, model.formats.codec.decode) if packed else None
+            unpacks = (unit.numel, model.dtype, partial(model.formats.decode, unit)) if packed else None
             pages[unit.index] = Source(home, segments, unpacks, WAITING if self.method.owes(unit) else READY)
         return pages
 

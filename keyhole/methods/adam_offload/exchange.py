@@ -22,6 +22,9 @@ parameter for pages that live on the device. Order on a GPU:
 Nothing else is needed: a page's weights are overwritten after its event, which came after the last kernel that read
 them; its staging buffer is written again after the next use of the page, which waited for the upload.
 On a CPU device the same jobs run in the same worker, with plain copies.
+
+Of a page that ranks share out (offload/shards.py) all of this is this rank's part: as long as what it keeps. A resident
+part waits on the device for its next gather, which is ordered behind the upload by the engine's own event.
 """
 
 import time
@@ -105,14 +108,14 @@ class Exchange:
 
         self.pool.submit(work, page=page, after=after, urgency=page, on_device=on_device)
         self.leaving.discard(page)
-        if page not in self.engine.streamed:
+        if page not in self.engine.on_host:
             self.engine.bytes_up += sum(_bytes(self.source[page][begin:end]) for begin, end in back)
 
     def send_back(self, page: int, spans: list[Span]) -> None:
         """To the device; nothing to do for a streamed page."""
-        if page in self.engine.streamed:
+        if page in self.engine.on_host:
             return
-        home, source = self.engine.homes[page].data, self.source[page]  # .data: or autograd, at work on a neighbour in
+        home, source = self.engine.kept(page).data, self.source[page]  # .data: or autograd, at work on a neighbour in
         # the same memory, would take this for a change of that
         if not self.cuda:
             for begin, end in spans:
@@ -122,6 +125,8 @@ class Exchange:
             for begin, end in spans:
                 self._upload(source[begin:end], home[begin:end])
             self.uploaded[page].record(self.up)
+            if page in self.engine.streamed:  # a part of a page, which goes on from here
+                self.engine.home_written[page].record(self.up)
 
     def _upload(self, source: torch.Tensor, home: torch.Tensor) -> None:
         if source.dtype == home.dtype:
@@ -143,11 +148,11 @@ class Exchange:
             begin_s = time.perf_counter()
             self.pool.wait(page)
             self.wait_s += time.perf_counter() - begin_s
-        if self.cuda and page in self.uploaded and page not in self.engine.streamed:
+        if self.cuda and page in self.uploaded and page not in self.engine.on_host:
             self.engine.compute.wait_event(self.uploaded[page])
         if page in self.rewritten:
             self.rewritten.discard(page)
-            self.engine.changed(page, self.engine.compute if self.cuda and page not in self.engine.streamed else None)
+            self.engine.changed(page, self.engine.compute if self.cuda and page not in self.engine.on_host else None)
 
     def drain(self) -> None:
         """Returns when every job is done and everything sent back has arrived."""
@@ -168,12 +173,12 @@ def _bytes(flat: torch.Tensor) -> int:
 
 def _staging(engine: Engine, pages: list[int]) -> dict[int, torch.Tensor]:
     """Homes of streamed pages, and one piece of page-locked memory for all others."""
-    own = [page for page in pages if page not in engine.streamed]
-    sizes = [-(-_bytes(engine.homes[page]) // 256) * 256 for page in own]
+    own = [page for page in pages if page not in engine.on_host]
+    sizes = [-(-_bytes(engine.kept(page)) // 256) * 256 for page in own]
     flat = arena.host_memory(sum(sizes)).fill_(0)
     if engine.cuda:
         arena.pin(flat, engine.device)
-    staging = {page: engine.homes[page] for page in pages if page in engine.streamed}
+    staging = {page: engine.kept(page) for page in pages if page in engine.on_host}
     for page, piece in zip(own, arena.split(flat, sizes), strict=True):
-        staging[page] = piece[: _bytes(engine.homes[page])].view(engine.homes[page].dtype)
+        staging[page] = piece[: _bytes(engine.kept(page))].view(engine.kept(page).dtype)
     return staging

@@ -39,8 +39,8 @@ class AdamLane:
     def update(self, unit: Unit, part: Part, page: torch.Tensor, lr: float, clip: float) -> Callable[[], None]:
         """Begins the update of a part from its gradient in `page`; what is returned waits for its end. New weights go
         to the device's copy, or home to `page` where the unit is streamed."""
-        streamed = unit.index in self.engine.streamed
-        home = None if streamed else self.engine.homes[unit.index].data[part.begin : part.end]
+        streamed = unit.index in self.engine.on_host
+        home = None if streamed else self.engine.kept(unit.index).data[part.begin : part.end]
         how = {"step": part.step, "lr": lr, "clip": clip, "weight_decay": part.weight_decay, **self.state.rule}
 
         def change(begin: int, chunks: list[torch.Tensor]) -> None:
@@ -64,7 +64,7 @@ class AdamLane:
         """Counts a step, once. Called by the engine's thread while no update runs."""
         self.engine.bytes_up += self._up
         self.engine.bytes_down += self._down
-        self.share = self._numel / sum(one.stop - one.start for one in self.state.trained.values())
+        self.share = self._numel / max(1, self.state.trained_numel)
         self._numel = self._up = self._down = 0
 
 

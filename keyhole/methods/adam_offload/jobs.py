@@ -43,10 +43,11 @@ class UpdateJobs:
     def by_cpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> None:
         """The gradients in the staging buffer become weights there, or only the master is new."""
         begin_s, page = time.perf_counter(), self._page(step, unit, starts, part)
-        if page is not None:
+        if page is not None and part.begin < part.end:
             self.state.update(unit, part, page, step.lr, step.clip(), in_place=self._is_streamed(unit))
-            self.state.count(part)
             self.host_s += time.perf_counter() - begin_s
+        if page is not None:
+            self.state.count(part)
 
     def by_gpu(self, step: AdamStep, unit: Unit, starts: list[int], part: Part) -> Job:
         """Begins it; what is returned waits for its end."""
@@ -67,4 +68,4 @@ class UpdateJobs:
         return self.exchange.staging[unit.index]
 
     def _is_streamed(self, unit: Unit) -> bool:
-        return unit.index in self.exchange.engine.streamed
+        return unit.index in self.exchange.engine.on_host

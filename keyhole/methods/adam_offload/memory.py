@@ -34,17 +34,29 @@ LANE = 0.87
 SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
 
 
-def host_state_bytes(layout: Layout, streamed: set[int], element_bytes: int) -> int:
-    """Host memory of adam-offload, without the homes of streamed units."""
+def host_state_bytes(
+    layout: Layout, streamed: set[int], element_bytes: int, cut: dict[int, tuple[int, int]] | None = None
+) -> int:
+    """Host memory of adam-offload, without the homes of streamed units. cut: of units that ranks share out, the first
+    element and the number of those that are here."""
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
-    return sum(u.numel * (12 if u.index in streamed else 12 + element_bytes) for u in units)
+    here = {unit: numel for unit, (_, numel) in (cut or {}).items()}
+    return sum(here.get(u.index, u.numel) * (12 if u.index in streamed else 12 + element_bytes) for u in units)
 
 
-def check_host_state(layout: Layout, streamed: set[int], element_bytes: int, loaded: bool = False) -> None:
-    """UserError with what is missing when weights and state will not fit. loaded: the weights are there already."""
-    state = host_state_bytes(layout, streamed, element_bytes)
-    weights = element_bytes * sum(u.numel for u in layout.units if u.index in streamed)
-    needed, slack = state + (0 if loaded else weights), 0 if loaded else SLACK_BYTES
+def check_host_state(
+    layout: Layout,
+    streamed: set[int],
+    element_bytes: int,
+    loaded: bool = False,
+    cut: dict[int, tuple[int, int]] | None = None,
+    ranks: int = 1,
+) -> None:
+    """UserError with what is missing when weights and state will not fit. loaded: the weights are there already; ranks:
+    processes that will each take so much of this machine's memory."""
+    state, here = host_state_bytes(layout, streamed, element_bytes, cut), cut or {}
+    weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
+    needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
     available = host_memory().available_bytes
     if needed + slack > available:
         raise UserError(

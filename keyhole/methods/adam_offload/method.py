@@ -27,18 +27,23 @@ forward begins when all are back,
 A gradient that is not finite: with max_grad_norm (or monolithic) the step changes nothing. Without, units above may
 have been updated before it was met; if any was, the run stops at once, since the weights are then of two steps. (A loss
 that is not finite makes every gradient so, and then nothing has changed.)
+
+On several ranks each keeps and updates a part of the units: shards.py.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods import shards
 from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state
+from keyhole.methods.adam_offload.shards import AdamParts
 from keyhole.methods.adam_offload.state import AdamState, AdamStep
 from keyhole.methods.base import Method, checked_rate
 from keyhole.methods.dropout import ModelDropout
@@ -87,47 +92,70 @@ class AdamOffload(Method):
         self.model, self.lr, self.max_grad_norm, self.schedule = model, checked_rate(lr), max_grad_norm, schedule
         if not any(t.param.requires_grad for t in model.layout.tensors):
             raise UserError("every parameter is frozen: there is nothing to train")
+        if model.sharded:
+            shards.check("adam_offload", compile, activations)
         model.attach(self)
-        check_host_state(model.layout, model.engine.streamed, model.dtype.itemsize, loaded=True)
+        cut = {page: (begin, part.numel()) for page, (begin, part) in model.engine.parts().items()}
+        check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
         helped = schedule == "layerwise" and (model.engine.cuda if gpu_updates is None else gpu_updates)
         self.pool = Workers(threads, helper=helped)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps}
-        self.state = AdamState(model.layout, rule, decay, self.pool.threads)
-        masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.streamed}
+        self.state = AdamState(model.layout, rule, decay, self.pool.threads, cut)
+        masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
         self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool, masters)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
         for unit in self.state.units:
-            self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.homes[unit.index]))
+            self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.kept(unit.index)))
         self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
         if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
         self.updates = UpdateJobs(self.state, self.exchange, self.lane)
         self.slots = {start: k for k, start in enumerate(self.state.trained)}  # of norms; a unit's are side by side
         self.current: AdamStep | None = None
+        self.parts = AdamParts(model, self) if model.sharded else None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         self.model.apply_deferred(before_step_of=self)
-        batches = self.model.to_device(batch)
+        first, count, weight = 0, None, 1.0
+        if self.parts is None:
+            batches = self.model.to_device(batch)
+        else:
+            batches, first, count, weight = shards.share(self.model, batch)
         self.exchange.wait_s = self.updates.host_s = 0.0
         with self.dropout.step(), self.reverse.sweep():
-            loss = self.reverse.forward(batches, self.dropout.turn)
+            loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+            if self.parts is not None:
+                loss = shards.total_loss(self.model, loss)
+                self.parts.begin()
             self._settle()  # the forward has waited for every unit, so this is all of the last step
-            norms_K = torch.zeros(len(self.slots), device=self.model.device)
-            numbers = self.exchange.down.numbers(len(self.slots) + 2)
-            self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
-            try:
-                self.reverse.reverse(self)
-                self._end_reverse(self.current)
-            except BaseException:
-                self._take_back(self.current)
-                raise
+            self._update(lambda: self.reverse.reverse(self.parts or self))
         return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Waits for
+        the updates, since a forward of your own would not. (After step(batch), call flush() before such a forward.)"""
+        self.reverse.check_loss(loss)
+        self.flush()
+        self.exchange.wait_s = self.updates.host_s = 0.0
+        self._update(lambda: self.reverse.walk(loss, self, in_chunks=True))
+        self.flush()
+
+    def _update(self, reverse: Callable[[], None]) -> None:
+        norms_K = torch.zeros(len(self.slots), device=self.model.device)
+        numbers = self.exchange.down.numbers(len(self.slots) + 2)
+        self.current = AdamStep(self.lr, norms_K, numbers, self.slots, waits_for_norm=self._clips_at_end)
+        try:
+            reverse()
+            self._end_reverse(self.current)
+        except BaseException:
+            self._take_back(self.current)
+            raise
 
     def _take_back(self, step: AdamStep) -> None:
         """An error in the reverse: gradients that have left are dropped. If an update was submitted, it is too late."""
@@ -207,7 +235,7 @@ class AdamOffload(Method):
 
     def describe(self) -> list[str]:
         """For the start block."""
-        gib = 12 * sum(u.numel for u in self.state.units) / 2**30
+        gib = 12 * self.state.flats[0].numel() / 2**30
         when = "at the end of the reverse, under the next forward" if self._clips_at_end else "as gradients arrive"
         when = "between reverse and forward" if self.schedule == "monolithic" else when
         return [
@@ -229,7 +257,7 @@ class AdamOffload(Method):
         self.state.load_state_dict(state)
         for unit in self.state.units:
             self.updates.write(unit)
-            self.exchange.send_back(unit.index, [(0, unit.numel)])
+            self.exchange.send_back(unit.index, [(0, self.state.kept[unit.index][1])])
         self.exchange.drain()
         self.model.engine.invalidate()
 

@@ -8,10 +8,13 @@ run goes on in a streamed one.
 Like torch's, a tensor that got no gradient in a step is left alone: no update, no decay, and its own count of updates
 (which bias correction needs) stays. Neighbours with equal counts and equal weight decay are updated in one go, padding
 included.
+
+On several ranks (methods/shards.py) the arrays hold this rank's part of each unit that is shared out, and parts and
+pages are counted from where that begins. Counts of updates are those of all tensors, on every rank.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.structure.layout import FlatTensor, Layout, Unit
@@ -52,8 +56,8 @@ def trained_in(unit: Unit) -> list[Trained]:
 
 @dataclass(frozen=True)
 class Part:
-    """[begin, end) of a unit: neighbours with equally many updates and equal weight decay. `step`: the number of the
-    coming update; `starts`: the trained tensors that begin here."""
+    """[begin, end) of what is kept of a unit: neighbours with equally many updates and equal weight decay. `step`: the
+    number of the coming update; `starts`: the trained tensors that begin here."""
 
     begin: int
     end: int
@@ -96,28 +100,58 @@ class AdamStep:
 
 class AdamState:
     """The three arrays, and an update of any part of them. trained: by the index of the first element; threads: those
-    of the caller's torch."""
+    of the caller's torch; cut: by unit, the first element and the number of those that this rank keeps, where these are
+    not all."""
 
-    def __init__(self, layout: Layout, rule: dict[str, float], decay: WeightDecay, threads: int) -> None:
-        self.layout, self.rule, self.decay = layout, rule, decay
+    def __init__(
+        self,
+        layout: Layout,
+        rule: dict[str, float],
+        decay: WeightDecay,
+        threads: int,
+        cut: dict[int, tuple[int, int]] | None = None,
+    ) -> None:
+        self.layout, self.rule, self.decay, self.cut = layout, rule, decay, cut or {}
         self.trained = {t.start: t for unit in layout.units for t in trained_in(unit)}
         self.units = list({t.unit.index: t.unit for t in self.trained.values()}.values())
         self.steps = dict.fromkeys(self.trained, 0)
-        places = list(accumulate((unit.numel for unit in self.units), initial=0))
+        self.kept = {unit.index: self.cut.get(unit.index, (0, unit.numel)) for unit in self.units}
+        places = list(accumulate((self.kept[unit.index][1] for unit in self.units), initial=0))
         self.places = {unit.index: place for unit, place in zip(self.units, places, strict=False)}  # of first elements
         self.flats = [arena.host_memory(4 * places[-1]).view(torch.float32) for _ in NAMES]
         self.scratch = torch.empty(CHUNK_PER_THREAD * threads)
 
     def of(self, unit: Unit, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
-        """[master, exp_avg, exp_avg_sq] of a range of a unit."""
+        """[master, exp_avg, exp_avg_sq] of a range of what is kept of a unit."""
         place = self.places[unit.index]
-        at = slice(place + begin, place + (unit.numel if end is None else end))
+        at = slice(place + begin, place + (self.kept[unit.index][1] if end is None else end))
         return [flat[at] for flat in self.flats]
 
     def _of(self, tensor: FlatTensor) -> list[torch.Tensor]:
         """The same of a trained tensor; the chunks of a table lie side by side."""
         unit = self.trained[tensor.start].unit
         return [view(flat, tensor, unit.start - self.places[unit.index]) for flat in self.flats]
+
+    def _pieces(self, tensor: FlatTensor) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """The same of one that ranks share out: (the index in it of the first element, flat pieces) of what is here.
+        A table lies in several units."""
+        for unit in (u for u in self.units if u.start < tensor.stop and tensor.start < u.stop):
+            first, numel = self.kept[unit.index]
+            begin, end = max(tensor.start, unit.start + first), min(tensor.stop, unit.start + first + numel)
+            if begin < end:
+                at = begin - unit.start - first
+                yield begin - tensor.start, self.of(unit, at, at + end - begin)
+
+    def ours(self, one: Trained) -> tuple[int, int]:
+        """[begin, end) of a trained tensor in what is kept of its unit; may be empty."""
+        first, numel = self.kept[one.unit.index]
+        begin, end = (min(max(at - one.unit.start - first, 0), numel) for at in (one.start, one.stop))
+        return begin, end
+
+    @property
+    def trained_numel(self) -> int:
+        """Elements that this rank updates."""
+        return sum(end - begin for begin, end in map(self.ours, self.trained.values()))
 
     def start(self, unit: Unit, weights: torch.Tensor) -> None:
         """The master starts as these weights. Moments are touched: what does not fit should fail here."""
@@ -130,16 +164,21 @@ class AdamState:
         """What got a gradient, by the first elements of its tensors: neighbours with equally many updates and equal
         weight decay together, in pieces of at most PART."""
         ranges: list[list[Any]] = []
+        places: dict[int, int] = {}
         for at in starts:
             one = self.trained[at]
-            begin, end, how = one.start - one.unit.start, one.stop - one.unit.start, self._how(one)
+            (begin, end), how = self.ours(one), self._how(one)
+            if begin == end:
+                continue
+            places[at] = begin
             if ranges and ranges[-1][1:] == [begin, how]:
                 ranges[-1][1] = end
             else:
                 ranges.append([begin, end, how])
         cuts = [(i, min(i + PART, end), how) for begin, end, how in ranges for i in range(begin, end, PART)]
-        places = [(at, at - self.trained[at].unit.start) for at in starts]
-        return [Part(i, j, *how, tuple(at for at, place in places if i <= place < j)) for i, j, how in cuts]
+        found = [Part(i, j, *how, tuple(at for at, place in places.items() if i <= place < j)) for i, j, how in cuts]
+        elsewhere = tuple(at for at in starts if at not in places)  # on other ranks: they are counted here too
+        return [*found, Part(0, 0, 0, 0.0, elsewhere)] if elsewhere else found
 
     def _how(self, one: Trained) -> tuple[int, float]:
         """The number of a tensor's coming update, and its weight decay."""
@@ -163,12 +202,19 @@ class AdamState:
         page[begin:end].copy_(self.of(unit, begin, end)[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """By tensor, as views."""
+        """By tensor, as views; of tensors that ranks share out, as ranges."""
         state: dict[str, Any] = {}
         for tensor in self.layout.tensors:
-            if tensor.start in self.steps:
+            if tensor.start not in self.steps:
+                continue
+            if self.trained[tensor.start].unit.index in self.cut:
+                pieces = list(self._pieces(tensor))
+                for k, name in enumerate(NAMES):
+                    own = [(begin, flats[k]) for begin, flats in pieces]
+                    state[f"{tensor.name}/{name}"] = Ranges(tuple(tensor.shape), torch.float32, own)
+            else:
                 state |= {f"{tensor.name}/{name}": own for name, own in zip(NAMES, self._of(tensor), strict=True)}
-                state[f"{tensor.name}/step"] = self.steps[tensor.start]
+            state[f"{tensor.name}/step"] = self.steps[tensor.start]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -178,8 +224,13 @@ class AdamState:
                 continue
             if f"{tensor.name}/master" not in state:
                 raise UserError(f"the optimizer state has no {tensor.name}, which this model trains")
-            for name, own in zip(NAMES, self._of(tensor), strict=True):
-                own.copy_(state[f"{tensor.name}/{name}"])
+            if self.trained[tensor.start].unit.index in self.cut:
+                for begin, flats in self._pieces(tensor):
+                    for name, own in zip(NAMES, flats, strict=True):
+                        own.copy_(range_of(state, f"{tensor.name}/{name}", begin, own.numel()))
+            else:
+                for name, own in zip(NAMES, self._of(tensor), strict=True):
+                    own.copy_(state[f"{tensor.name}/{name}"])
             for at in self.steps:
                 if tensor.start <= at < tensor.stop:
                     self.steps[at] = int(state[f"{tensor.name}/step"])

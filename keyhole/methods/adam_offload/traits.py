@@ -39,6 +39,8 @@ ADAM_OFFLOAD = Traits(
     device_bytes="keyhole.methods.adam_offload.memory:device_bytes",
     step_work="keyhole.methods.adam_offload.memory:step_work",
     host_check="keyhole.methods.adam_offload.memory:check_host_state",
+    ranks="shards",
+    through_host=(3.0, 26.0),  # gradients in 16 bits, masters in 32; state read and written
     may_change=("schedule", "threads", "gpu_updates"),
     advice=host_activations,
 )

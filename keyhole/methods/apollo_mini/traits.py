@@ -30,6 +30,7 @@ APOLLO_MINI = replace(
     settings=APOLLOMiniConfig,
     learning_rate=2e-5,
     sane_rates=(1e-7, 1e-2),
+    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
     steps=1.1,
     demo=Demo(lr=2e-3),
 )

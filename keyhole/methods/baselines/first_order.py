@@ -4,6 +4,10 @@ One step over micro-batches m with N trained tokens in all:   loss = (1/N) sum_m
 candidates, keyhole/model/objective.py), one backward each, gradients added up by autograd, clipped by their global
 norm, then torch's update. Bytes per parameter on the device, for weights and gradients of b bytes: AdamW 4b (two
 moments in the weights' dtype), SGD 2b, with momentum 3b.
+
+On several ranks each has all weights and its part of the micro-batches; gradients are added up tensor by tensor, in
+float32 and in the order of ranks, and every rank makes the same update. A rank sends and receives 2 (N - 1) / N of the
+gradients, in float32, when its backward is over: simple, and slower than buckets that travel during the backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +20,9 @@ import torch.utils.checkpoint
 from keyhole.errors import UserError
 from keyhole.methods.base import Method, State
 from keyhole.methods.dropout import ModelDropout
+from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
-from keyhole.model.batch import Batch, DeviceBatch
+from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.find import find_blocks
@@ -73,19 +78,35 @@ class TorchMethod(Method):
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         self.model.apply_deferred(before_step_of=self)
-        batches = self.model.to_device(batch)
-        loss_count = max(1, sum(b.loss_count for b in batches))
+        ranks, batches = self.model.ranks, as_list(batch)
+        first, own = ranks.rank * len(batches) // ranks.size, ranks.share(batches)
+        sent = self.model.to_device(own) if own or not ranks.several else []
+        loss_count = max(1, ranks.total(sum(b.loss_count for b in sent)))
         total = torch.zeros((), device=self.model.device)
         with self.model_dropout.step():
-            for k, b in enumerate(batches):
-                with self.model_dropout.turn(k):
+            for k, b in enumerate(sent):
+                with self.model_dropout.turn(first + k):
                     total += self._differentiate(b, loss_count)
+        if ranks.several:
+            total = total_loss(self.model, total)
+            self._add_up_gradients()
         limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
         self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
         if torch.isfinite(self._grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return total
+
+    @torch.no_grad()
+    def _add_up_gradients(self) -> None:
+        """Over the ranks, of every parameter that one of them has a gradient of."""
+        ranks, names = self.model.ranks, list(self.params)
+        reached = ranks.gather(torch.tensor([self.params[name].grad is not None for name in names])).any(dim=0)
+        for name, wanted in zip(names, reached.tolist(), strict=True):
+            if wanted:
+                param = self.params[name]
+                own = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad = ranks.sum(own).to(param.dtype)
 
     def _differentiate(self, batch: DeviceBatch, loss_count: int) -> torch.Tensor:
         """Adds the gradients of one micro-batch; returns its part of the loss."""

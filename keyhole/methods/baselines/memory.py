@@ -5,7 +5,6 @@ On the device, per trained parameter, for weights of b bytes (galore computes in
                 weights   gradients   state                                     saved
     adamw       b         b           2 b                                       2 b
     sgd         b         b           b with momentum, else 0                   the same
-    lora        b         b of the adapters, r (rows + columns) per matrix      2 b of the adapters
     galore      b         b           8 per number, rank x the longer side of a projected matrix, and 4 of projectors
 
 and the activations of the whole forward: HIDDEN H + WIDE W per token and block (model/backward/memory.py) where
@@ -18,14 +17,13 @@ from typing import Any
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.baselines.traits import ADAMW, GALORE, LORA, SGD
+from keyhole.methods.baselines.traits import ADAMW, GALORE, SGD
 from keyhole.methods.work import StepWork, activation_bytes, forward_flops, reverse_work, trained_numel
 from keyhole.model.backward.memory import HIDDEN, WIDE
 from keyhole.model.forward.memory import ALLOCATOR_SLACK
 from keyhole.model.structure.layout import Layout
 
-ROWS = {row.name: row for row in (ADAMW, SGD, LORA, GALORE)}
-ADAPTER_ELEMENTS = 14  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
+ROWS = {row.name: row for row in (ADAMW, SGD, GALORE)}
 GALORE_BYTES = 100  # touched per parameter by its update, which goes through fp32 copies
 
 
@@ -59,9 +57,6 @@ def state_numbers(layout: Layout, work: Workload, itemsize: int) -> tuple[int, i
     """(trained parameters, bytes of state for them)."""
     own = work.settings or ROWS[work.method].settings()
     numel = trained_numel(layout)
-    if work.method == LORA.name:
-        numel = own.r * sum(sum(shape) for shape in _matrices(layout))
-        return numel, 2 * itemsize * numel
     if work.method == SGD.name:
         return numel, itemsize * numel if own.momentum else 0
     if work.method == GALORE.name:
@@ -81,10 +76,9 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     of_block = b * work.tokens * (HIDDEN * hidden + WIDE * wide)
     inputs = b * work.tokens * hidden * layout.block_count
     kept = inputs + of_block if getattr(own, "activations", "none") == "block" else layout.block_count * of_block
-    adapters = work.method == LORA.name
     largest = max((shape.numel() for shape in _matrices(layout)), default=0)
     return TorchBytes(
-        homes=sum(room.formats.home_bytes(u) for u in layout.units if u.index not in streamed) + b * trained * adapters,
+        homes=sum(room.formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         gradients=b * trained,
         state=state,
         activations=int(kept),
@@ -99,17 +93,10 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     b = room.formats.dtype.itemsize
     own = work.settings or ROWS[work.method].settings()
     trained, state = state_numbers(layout, work, b)
-    found = reverse_work(
-        layout, set(), work, room, rates, weight_products=0.0 if work.method == LORA.name else 1.0, plain=True
-    )
+    found = reverse_work(layout, set(), work, room, rates, plain=True)
     if getattr(own, "activations", "none") == "none":  # nothing runs twice
         once = forward_flops(layout, work), activation_bytes(layout, work, room)
         again = 0.0 if hasattr(own, "activations") else 1.0
         found = found.plus(products=-again * work.passes * once[0], touched=-again * work.passes * once[1])
     per_weight = {GALORE.name: GALORE_BYTES}.get(work.method, 6 * b)
-    found = found.plus(touched=per_weight * trained + 2 * state, saved_bytes=state)
-    if work.method == LORA.name:
-        sides = sum(sum(shape) for shape in _matrices(layout))
-        passes = 4 if getattr(own, "activations", "none") == "block" else 3
-        found = found.plus(touched=passes * work.passes * 2.0 * ADAPTER_ELEMENTS * work.tokens * sides)
-    return found
+    return found.plus(touched=per_weight * trained + 2 * state, saved_bytes=state)

@@ -1,4 +1,4 @@
-"""Settings and rows of the baselines: `adamw`, `sgd`, `lora`, `galore`."""
+"""Settings and rows of the baselines: `adamw`, `sgd`, `galore`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -28,24 +28,6 @@ class SGDConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoRAConfig:
-    """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW."""
-
-    r: Count = 8
-    """Rank of the adapters."""
-    alpha: Positive = 16.0
-    """Adapters are scaled by alpha / r."""
-    dropout: BelowOne = 0.0
-    """Share of an adapter's inputs that is dropped in training."""
-    target_modules: str | list[str] | None = None
-    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
-    activations: Literal["none", "block"] = "none"
-    """What the forward keeps: everything, or the inputs of blocks, which are then run twice (less memory)."""
-    merge: bool = True
-    """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class GaLoreConfig:
     """GaLore: Adam on gradients projected to a low rank by SVD; plain AdamW for all that is no matrix of a block."""
 
@@ -66,6 +48,8 @@ ADAMW = Traits(
     learning_rate=2e-5,
     sane_rates=(1e-7, 5e-4),
     sweep="torch",
+    ranks="replicas",
+    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
     device_bytes="keyhole.methods.baselines.memory:device_bytes",
     step_work="keyhole.methods.baselines.memory:step_work",
     announces="step",
@@ -78,22 +62,12 @@ SGD = Traits(
     sane_rates=(1e-5, 1e-1),
     steps=1.5,
     sweep="torch",
+    ranks="replicas",
+    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
     device_bytes="keyhole.methods.baselines.memory:device_bytes",
     step_work="keyhole.methods.baselines.memory:step_work",
     announces="step",
     demo=Demo(lr=0.05),
-)
-LORA = Traits(
-    name="lora",
-    cls="keyhole.methods.baselines.lora:LoRA",
-    settings=LoRAConfig,
-    learning_rate=2e-4,
-    sane_rates=(1e-5, 5e-3),
-    sweep="torch",
-    device_bytes="keyhole.methods.baselines.memory:device_bytes",
-    step_work="keyhole.methods.baselines.memory:step_work",
-    keeps_base=True,
-    demo=Demo(lr=1e-2),
 )
 GALORE = Traits(
     name="galore",
@@ -103,6 +77,8 @@ GALORE = Traits(
     sane_rates=(1e-6, 1e-2),
     steps=1.2,
     sweep="torch",
+    ranks="replicas",
+    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
     device_bytes="keyhole.methods.baselines.memory:device_bytes",
     step_work="keyhole.methods.baselines.memory:step_work",
     demo=Demo(lr=2e-3, options={"rank": 16, "update_proj_gap": 50, "scale": 1.0}),

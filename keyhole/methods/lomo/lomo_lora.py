@@ -17,8 +17,8 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.base import State, checked_rate
-from keyhole.methods.baselines import lora
 from keyhole.methods.lomo.method import LOMO
+from keyhole.methods.lora import peft_layers
 from keyhole.methods.weight_decay import parameter_groups
 from keyhole.model.model import Model
 
@@ -43,16 +43,16 @@ class LOMOLoRA(LOMO):
     ) -> None:
         if options.get("compile"):
             raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
-        targets = lora.find_targets(model, target_modules)
-        self.config = lora.peft_config(r=r, lora_alpha=alpha, target_modules=targets)
+        targets = peft_layers.find_targets(model, target_modules)
+        self.config = peft_layers.peft_config(r=r, lora_alpha=alpha, target_modules=targets)
         trained = [p for p in model.module.parameters() if p.requires_grad]
-        self.layers = lora.inject(model, self.config, seed)
+        self.layers = peft_layers.inject(model, self.config, seed)
         self.adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         for param in self.adapters.values():
             param.data = param.data.to(model.device)
         for param in trained:
             param.requires_grad_(True)
-        self._addon = lora.Adapters(self.adapters, self.config)
+        self._addon = peft_layers.Adapters(self.adapters, self.config)
         super().__init__(model, lr, seed=seed, **options)
         self.adapter_lr, self.ratio = checked_rate(adapter_lr), adapter_lr / lr if lr else None
         self.adapter_warmup_ratio, self.adapter_factor = adapter_warmup_ratio, 1.0
@@ -118,7 +118,7 @@ class LOMOLoRA(LOMO):
     # -- what others see of it (model/attached.py) -----------------------------------------------------------------
 
     @property
-    def addon(self) -> lora.Adapters:
+    def addon(self) -> peft_layers.Adapters:
         """The adapters; the model's own weights are saved as they are."""
         return self._addon
 

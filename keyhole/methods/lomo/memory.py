@@ -16,7 +16,7 @@ from keyhole.methods.lomo.traits import LOMO, LOMO_LORA, LOMOConfig
 from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
 from keyhole.model.structure.layout import Layout
 
-ADAPTER_ELEMENTS = 14  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
+ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
 
 
 def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:

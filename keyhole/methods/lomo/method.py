@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.methods import shards
 from keyhole.methods.base import Method, State, checked_rate
 from keyhole.methods.dropout import ModelDropout
-from keyhole.methods.lomo import shards
 from keyhole.methods.lomo.loss_scale import LossScale
+from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
@@ -75,7 +76,7 @@ class LOMO(UpdateSink, Method):
         self.max_grad_norm, self.clip_value, self.clip_group_norm = max_grad_norm, clip_value, clip_group_norm
         self.rounding, self.groups, self.measures_norm = rounding, groups or [], grad_norm
         if model.sharded:
-            shards.check(self.name, rounding, compile, activations)
+            shards.check(self.name, compile, activations, rounding)
         model.attach(self)
         self.reverse = Reverse(model, activations=activations, fused=fused, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
@@ -100,7 +101,7 @@ class LOMO(UpdateSink, Method):
         self.received: set[str] = set()  # names of tensors that have had a gradient in the last update
         recorded = self.reverse.recorded is not None and not self.waits
         self.numbers = StepNumbers(device) if recorded else None
-        self.shards = shards.Shards(model, self) if model.sharded else None
+        self.shards = Shards(model, self) if model.sharded else None
         self.static_scale = torch.ones((), device=device)  # recorded launches read it there
         self.broken: Flags | None = None  # `bad` after the last step, on its way
 
@@ -112,12 +113,12 @@ class LOMO(UpdateSink, Method):
         if self.shards is None:
             batches, first, count, weight = self.model.to_device(batch), 0, None, 1.0
         else:
-            batches, first, count, weight = self.shards.share(batch)
+            batches, first, count, weight = shards.share(self.model, batch)
         reverses = 2 if self._norm_first else 1
         with self.dropout.step(), self.reverse.sweep(reverses, self.surveys):
             loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
             if self.shards is not None:
-                loss = self.model.ranks.in_order(loss[None], [self.model.ranks.size]).sum()
+                loss = shards.total_loss(self.model, loss)
 
             def reverse(sink: Sink, last: bool) -> None:
                 front = sink if self.shards is None else self.shards.in_front_of(sink)
@@ -139,10 +140,7 @@ class LOMO(UpdateSink, Method):
 
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""
-        if not self.model.is_plain:
-            raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
-        if not loss.requires_grad:
-            raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+        self.reverse.check_loss(loss)
         if self._may_update(loss.detach()):
             self._update(lambda sink, last: self.reverse.walk(loss * self._factor, sink, last))
 

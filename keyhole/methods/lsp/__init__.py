@@ -8,6 +8,7 @@ update.py               the sink of the reverse sweep: from gradients to moved w
 gradient_buffers.py     where gradients are added up
 adam.py                 Adam on the GPU
 host.py, schedule.py    Adam on the CPU, and in which order
+shards.py               on several ranks
 step.py, timing.py      what the units of a step share; where its time goes
 memory.py               bytes
 traits.py               settings and row

@@ -19,7 +19,7 @@ every unit's gradient waits for that norm in a buffer of its own: 4 more. (Momen
 
 import torch
 
-from keyhole.methods.lsp.gradient_buffers import Targets, view_in
+from keyhole.methods.lsp.gradient_buffers import ALL, Share, Targets
 from keyhole.methods.lsp.target import Target
 
 Tensors = list[torch.Tensor]
@@ -48,12 +48,19 @@ def adam_delta_(
 
 
 class DeviceAdam:
-    """Moments on the device, by unit. lengths: of the buffers of these units; waits: gradients wait for the norm."""
+    """Moments on the device, by unit. lengths: of the buffers of these units; waits: gradients wait for the norm;
+    share: which part of them is here."""
 
     def __init__(
-        self, targets: Targets, lengths: dict[int, int], device: torch.device, rule: dict[str, float], waits: bool
+        self,
+        targets: Targets,
+        lengths: dict[int, int],
+        device: torch.device,
+        rule: dict[str, float],
+        waits: bool,
+        share: Share = ALL,
     ) -> None:
-        self.lengths, self.rule = {unit: lengths[unit] for unit in targets}, rule
+        self.lengths, self.rule, self.share = {unit: share.numel(lengths[unit]) for unit in targets}, rule, share
         self.m, self.v = ({u: torch.zeros(n, device=device) for u, n in self.lengths.items()} for _ in range(2))
         self.waiting = {u: torch.empty(n, device=device) for u, n in self.lengths.items() if waits}
         self.index = {target.name: k for k, target in enumerate(t for members in targets.values() for t in members)}
@@ -64,16 +71,20 @@ class DeviceAdam:
     ) -> None:
         """The gradients of these targets become their steps. skip: 1.0 changes nothing; a step of nan leaves its weight
         alone."""
-        grads, m, v = ([view_in(flat, target) for target in targets] for flat in (grad, self.m[unit], self.v[unit]))
         steps = [self.steps_K[self.index[target.name]] for target in targets]
         torch._foreach_add_(steps, 1.0)
-        adam_delta_(grads, m, v, steps, self.rule, clip=clip, skip=skip)
+        here = [(target, step) for target, step in zip(targets, steps, strict=True) if self.share.has(target, grad)]
+        flats = (grad, self.m[unit], self.v[unit])
+        grads, m, v = ([self.share.view_in(flat, target) for target, _ in here] for flat in flats)
+        if here:
+            adam_delta_(grads, m, v, [step for _, step in here], self.rule, clip=clip, skip=skip)
         torch._foreach_sub_(steps, [skip] * len(steps))
         grad.masked_fill_(skip.bool(), float("nan"))
 
     def moments(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and v of a target, as views."""
-        return view_in(self.m[target.unit], target), view_in(self.v[target.unit], target)
+        """m and v of a target, as views: what is here of them."""
+        m, v = (self.share.view_in(flat[target.unit], target) for flat in (self.m, self.v))
+        return m, v
 
     def count(self, target: Target) -> int:
         """Updates so far. The host waits."""

@@ -1,6 +1,7 @@
 """Where gradients are added up on the device before they are used: a few buffers, made once, for all units.
 
     assign_places(targets)   every target gets its place in the buffers of its unit
+    Share                     which of these numbers this rank's optimizer has: all, or one of several equal parts
     buffers.of(unit)          the unit's buffer, the same until it is done
     buffers.done(unit)        its last reader has been queued (on `stream`, else on the stream of the kernels)
 
@@ -25,14 +26,51 @@ Targets = dict[int, list[Target]]  # by unit
 ALIGN = 64  # elements
 
 
-def assign_places(targets: Targets) -> dict[int, int]:
-    """Gives every target its place in the buffers of its unit; returns the lengths of these."""
+@dataclass(frozen=True)
+class Share:
+    """The part of every unit's numbers that this rank's optimizer has, of `size` equal parts side by side."""
+
+    rank: int = 0
+    size: int = 1
+
+    def numel(self, length: int) -> int:
+        """Of a unit with so many numbers."""
+        return length // self.size
+
+    def range_of(self, target: Target, numel: int) -> tuple[int, int]:
+        """[begin, end) of the target in a part of so many numbers, this rank's; may be empty."""
+        first = target.begin - self.rank * numel
+        return min(max(first, 0), numel), min(max(first + target.numel, 0), numel)
+
+    def view_in(self, flat: torch.Tensor, target: Target) -> torch.Tensor:
+        """The target's numbers in this rank's part of its unit's: all in their shape, or some, flat."""
+        if self.size == 1:
+            return view_in(flat, target)
+        begin, end = self.range_of(target, flat.numel())
+        return flat[begin:end]
+
+    def has(self, target: Target, flat: torch.Tensor) -> bool:
+        """Whether any of the target's numbers are in this part."""
+        begin, end = self.range_of(target, flat.numel())
+        return begin < end
+
+    def first_in(self, target: Target, numel: int) -> int:
+        """The index in the target of the first number that is here."""
+        return min(max(self.rank * numel - target.begin, 0), target.numel)
+
+
+ALL = Share()
+
+
+def assign_places(targets: Targets, share: Share = ALL) -> dict[int, int]:
+    """Gives every target its place in the buffers of its unit; returns the lengths of these, which can be cut into
+    equal parts."""
     lengths = {}
     for unit, members in targets.items():
         end = 0
         for target in members:
             target.begin, end = end, end + -(-target.numel // ALIGN) * ALIGN
-        lengths[unit] = end
+        lengths[unit] = -(-end // (share.size * ALIGN)) * ALIGN * share.size
     return lengths
 
 

@@ -29,7 +29,7 @@ from keyhole.errors import UserError
 from keyhole.machine.host import host_memory
 from keyhole.machine.sizes import GIB
 from keyhole.methods.lsp.adam import adam_delta_
-from keyhole.methods.lsp.gradient_buffers import Targets, view_in
+from keyhole.methods.lsp.gradient_buffers import ALL, Share, Targets
 from keyhole.methods.lsp.memory import SLOTS
 from keyhole.methods.lsp.schedule import UpdateOrder
 from keyhole.methods.lsp.target import Target
@@ -50,7 +50,8 @@ class DecidingNorm:
 
 
 class HostAdam:
-    """Moments in host memory, by unit, and the worker that updates them. order: which unit's update comes first."""
+    """Moments in host memory, by unit, and the worker that updates them. order: which unit's update comes first;
+    share: which part of them is here."""
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class HostAdam:
         rule: dict[str, float],
         order: UpdateOrder,
         threads: int | None,
+        share: Share = ALL,
     ) -> None:
-        self.lengths, self.device, self.cuda = {unit: lengths[unit] for unit in targets}, engine.device, engine.cuda
+        self.lengths, self.share = {unit: share.numel(lengths[unit]) for unit in targets}, share
+        self.device, self.cuda = engine.device, engine.cuda
         self.rule, self.order, self.timing = rule, order, order.timing
         self._reserve()
         self.pool = Workers(threads or default_threads(launches_all_the_time=True))
@@ -109,11 +112,13 @@ class HostAdam:
             return
         for target in targets:
             self.counts[target.name] += 1
-        flats = ([view_in(flat[unit], target) for target in targets] for flat in (self.staging, self.m, self.v))
-        steps = [torch.tensor(float(self.counts[target.name])) for target in targets]
+        here = [target for target in targets if self.share.has(target, self.staging[unit])]
+        flats = ([self.share.view_in(flat[unit], target) for target in here] for flat in (self.staging, self.m, self.v))
+        steps = [torch.tensor(float(self.counts[target.name])) for target in here]
         limit = deciding.limit
         clip = None if limit is None else (limit / (deciding.norm + 1e-6)).clamp(max=1.0)
-        adam_delta_(*flats, steps, self.rule, clip=clip)
+        if here:
+            adam_delta_(*flats, steps, self.rule, clip=clip)
         deciding.outcomes.append(True)
         self.timing.add("update", time.perf_counter() - begin_s)
 
@@ -170,8 +175,9 @@ class HostAdam:
             self.up.synchronize()
 
     def moments(self, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
-        """m and v of a target, as views. Drain first."""
-        return view_in(self.m[target.unit], target), view_in(self.v[target.unit], target)
+        """m and v of a target, as views: what is here of them. Drain first."""
+        m, v = (self.share.view_in(flat[target.unit], target) for flat in (self.m, self.v))
+        return m, v
 
     def count(self, target: Target) -> int:
         """Updates so far. Drain first."""

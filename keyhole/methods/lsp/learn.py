@@ -36,7 +36,18 @@ from keyhole.methods.lsp.traits import OURS, LearningRule
 from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.ops.lsp.projector import Projector
 
-MomentsOf = Callable[[Target], tuple[torch.Tensor, torch.Tensor]]
+Moments = tuple[torch.Tensor, torch.Tensor]
+MomentsOf = Callable[[Target], Moments]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """On one matrix: the bias that was found (None: its first projectors, nobody looked), the bias that it goes on
+    with, and the projectors that it takes (None: it keeps its own)."""
+
+    found: float | None
+    bias: float
+    taken: tuple[Projector, Projector] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,31 +132,47 @@ class Check:
         grads = [grad for grad in grads if 0 < float(norm_squared(grad)) < float("inf")]
         if grads:
             with torch.no_grad():
-                self.biases[target.name] = self._consider(target, grads)
+                self._decided(target, self._consider(target, grads))
 
-    def _consider(self, target: Target, grads: list[Gradient]) -> float:
-        """Fits the target's first projectors, or replaces them where they are no longer good; returns the bias now."""
+    def _consider(self, target: Target, grads: list[Gradient]) -> Verdict:
+        """Fits the target's first projectors, or others where these are no longer good. Changes nothing."""
         learning, rule = self.learning, self.learning.rule
-        if target.generation == 0 and rule.first_check == 0:
-            target.take(*learning.fitted(grads, target.p, target.q))
-            return mean_bias(grads, target.p, target.q)
-        self.found[target.name] = before = mean_bias(grads, target.p, target.q)
+        if is_first(target, rule):
+            p, q = learning.fitted(grads, target.p, target.q)
+            return Verdict(None, mean_bias(grads, p, q), (p, q))
+        before = mean_bias(grads, target.p, target.q)
         if before <= learning.alpha:
-            return before
+            return Verdict(before, before)
         p, q = learning.fitted(grads, *learning.draw(target))
         after = mean_bias(grads, p, q)
         if rule.refined and not after < before:
-            return before
-        self._carry_moments(target, p, q)
-        target.take(p, q)
-        return after
+            return Verdict(before, before)
+        return Verdict(before, after, (p, q))
+
+    def _decided(self, target: Target, verdict: Verdict) -> None:
+        """Notes biases, and has the target take new projectors; its moments go with it."""
+        if verdict.found is not None:
+            self.found[target.name] = verdict.found
+        self.biases[target.name] = verdict.bias
+        if verdict.taken is not None:
+            if not is_first(target, self.learning.rule):
+                self._carry_moments(target, *verdict.taken)
+            target.take(*verdict.taken)
 
     def _carry_moments(self, target: Target, p: Projector, q: Projector) -> None:
         old = self.moments_of(target)
-        on_device = (moment.to(self.learning.device) for moment in old)
-        moved = transfer_moments(*on_device, target.p, target.q, p, q, refined=self.learning.rule.refined)
-        for moment, new in zip(old, moved, strict=True):
+        for moment, new in zip(old, self._carried(old, target, p, q), strict=True):
             moment.copy_(new)
+
+    def _carried(self, old: Moments, target: Target, p: Projector, q: Projector) -> Moments:
+        """Moments in the subspace of other projectors, on the device."""
+        m, v = (moment.to(self.learning.device) for moment in old)
+        return transfer_moments(m, v, target.p, target.q, p, q, refined=self.learning.rule.refined)
+
+
+def is_first(target: Target, rule: LearningRule) -> bool:
+    """Whether the target's projectors are still to be fitted: positions stay, and there are no moments yet."""
+    return target.generation == 0 and rule.first_check == 0
 
 
 def mean_bias(grads: list[Gradient], p: Projector, q: Projector) -> float:

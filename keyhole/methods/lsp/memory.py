@@ -63,11 +63,13 @@ class LSPBytes(ReverseBytes):
 
 @dataclass(frozen=True)
 class Numbers:
-    """How many numbers the optimizer sees, by unit, what is gathered together, and bytes of projectors."""
+    """How many numbers the optimizer sees, by unit, what is gathered together, and bytes of projectors. ranks: that
+    share out the moments."""
 
     of: dict[int, int]
     groups: dict[int, Hashable]
     projector_bytes: int = 0
+    ranks: int = 1
 
     @cached_property
     def largest_group(self) -> int:
@@ -80,8 +82,10 @@ class Numbers:
     def state(self, on_device: set[int], clips: bool) -> tuple[int, int]:
         """Bytes of moments and of buffers on the device."""
         away = [numel for unit, numel in self.of.items() if unit not in on_device]
-        moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device)
+        moments = (12 if clips else 8) * sum(self.of[unit] for unit in on_device) // self.ranks
         gathered = 4 * self.largest_group * (2 if away else 1)
+        if self.ranks > 1:  # a unit's gradient, exchanged, and its steps, gathered
+            gathered += 8 * max(self.of.values(), default=0)
         return moments, gathered + 4 * SLOTS * max(away, default=0) + self.projector_bytes
 
 

@@ -26,6 +26,8 @@ unit's moments in the same place (auto: in the same budget). Between the places 
 
 Projectors are learned on the gradients of the first batch, one matrix at a time, in a reverse of its own; every
 check_freq steps a sample of the matrices is looked at again (learn.py).
+
+On several ranks: shards.py.
 """
 
 import time
@@ -35,11 +37,15 @@ from typing import Any
 
 import torch
 
+from keyhole.disk.tensors import Ranges, range_of
 from keyhole.errors import UserError
+from keyhole.methods import shards
 from keyhole.methods.base import Method, checked_rate
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lsp.learn import Check, Learning
 from keyhole.methods.lsp.setup import check_settings, describe_targets, find_targets, place_moments
+from keyhole.methods.lsp.shards import SharedCheck, SharedUpdates
+from keyhole.methods.lsp.target import Target
 from keyhole.methods.lsp.traits import RULES
 from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
 from keyhole.methods.weight_decay import weight_decay_of
@@ -47,6 +53,8 @@ from keyhole.model.backward.reverse import Reverse
 from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 from keyhole.weak import weakly
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LSP(Method):
@@ -86,6 +94,8 @@ class LSP(Method):
     ) -> None:
         choices = {"preset": preset, "kind": kind, "others": others, "optimizer_on": optimizer_on}
         check_settings(model, d, r, **choices, rounding=rounding, activations=activations)
+        if model.sharded:
+            shards.check(self.name, compile, activations)
         self.model, self.lr, self.seed, self.learn = model, checked_rate(lr), seed, learn
         rule, often = RULES[preset], {"check_freq": check_freq, "check_share": check_share}
         often |= {} if rule.check_share is None else {"check_share": rule.check_share}
@@ -98,8 +108,10 @@ class LSP(Method):
         adam = {"beta1": beta1, "beta2": beta2, "eps": eps}
         on_device = place_moments(model, self.units, optimizer_on, max_grad_norm is not None)
         update_rule = UpdateRule(adam, decay, max_grad_norm, rounding, seed)
-        self.updates = SubspaceUpdates(model, self.units, on_device, update_rule, threads, self.reverse.recorded)
-        self.step_count, self.check, self.learn_s = 0, None, 0.0  # check: of this step, and its seconds
+        asked = model, self.units, on_device, update_rule, threads
+        self.updates = SharedUpdates(*asked) if model.sharded else SubspaceUpdates(*asked, self.reverse.recorded)
+        self.step_count, self.learn_s = 0, 0.0
+        self.check: Check | None = None  # of this step, and its seconds
         model.attach(self)  # applies what another method has deferred, before arrivals are this one's
         arrival = weakly(self.updates.arrived) if self.updates.owes else None
         model.engine.arrival = arrival or model.engine.arrival
@@ -110,7 +122,12 @@ class LSP(Method):
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
         self.model.apply_deferred(before_step_of=self)
-        batches = self.model.to_device(batch)
+        first, count, weight, judge = 0, None, 1.0, 0
+        if self.model.sharded:
+            batches, first, count, weight = shards.share(self.model, batch)
+            judge = shards.first_rank(self.model, batch)
+        else:
+            batches = self.model.to_device(batch)
         checks = self.learn and self.learning.is_due(self.step_count)
         self.check, updates = None, self.updates
         updates.unchecked.check()
@@ -122,26 +139,44 @@ class LSP(Method):
             updates.apply_owed(lambda unit: unit.kind == "table")  # its rows are gathered without acquiring it
         with self.dropout.step(), self.reverse.sweep(2 if checks else 1):
             with updates.timing.of("forward"):
-                loss = self.reverse.forward(batches, self.dropout.turn)
+                loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+                loss = shards.total_loss(self.model, loss) if self.model.sharded else loss
             updates.unchecked.check()
-            if checks:
-                self._check_projectors()
-            self.step_count += 1
-            updates.begin(self.step_count, self.lr)
-            with updates.timing.of("reverse"):
-                try:
-                    self.reverse.reverse(updates)
-                    updates.end()
-                except BaseException:  # out of memory, an interrupt: what has been updated stays so
-                    updates.unchecked.broken = bool(updates.current.norms)
-                    raise
+            self._update(lambda sink, last: self.reverse.reverse(sink, last=last), checks, judge)
         return loss
 
-    def _check_projectors(self) -> None:
-        begin_s = time.perf_counter()
-        self.check = Check(self.learning, self.targets, self.step_count, self.updates.moments_of)
-        self.reverse.reverse(self.check, last=False)
-        self.learn_s = time.perf_counter() - begin_s
+    def backward(self, loss: torch.Tensor) -> None:
+        """Instead of loss.backward(), in a loop of your own over model.module: differentiates, and updates. Each
+        gradient exists for a moment, whole, and is then compressed. Waits for the updates, since a forward of your own
+        would not. (After a step(batch), call flush() before such a forward.)"""
+        self.reverse.check_loss(loss)
+        self.flush()
+        self.check = None
+        checks = self.learn and self.learning.is_due(self.step_count)
+        self._update(lambda sink, last: self.reverse.walk(loss, sink, last, in_chunks=True), checks)
+        self.flush()
+
+    def _update(self, reverse: Callable[[Any, bool], None], checks: bool, judge: int = 0) -> None:
+        """reverse(sink, last) hands all gradients of the step to a sink. judge: of several ranks, the one whose
+        gradients projectors are learned on."""
+        updates = self.updates
+        if checks:
+            begin_s, asked = time.perf_counter(), (self.learning, self.targets, self.step_count)
+            if isinstance(updates, SharedUpdates):
+                self.check = SharedCheck(*asked, updates, judge)
+            else:
+                self.check = Check(*asked, updates.moments_of)
+            reverse(self.check, False)
+            self.learn_s = time.perf_counter() - begin_s
+        self.step_count += 1
+        updates.begin(self.step_count, self.lr)
+        with updates.timing.of("reverse"):
+            try:
+                reverse(updates, True)
+                updates.end()
+            except BaseException:  # out of memory, an interrupt: what has been updated stays so
+                updates.unchecked.broken = bool(updates.current.norms)
+                raise
 
     # -- between steps ---------------------------------------------------------------------------------------------
 
@@ -189,8 +224,8 @@ class LSP(Method):
         state: dict[str, Any] = {"step_count": self.step_count, "seed": self.seed, **self.dropout.state_dict()}
         for target in self.targets.values():
             place = self.updates.place_of(target.unit)
-            m, v = self.updates.moments_of(target)
-            state |= {f"{target.name}/exp_avg": m, f"{target.name}/exp_avg_sq": v}
+            for key, moment in zip(MOMENTS, self.updates.moments_of(target), strict=True):
+                state[f"{target.name}/{key}"] = self._as_saved(target, moment)
             state[f"{target.name}/step"] = place.count(target)
             if target.p is not None:
                 state |= {f"{target.name}/p": target.p.values_Rr, f"{target.name}/q": target.q.values_Rr}
@@ -212,9 +247,21 @@ class LSP(Method):
             if target.p is not None:
                 self.learning.restore(target, state)
             place = self.updates.place_of(target.unit)
-            for moment, key in zip(place.moments(target), ("exp_avg", "exp_avg_sq"), strict=True):
-                moment.copy_(state[f"{target.name}/{key}"])
+            for moment, key in zip(place.moments(target), MOMENTS, strict=True):
+                moment.copy_(self._of_saved(target, state, f"{target.name}/{key}"))
             place.set_count(target, int(state[f"{target.name}/step"]))
+
+    def _as_saved(self, target: Target, moment: torch.Tensor) -> torch.Tensor | Ranges:
+        if not isinstance(self.updates, SharedUpdates):
+            return moment
+        begin, _ = self.updates.own_place(target)
+        return Ranges(target.shape, moment.dtype, [(begin, moment)] if moment.numel() else [])
+
+    def _of_saved(self, target: Target, state: dict[str, Any], key: str) -> torch.Tensor:
+        if not isinstance(self.updates, SharedUpdates):
+            found: torch.Tensor = state[key]
+            return found
+        return range_of(state, key, *self.updates.own_place(target))
 
     def close(self) -> None:
         """Ends the worker. Flush first."""

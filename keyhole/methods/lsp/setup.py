@@ -75,13 +75,16 @@ def _tensors(unit: Unit) -> list[Any]:
 def place_moments(model: Model, targets: Targets, optimizer_on: str, clips: bool) -> set[int]:
     """Units whose moments are on the device: by the setting, or what the budget leaves room for. The plan is told."""
     groups = {unit: group_of(model.layout.units[unit]) for unit in targets}
-    numbers = Numbers({unit: sum(target.numel for target in members) for unit, members in targets.items()}, groups)
+    numels = {unit: sum(target.numel for target in members) for unit, members in targets.items()}
+    numbers = Numbers(numels, groups, ranks=model.ranks.size if model.sharded else 1)
     if model.placed is None:
         return choose_units(numbers, optimizer_on, clips, None)
     planned, limit = model.placed.device_bytes, model.placed.limit_bytes
     taken = planned.without_state if isinstance(planned, LSPBytes) else planned.total
     numbers = replace(numbers, projector_bytes=_projector_bytes(targets))
     chosen = choose_units(numbers, optimizer_on, clips, None if limit is None else limit - taken)
+    if model.sharded:  # all ranks must move a unit at the same time
+        chosen = chosen.intersection(*model.ranks.objects(chosen))
     if isinstance(planned, LSPBytes):
         moments, buffers = numbers.state(chosen, clips)
         model.placed.device_bytes = replace(planned, moments=moments, buffers=buffers)
@@ -119,7 +122,7 @@ def describe_targets(targets: list[Target], learning: Learning, updates: Subspac
 
 def _describe_moments(updates: SubspaceUpdates) -> str:
     on_device = sum(updates.device.lengths.values())
-    on_host = sum(updates.lengths.values()) - on_device
+    on_host = 0 if updates.host is None else sum(updates.host.lengths.values())
     places = [f"{8 * on_device / GIB:.2f} GiB in device memory"] if on_device else []
     places += [f"{8 * on_host / GIB:.2f} GiB in host memory, updated by the CPU"] if on_host else []
     units = updates.model.layout.units

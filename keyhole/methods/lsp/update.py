@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from keyhole.methods.lsp.adam import DeviceAdam
-from keyhole.methods.lsp.gradient_buffers import GradientBuffers, Targets, assign_places, view_in
+from keyhole.methods.lsp.gradient_buffers import ALL, GradientBuffers, Share, Targets, assign_places, view_in
 from keyhole.methods.lsp.host import DecidingNorm, HostAdam
 from keyhole.methods.lsp.memory import group_of
 from keyhole.methods.lsp.schedule import UpdateOrder
@@ -63,7 +63,7 @@ class OwedUpdate:
 
 class SubspaceUpdates:
     """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the
-    CPU."""
+    CPU; share: the part of the moments that is here (shards.py)."""
 
     by_factors, update_key = True, None
     accumulates, surveys = True, 0  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
@@ -76,18 +76,20 @@ class SubspaceUpdates:
         rule: UpdateRule,
         threads: int | None = None,
         recorded: RecordedBlocks | None = None,
+        share: Share = ALL,
     ) -> None:
-        self.model, self.rule, self.recorded = model, rule, recorded
+        self.model, self.rule, self.recorded, self.share = model, rule, recorded, share
         self.numbers = None if recorded is None else StepNumbers(model.device)
         self.measured: dict[tuple[int, int], torch.Tensor] = {}  # norms, where recordings write them
         self.decided = torch.zeros(2, device=model.device)  # clip and skip of the last step, where recordings read them
+        self.units = units
         self.targets = {target.tensor.start: target for members in units.values() for target in members}
         self.rates_K2 = torch.zeros(len(self.targets), 2, device=model.device)  # of this step, for recordings
         self.place_in_rates = {target.name: k for k, target in enumerate(self.targets.values())}
-        self.lengths, self.timing = assign_places(units), Timing(model.device.type == "cuda")
+        self.lengths, self.timing = assign_places(units, share), Timing(model.device.type == "cuda")
         device_units = {unit: members for unit, members in units.items() if unit in on_device}
         host_units = {unit: members for unit, members in units.items() if unit not in on_device}
-        self.device = DeviceAdam(device_units, self.lengths, model.device, rule.adam, waits=self.clips)
+        self.device = DeviceAdam(device_units, self.lengths, model.device, rule.adam, self.clips, share)
         self.host = self._host(host_units, threads) if host_units else None
         groups = {unit: group_of(model.layout.units[unit]) for unit in units}
         waiting, buffers = partial(self.timing.of, "exposed down"), 2 if host_units else 1
@@ -101,7 +103,7 @@ class SubspaceUpdates:
         outside = {"spine": -1, "table": -1, "head": layout.block_count}
         layers = {u: outside.get(layout.units[u].kind, layout.units[u].block) for u in units}
         order = UpdateOrder(layers, layout.block_count, self.timing)
-        return HostAdam(units, self.lengths, self.model.engine, self.rule.adam, order, threads)
+        return HostAdam(units, self.lengths, self.model.engine, self.rule.adam, order, threads, self.share)
 
     def place_of(self, unit: int) -> DeviceAdam | HostAdam:
         """Who has the unit's moments."""
@@ -199,10 +201,10 @@ class SubspaceUpdates:
     def finished(self, unit: Unit) -> bool:
         """The unit's gradients are complete: its weights move now, or it is owed an update."""
         step, page = self.current, unit.index
-        targets = sorted(step.received.pop(page, {}).values(), key=lambda target: target.begin)
+        targets, weights = self._complete(unit)
         if not targets:
             return False
-        weights, grad = [step.weights.pop(target.name) for target in targets], self.buffer(page)
+        grad = self._total(page)
         update, on_host = OwedUpdate(targets, step), self.place_of(page) is self.host
         moves, numbers = not on_host and not self.clips, self._numbers_of(update)
 
@@ -212,12 +214,12 @@ class SubspaceUpdates:
         norms, norm, skip = measured[:-2], measured[-2], measured[-1]
 
         def measure() -> None:
-            torch.stack(torch._foreach_norm([view_in(grad, target) for target in targets]), out=norms)
+            self._measure(grad, targets, norms)
             torch.linalg.vector_norm(norms, out=norm)
             skip.copy_(~torch.isfinite(norm))
             if moves:
                 self.device.deltas_(page, targets, grad, None, skip)
-                self._apply(update, grad, weights, numbers)
+                self._apply(update, self._all_of(page, grad), weights, numbers)
 
         measure() if on_host else self._maybe_recorded(page, update, [grad, *weights, measured], measure)
         step.target_norms |= zip((target.tensor.start for target in targets), norms, strict=True)
@@ -230,6 +232,24 @@ class SubspaceUpdates:
             step.skips.append(skip)
             self.gradients.done(page)
         return moves
+
+    def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
+        """The targets of a unit that have a gradient, and their weights."""
+        step = self.current
+        targets = sorted(step.received.pop(unit.index, {}).values(), key=lambda target: target.begin)
+        return targets, [step.weights.pop(target.name) for target in targets]
+
+    def _total(self, page: int) -> torch.Tensor:
+        """The gradient of a unit, as much of it as the optimizer here takes."""
+        return self.buffer(page)
+
+    def _measure(self, grad: torch.Tensor, targets: list[Target], norms: torch.Tensor) -> None:
+        """The norms of the gradients of these targets."""
+        torch.stack(torch._foreach_norm([view_in(grad, target) for target in targets]), out=norms)
+
+    def _all_of(self, page: int, deltas: torch.Tensor) -> torch.Tensor:
+        """The steps of a unit, from what the optimizer here has made of them."""
+        return deltas
 
     def _maybe_recorded(
         self, page: int, update: OwedUpdate, at: list[torch.Tensor], run: Callable[[], None], kind: str = "finished"
@@ -247,7 +267,7 @@ class SubspaceUpdates:
         self.host.down.send(norm, update.step.host_norms[page])
         self.host.send_gradient(page, grad)
         self.gradients.done(page, self.host.down.stream)
-        self.model.engine.bytes_down += 4 * self.lengths[page]
+        self.model.engine.bytes_down += 4 * self.host.lengths[page]
         self.owed[page] = update
         if not self.clips:
             self._submit(page, update, update.step.host_norms[page])
@@ -303,13 +323,13 @@ class SubspaceUpdates:
         def move() -> None:
             if on_device:
                 self.device.deltas_(page, update.targets, delta, update.step.clip, update.step.skip)
-            self._apply(update, delta, weights, numbers)
+            self._apply(update, self._all_of(page, delta), weights, numbers)
 
         with torch.no_grad():
             self._maybe_recorded(page, update, [delta, *weights], move, "arrived") if on_device else move()
         if not on_device:
             self.host.used(page)
-            self.model.engine.bytes_up += 4 * self.lengths[page]
+            self.model.engine.bytes_up += 4 * self.host.lengths[page]
             self._fetch_next()
         return True
 

@@ -16,6 +16,7 @@ search for a rate.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Perturbed:
     def weights(self, unit: Unit, stored: torch.Tensor) -> torch.Tensor:
         """The unit's perturbed weights, in memory that the next unit uses again (the spine has its own)."""
         zo = self.zo
+        if zo.factors is not None and unit.index in zo.factors.units:  # the layers add what differs
+            return zo.model.in_compute_dtype(unit, stored)
         if unit.kind == "spine":
             both = zo.spines[self.number]
         else:
@@ -76,9 +79,12 @@ def closure_step(zo: ZO, closure: Closure) -> torch.Tensor:
         raise UserError(f"closure: {why} needs the rows of a batch; use estimator=mezo or fzoo, and give a rate")
     zo.model.apply_deferred()
     losses = []
+    if zo.factors is not None:
+        zo.factors.perturb([zo._perturbation(pair) for pair in zo.estimator.pairs])
     for number, pair in enumerate(zo.estimator.pairs):
         for side in range(pair.looks):
-            with zo.model.seen_through(Perturbed(zo, number, pair, side)):
+            look = nullcontext() if zo.factors is None else zo.factors.seen_at(2 * number + side)
+            with zo.model.seen_through(Perturbed(zo, number, pair, side)), look:
                 losses.append(_number(closure(), zo.model.device))
     found = torch.stack(losses)
     estimate = zo.estimator.estimate(found, zo.memory)

@@ -7,6 +7,9 @@ copies of the spine for every pair of looks.
     a search       3 passes on all rows, in halves      2 pairs          3 m; threads for 6 m
 
 for m micro-batches; a unit's own copies are two, whatever the estimator: pairs are made one after the other.
+
+With directions of low rank (low_rank/) a pass carries the rows of all its looks at once, blocks have factors instead of
+copies, and weights that are stored in another dtype than that of compute are converted as they arrive.
 """
 
 from dataclasses import replace
@@ -14,9 +17,12 @@ from dataclasses import replace
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.low_rank.parts import factor_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
-from keyhole.model.forward.memory import ForwardBytes
+from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs
 from keyhole.model.structure.layout import Layout
+
+KEPT_PERIODS = 20  # of a run that keeps all of its factors, for the plan
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ForwardBytes:
@@ -24,8 +30,38 @@ def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room)
     own: ZOConfig = work.settings or ZOConfig()
     usual, q = DEFAULTS[own.estimator], directions(own)
     pairs = max(usual.pairs(q), 2 if work.searches else 0)
+    if own.rank is not None:
+        return _low_rank_bytes(layout, streamed, work, room, pairs, own)
     planned = forward_bytes(layout, streamed, work, room, pairs)
     if not usual.splits:
         return planned
     at_once = replace(work, passes=work.passes if work.searches else 2 * work.passes // usual.passes(q))
     return replace(forward_bytes(layout, streamed, at_once, room, pairs), workspace=planned.workspace)
+
+
+def _low_rank_bytes(
+    layout: Layout, streamed: set[int], work: Workload, room: Room, pairs: int, own: ZOConfig
+) -> ForwardBytes:
+    usual, q = DEFAULTS[own.estimator], directions(own)
+    looks = max(usual.passes(q), 3 if work.searches else 0)
+    parts = q if usual.splits and not work.searches else 1  # of the rows, each in passes of its own
+    at_once = replace(work, tokens=-(-work.tokens * looks // parts), passes=-(-work.passes // looks) * parts)
+    planned = forward_bytes(replace(layout, fused_relu=False), streamed, at_once, room, pairs)
+    b, formats = room.formats.dtype.itemsize, room.formats
+    dense = max((u.numel for u in layout.units[1:] if u.kind != "block"), default=0)
+    converted = formats.packs or formats.plain != formats.dtype
+    block = max((u.numel for u in layout.of_kind("block")), default=0) if converted else 0
+    copies = b * (2 * dense + 2 * pairs * layout.spine.numel + block)
+    logits = forward_bytes(layout, streamed, work, room, pairs).logits  # the head is computed look by look
+    graphs = 0
+    if own.fold and launched_as_graphs(layout, at_once.tokens):  # each block's input and output
+        graphs = 2 * b * at_once.tokens * at_once.passes * layout.table.shape[1] * layout.block_count
+    return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b) + graphs, logits=logits)
+
+
+def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int) -> int:
+    """Factors, their looks, and those of a fold that waits. Of kept periods, which grow with the run, KEPT_PERIODS."""
+    factors, v = factor_numels(layout, own.rank)
+    now = 4 * factors * (1 + 2 * pairs) + element_bytes * v
+    later = 4 * factors + element_bytes * v if own.fold else KEPT_PERIODS * element_bytes * (factors + v)
+    return now + later

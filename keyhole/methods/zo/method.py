@@ -21,7 +21,8 @@ passes.
 Legend: q directions, m micro-batches; a look is a place near w (estimators/base.py); passes are numbered look by look.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,13 +37,18 @@ from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
+from keyhole.methods.zo.low_rank import passes as shared_passes
+from keyhole.methods.zo.low_rank import state as factor_state
+from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.rate_search import RateSearch
+from keyhole.methods.zo.recorded_step import RecordedSteps
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
 from keyhole.model.model import Model
 from keyhole.model.objective import loss_sum
 from keyhole.model.structure.layout import Unit
+from keyhole.ops.arguments import Count
 from keyhole.ops.loss import RunningNLL
 from keyhole.ranks import Ranks
 
@@ -74,6 +80,9 @@ class ZO(Method):
         deferred_update: bool = True,
         write_back_every: int | None = None,
         compile: bool | str = False,
+        rank: int | None = None,
+        refresh: int = 50,
+        fold: bool = True,
     ) -> None:
         if estimator not in DEFAULTS:
             raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
@@ -85,6 +94,12 @@ class ZO(Method):
             )
         if clip is not None and not usual.clips:
             raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
+        low_rank = rank is not None
+        if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
+            raise UserError(
+                f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
+                "direction of low rank leaves the weights alone within a period"
+            )
         self.block_at_once = bool(compile)  # compiled code cannot stop inside a block
         if compile:
             compile_forward(model, compile if isinstance(compile, str) else "inductor")
@@ -96,8 +111,11 @@ class ZO(Method):
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
         self.step_count = 0
+        self._now: Count | None = None  # another step, in `at_step`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
-        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1)
+        self.keeps_base = self.light = low_rank and not fold
+        blocks = frozenset(unit.index for unit in model.layout.of_kind("block")) if low_rank else frozenset()
+        self.update = Update(model, self.noise, self.decay, spared, write_back_every if deferred_update else 1, blocks)
         model.attach(self)
         self.latest: Pending | None = None  # the update of the last step, applied or not: what a journal records
         self.projected: torch.Tensor | None = None
@@ -106,8 +124,15 @@ class ZO(Method):
         remembers = self.estimator.remembers + (0 if self.search is None else self.search.remembers)
         pairs = [self.estimator.pairs] + ([] if self.search is None else [self.search.pairs])
         self.memory = torch.zeros(remembers, device=device)
-        self.plus, self.minus = (torch.empty(layout.largest_unit_numel, dtype=dtype, device=device) for _ in range(2))
+        dense = max((u.numel for u in layout.units[1:] if u.index not in blocks), default=0)
+        self.plus, self.minus = (torch.empty(dense, dtype=dtype, device=device) for _ in range(2))
         self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
+        self.factors: Factors | None = None
+        if low_rank:
+            how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding}
+            self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
+            self.update.beside = self.factors.bring_home
+        self.recorded = RecordedSteps(self)
 
     @classmethod
     def make(cls, model: Model, shared: Shared, own: Any) -> "ZO":
@@ -125,16 +150,35 @@ class ZO(Method):
         looks = self._look(self.model.checked(batch), searches)
         self.model.apply_deferred(before_step_of=self)
         self.update.begin()
-        with self.model.sweep("train"):
-            self._perturb_spine(looks)
-            serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
-            hidden = self.model.lockstep(looks.passes, serve, rows, steady=True, block_at_once=at_once)
-            nll = self._nll(hidden, looks)
-            self.update.apply_to_rest()
+        nll = self.run_passes(looks) if searches else self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
         if not self.deferred_update:
             self.flush()
         return loss
+
+    def run_passes(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
+        """Every unit is visited once: updated, perturbed, passed through. Returns the losses of all passes."""
+        with self.model.sweep("train"):
+            self._perturb_spine(looks)
+            if self.factors is not None:
+                hidden = shared_passes.run(self, looks, steady)
+            else:
+                serve, rows, at_once = self._server(looks), self._rows(looks), self.block_at_once
+                hidden = self.model.lockstep(looks.passes, serve, rows, steady=steady, block_at_once=at_once)
+            nll = self._nll(hidden, looks)
+            self.update.apply_to_rest()
+            if self.factors is not None:
+                shared_passes.fold_rest(self)
+        return nll
+
+    @contextmanager
+    def at_step(self, step: Count) -> Iterator[None]:
+        """A context in which directions are those of a step that is known on the device."""
+        self._now = step
+        try:
+            yield
+        finally:
+            self._now = None
 
     def _look(self, batches: list[Batch], searches: bool) -> Looks:
         """What this step measures: every look on all rows, or each pair on its part of them."""
@@ -180,7 +224,8 @@ class ZO(Method):
 
     def _perturbation(self, pair: Pair) -> dict[str, Any]:
         eps = self.eps * pair.scale
-        return {"step": self.step_count, "eps": eps, "direction": pair.direction, "beside": pair.beside}
+        step = self.step_count if self._now is None else self._now
+        return {"step": step, "eps": eps, "direction": pair.direction, "beside": pair.beside}
 
     def _rows(self, looks: Looks) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Rows of the table for a pass: both looks of a pair are made at once, the second ones wait for their pass."""
@@ -260,6 +305,10 @@ class ZO(Method):
         self.memory = torch.where(finite, memory, self.memory)
         self.projected = found.projected
         self.latest = self.update.defer(Pending(coef, self.step_count))
+        if self.factors is not None:
+            self.factors.update(self.latest)
+            if self.model.engine.shared:  # all ranks together, while nobody uploads them
+                self.factors.bring_home()
         self.step_count += 1
 
     # -- between steps ---------------------------------------------------------------------------------------------
@@ -286,32 +335,38 @@ class ZO(Method):
 
     def owes(self, unit: Unit) -> bool:
         """Whether the unit's home lacks an update."""
-        return bool(self.update.owed(unit))
+        apart = self.factors is not None and unit.index in self.factors.units
+        return self.factors.is_behind(unit) if apart else bool(self.update.owed(unit))
 
     def describe(self) -> list[str]:
         """For the start block: what was decided."""
         drops = dropout_rates(self.model.module)
         off = ["dropout of the model: off, since zo compares losses of the same function"] if drops else []
         search = [] if self.search is None else self.search.describe()
-        return self.update.write_back.describe() + off + search
+        blocks = self.update.write_back.describe() if self.factors is None else self.factors.describe()
+        return blocks + off + search
 
     def news(self) -> list[str]:
         """The rate, when it has just been found."""
         return [] if self.search is None else self.search.news()
 
     def flush(self) -> None:
-        """Applies the deferred update, so that the weights at home are the weights after the last step."""
+        """Applies the deferred update, so that the weights at home are the weights after the last step (of matrices
+        with factors: after the last period)."""
         self.update.flush()
 
     def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit that has had them all."""
-        return self.update.replay(updates)
+        return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
     def metrics(self) -> dict[str, torch.Tensor]:
         """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
         if self.projected is None:
             return {}
-        return {"projected_grad": self.projected.abs().mean(), "changed": self.changed / self.update.trained_numel}
+        changed, total = self.changed, self.update.trained_numel
+        if self.factors is not None:
+            changed, total = changed + self.factors.changed, total + self.factors.parts.numel
+        return {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""
@@ -320,11 +375,16 @@ class ZO(Method):
 
     def deferred_state(self) -> dict[str, Any] | None:
         """The same without a flush, while an update waits for the next step to visit the weights."""
-        return None if self.pending is None else self._counts()
+        return None if self.pending is None or self.light else self._counts()
 
     def _counts(self) -> dict[str, Any]:
         counts = {"step_count": self.step_count, "seed": self.noise["seed"]}
-        return counts | ({"memory": self.memory.tolist()} if self.memory.numel() else {})
+        counts |= {"memory": self.memory.tolist()} if self.memory.numel() else {}
+        return counts if self.factors is None else counts | factor_state.to_state(self.factors)
+
+    def learned_beside(self, state: Mapping[str, Any]) -> Factors | None:
+        """The factors of a checkpoint, where its weights lack them."""
+        return None if self.factors is None else factor_state.saved(self.factors, state)
 
     def journal_update(self) -> torch.Tensor | None:
         """[lr, c_1 .. c_q] of the last step, applied or not, and what is remembered after it."""
@@ -348,5 +408,7 @@ class ZO(Method):
         if state["seed"] != self.noise["seed"]:
             raise UserError(f"seed: the checkpoint was made with {state['seed']}, this run has {self.noise['seed']}")
         self.step_count = int(state["step_count"])
+        if self.factors is not None:
+            factor_state.from_state(self.factors, state, self.step_count)
         self.changed.fill_(state.get("changed", 0))
         self.remember(state.get("memory", ()))

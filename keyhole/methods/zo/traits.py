@@ -33,6 +33,12 @@ class ZOConfig:
     """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""  # noqa: E501
     compile: bool = False
     """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
+    rank: Annotated[int, Limit(1, 256)] | None = None
+    """Directions of low rank in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), learned in factors; weights are read once per step for all passes, and not written within a period; null = full rank."""  # noqa: E501
+    refresh: Count = 50
+    """zo.rank: steps of a period, for which V is kept (U is drawn every step)."""
+    fold: bool = True
+    """zo.rank: at the end of a period, add what it learned to the weights; false = keep the factors of every period, so that weights never change."""  # noqa: E501
 
 
 def filled(own: ZOConfig) -> ZOConfig:
@@ -71,8 +77,26 @@ def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
         yield "zo.directions", f"found {now}; {own.estimator} needs {usual.least} at least, to know a spread"
     if own.clip is not None and not usual.clips:
         yield "zo.clip", f"has no meaning with zo.estimator={own.estimator}, which scales by a spread; set zo.clip=null"
+    yield from _low_rank_faults(own, run)
     if run.max_grad_norm is not None:
         yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
+
+
+def _keeps_factors(own: ZOConfig) -> bool:
+    return own.rank is not None and not own.fold
+
+
+def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
+    if own.rank is None:
+        if not own.fold:
+            yield "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"
+        return
+    if own.compile:
+        yield "zo.compile", "does not go with zo.rank, whose layers have a product of their own; set zo.compile=false"
+    if run.weight_decay:
+        yield "weight_decay", "zo.rank leaves the weights alone within a period, so they cannot decay; set it to 0"
+    if own.fold and run.wire == "fp8":
+        yield "wire", "fp8 weights are not rounded anew by zo.rank; set zo.fold=false, or another wire"
 
 
 ZO = Traits(
@@ -86,6 +110,7 @@ ZO = Traits(
     step_work="keyhole.methods.zo.work:step_work",
     steps=20.0,  # MeZO trains 20,000 steps where fine-tuning takes 600 to 1,000
     wires=("fp32", "bf16", "fp16", "fp8"),
+    frozen_wires=lambda own: ("int8", "int4", "nf4") if _keeps_factors(own) else (),
     underflow_safe=True,
     journaled=True,
     announces="pages",
@@ -97,6 +122,7 @@ ZO = Traits(
     search_steps=SEARCH_STEPS,
     search_passes=3,
     fill=filled,
+    light=_keeps_factors,
     whole_blocks=lambda own: own.compile,
     advice=_advice,
     faults=_faults,

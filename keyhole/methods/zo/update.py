@@ -25,7 +25,7 @@ unpacked, updated and packed.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ class Pending:
     """An update that is known but not applied yet: [lr, c_1 .. c_q] on the device, and the step of its noise."""
 
     coef: torch.Tensor
-    step: int
+    step: Any  # a number; while a step is recorded, one on the device
 
 
 class Update:
@@ -60,9 +60,12 @@ class Update:
         decay: dict[str, Any],
         spared: frozenset[int] = frozenset(),
         every: int | None = None,
+        elsewhere: frozenset[int] = frozenset(),
     ) -> None:
+        """elsewhere: units whose updates are not ours (low_rank/)."""
         self.model, self.noise, self.decay = weakref.proxy(model), noise, decay  # the model holds us
-        self.spared, self.codec = spared, model.formats.codec
+        self.spared, self.codec, self.elsewhere = spared, model.formats.codec, elsewhere
+        self.beside: Callable[[], None] | None = None  # flushes what is elsewhere
         self.waiting: list[Pending] = []
         self.at_home = [0] * len(model.layout.units)
         self.write_back = WriteBack(model, every)
@@ -71,11 +74,13 @@ class Update:
         self.counted: set[int] = set()  # units whose share of it is in there
         self.trained = [cut_unit(unit) for unit in model.layout.units]
         self.decaying = [cut_unit(unit, spared) for unit in model.layout.units]
-        packed = [u for u in model.layout.units if model.engine.homes[u.index].dtype == PACKED]
+        homes = model.engine.homes
+        packed = [u for u in model.layout.units if homes[u.index].dtype == PACKED and u.index not in elsewhere]
         in_spans = [u.numel for u in packed if not self.is_one_span(u)]
         self.unpacked = torch.empty(max(in_spans, default=0), device=model.device)
-        self.trained_numel = sum(s.end - s.begin for spans in self.trained for s in spans if s.trained)
-        if not self.trained_numel:
+        own = [spans for unit, spans in enumerate(self.trained) if unit not in elsewhere]
+        self.trained_numel = sum(s.end - s.begin for spans in own for s in spans if s.trained)
+        if not self.trained_numel and not elsewhere:
             raise UserError("every parameter is frozen: there is nothing to train")
 
     @property
@@ -96,11 +101,14 @@ class Update:
         self.write_back.begin()
         if self.model.engine.shared and len(self.waiting) >= SHARED_EVERY:
             self.flush()
-        strict = [unit for unit in self.model.layout.units if not self.write_back.may_wait(unit)]
+        strict = [unit for unit in self._own_units() if not self.write_back.may_wait(unit)]
         if any(len(self.owed(unit)) != 1 for unit in strict):
             self.flush()
         if self.waiting:
             self._count_anew()
+
+    def _own_units(self) -> list[Unit]:
+        return [unit for unit in self.model.layout.units if unit.index not in self.elsewhere]
 
     def owed(self, unit: Unit) -> list[Pending]:
         """The updates that the unit's home lacks, oldest first."""
@@ -214,7 +222,7 @@ class Update:
     def apply_to_rest(self, everywhere: bool = False) -> None:
         """At the end of a sweep: what is owed to units that no pass has visited, or to all."""
         engine = self.model.engine
-        for unit in self.model.layout.units:
+        for unit in self._own_units():
             owed = self.owed(unit)
             if not owed or not (everywhere or self.write_back.is_due(unit, owed[-1].step)):
                 continue
@@ -250,18 +258,20 @@ class Update:
 
     def _forget(self) -> None:
         """Updates that every home has had are not needed again."""
-        had = min(self.at_home)
-        self.waiting, self.at_home = self.waiting[had:], [count - had for count in self.at_home]
+        had = min(self.at_home[unit.index] for unit in self._own_units())
+        self.waiting = self.waiting[had:]
+        self.at_home = [0 if unit in self.elsewhere else count - had for unit, count in enumerate(self.at_home)]
 
     @torch.no_grad()
     def flush(self) -> None:
         """Applies what is owed everywhere; nothing is waiting afterwards."""
-        if not self.waiting:
-            return
-        self._count_anew()
-        with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
-            self.apply_to_rest(everywhere=True)
-        self._forget()
+        if self.waiting:
+            self._count_anew()
+            with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
+                self.apply_to_rest(everywhere=True)
+            self._forget()
+        if self.beside is not None:
+            self.beside()
 
     @contextmanager
     def _counting_all(self) -> Iterator[None]:
@@ -276,9 +286,11 @@ class Update:
         self.own_changed = None
 
     @torch.no_grad()
-    def replay(self, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+    def replay(
+        self, updates: list[tuple[Pending, float]], beside: Callable[[Unit, torch.Tensor], None] | None = None
+    ) -> Iterator[Unit]:
         """Applies known updates, each with its weight decay, and yields every unit that has had them all. `changed`
-        counts the last."""
+        counts the last. beside: updates a unit whose updates are not ours; None: none of them has any."""
         engine = self.model.engine
         assert not self.waiting, "flush first"
         self.defer(updates[-1][0])
@@ -286,12 +298,17 @@ class Update:
         try:
             with self.model.rewriting_shared(), self._counting_all(), self.model.sweep("flush"):
                 for unit in self.model.layout.units:
-                    if not self.model.writes(unit.index):
+                    apart = unit.index in self.elsewhere
+                    if not self.model.writes(unit.index) or (apart and beside is None):
                         continue
                     w = engine.acquire(unit.index)
-                    for pending, weight_decay in updates:
-                        self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})
-                    self._go_home(unit)
+                    if apart:
+                        beside(unit, w)
+                        engine.commit(unit.index)
+                    else:
+                        for pending, weight_decay in updates:
+                            self.apply(unit, w, pending, self.decay | {"weight_decay": weight_decay})
+                        self._go_home(unit)
                     engine.release(unit.index)
                     yield unit
         finally:

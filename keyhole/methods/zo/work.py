@@ -4,9 +4,15 @@
                each pair of passes reads it and writes two copies, w + 2 b
     down       what was streamed; of blocks an EVERY-th part, while the GPU waits for the link (write_back.py)
 
+Directions of low rank (low_rank/) leave the blocks alone: W is read by its product, and once per period it is read,
+written and goes home. Beside each product its input is read and its output written and read once more; a pass carries
+the rows of all its looks, so there are fewer launches.
+
 Noise costs arithmetic rather than bytes: counted as NOISE bytes per number drawn, which fits the steps of OPT-13B on an
 H200 (benchmarks/zo_h200_2026-11-16.md).
 """
+
+from dataclasses import replace
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
@@ -22,6 +28,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     from keyhole.methods.zo.write_back import EVERY, START
 
     own: ZOConfig = work.settings or ZOConfig()
+    if own.rank is not None:
+        return _low_rank_work(layout, streamed, work, room, rates, own)
     pairs = -(-ZO.passes(own) // 2)
     found = forward_work(layout, streamed, work, room, rates)
     at_home = sum(unpacked_bytes(unit, room) for unit in layout.units)
@@ -36,3 +44,20 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     every = own.write_back_every or (EVERY if waits else 1)
     again = (every - 1) / 2 * (noise + 2 * at_home) * (blocks / max(1, at_home))  # updates that are made again
     return found.plus(down=home - blocks + blocks / every, touched=again)
+
+
+def _low_rank_work(
+    layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates, own: ZOConfig
+) -> StepWork:
+    b, looks = room.formats.dtype.itemsize, ZO.passes(own)
+    pairs, found = -(-looks // 2), forward_work(layout, streamed, work, room, rates)
+    dense = [unit for unit in layout.units if unit.kind != "block"]
+    numel, at_home = sum(u.numel for u in dense), sum(unpacked_bytes(u, room) for u in dense)
+    touched = (1 + pairs) * at_home + 2 * b * numel * pairs + 2 * NOISE * numel * pairs
+    sides = [t.shape for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
+    touched += work.passes * work.tokens * b * sum(2 * rows + columns for rows, columns in sides)
+    blocks = [unit.index for unit in layout.of_kind("block")]
+    folds = 1 / own.refresh if own.fold else 0.0
+    touched += 2 * folds * sum(unpacked_bytes(layout.units[i], room) for i in blocks)
+    down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
+    return replace(found, kernels=found.kernels / looks * 1.5).plus(touched=touched, down=down)

@@ -82,7 +82,7 @@ def reverse_bytes(
     at_once = min(tokens, HEAD_TOKENS)
     kept_blocks = 3 if on_host else layout.block_count
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * (HIDDEN * hidden + WIDE * wide))
-    scratch = 0 if formats.plain == formats.dtype else b * block
+    scratch = b * block if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,

@@ -55,7 +55,7 @@ class _Linear(torch.autograd.Function):
 class _Call:
     """One call of a layer: where its gradient goes, and whether its product is left out."""
 
-    def __init__(self, receiver: Receiver, leave_out: bool, counts: "_Counts") -> None:
+    def __init__(self, receiver: Receiver, leave_out: bool, counts: "Counts") -> None:
         self.receiver, self.leave_out, self.counts = receiver, leave_out, counts
 
     def offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
@@ -66,6 +66,8 @@ class _Call:
 class Recompute:
     """Runs one block again, its linear layers offering their gradients."""
 
+    saved_per_call = 1  # tensors that a layer saves for backward
+
     def __init__(self, block: nn.Module) -> None:
         self.layers = [m for m in block.modules() if type(m) is nn.Linear]
         self.last_product: dict[bool, int | None] = {}  # the call that can be left out, by block.training
@@ -74,23 +76,23 @@ class Recompute:
     def run(self, call: Callable[[], Any], receiver: Receiver) -> Any:
         """call(), with every linear layer offering its gradient to the receiver."""
         mode = self.block.training
-        leave_out, counts = self.last_product.get(mode), _Counts()
+        leave_out, counts = self.last_product.get(mode), Counts()
         hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, _same)
         with self._offering(receiver, leave_out, counts), hooks:
             output = call()
-        nothing_saved_after = counts.calls and counts.saved == counts.saved_before_last + 1
+        nothing_saved_after = counts.calls and counts.saved == counts.saved_before_last + self.saved_per_call
         last = counts.calls - 1 if nothing_saved_after else None
         self.last_product[mode] = last
         if leave_out is not None and leave_out != last:
-            with self._offering(receiver, None, _Counts()):
+            with self._offering(receiver, None, Counts()):
                 return call()
         return output
 
     @contextmanager
-    def _offering(self, receiver: Receiver, leave_out: int | None, counts: "_Counts") -> Iterator[None]:
+    def _offering(self, receiver: Receiver, leave_out: int | None, counts: "Counts") -> Iterator[None]:
         before = [layer.__dict__.get("forward") for layer in self.layers]
         for layer in self.layers:
-            layer.forward = _forward(layer, receiver, leave_out, counts)
+            layer.forward = self.wrapped(layer, receiver, leave_out, counts)
         try:
             yield
         finally:
@@ -100,8 +102,12 @@ class Recompute:
                 else:
                     layer.forward = forward
 
+    def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: "Counts") -> Callable:
+        """What a layer's forward is during such a run."""
+        return _forward(layer, receiver, leave_out, counts)
 
-class _Counts:
+
+class Counts:
     """Calls of linear layers, and tensors saved for backward."""
 
     def __init__(self) -> None:
@@ -117,7 +123,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _forward(layer: nn.Linear, receiver: Receiver, leave_out: int | None, counts: _Counts) -> Callable:
+def _forward(layer: nn.Linear, receiver: Receiver, leave_out: int | None, counts: Counts) -> Callable:
     def forward(x: torch.Tensor) -> torch.Tensor:
         index, counts.calls = counts.calls, counts.calls + 1
         counts.saved_before_last = counts.saved

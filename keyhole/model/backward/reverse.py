@@ -53,11 +53,18 @@ class Reverse:
     """Forward and reverse of the micro-batches of one step.
 
     activations: what is kept between the two (tape.py). fused: linear layers offer their gradients by their factors.
-    compiled: blocks run through torch.compile, by this backend (True: inductor).
+    compiled: blocks run through torch.compile, by this backend (True: inductor). second_run: how they run again, where
+    fused.
     """
 
     def __init__(
-        self, model: Model, *, activations: str = "block", fused: bool = True, compiled: bool | str = False
+        self,
+        model: Model,
+        *,
+        activations: str = "block",
+        fused: bool = True,
+        compiled: bool | str = False,
+        second_run: Callable[[nn.Module], Recompute] = Recompute,
     ) -> None:
         self.blocks = find_blocks(model.module)
         self.units_of = {i: [u for u in model.layout.of_kind("block") if u.block == i] for i in range(len(self.blocks))}
@@ -68,8 +75,9 @@ class Reverse:
         backend = compiled if isinstance(compiled, str) else "inductor"
         self.compiled = Compiled(backend, model.changes, keep=activations == "none") if compiled else None
         runs_again = fused and activations != "none" and not compiled
-        self.recompute = [Recompute(block) for block in self.blocks] if runs_again else None
+        self.recompute = [second_run(block) for block in self.blocks] if runs_again else None
         self.kept = KeptBlocks(model) if activations == "auto" and not compiled else None
+        self.trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
         records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
@@ -83,6 +91,9 @@ class Reverse:
         self._visited_once = False  # the block at work: a product that it offers is the complete gradient
         self._stored: dict[int, torch.Tensor] = {}  # id(param) -> its weights as stored, of the block at work
         self._param_at: dict[int, nn.Parameter] = {}  # address of its compute copy -> parameter, likewise
+        self._chunks: dict[
+            int, list[Unit]
+        ] = {}  # id(param) -> the units that hold its rows, while `walk` hands them over
         self._offered: set[int] = set()  # parameters of it whose gradient a compiled reverse has offered
         self._tensor = {id(t.param): t for t in self.layout.tensors}
         for tensor in self.layout.tensors:
@@ -173,12 +184,24 @@ class Reverse:
         self.vocabulary.reverse_embedding(self._turns(self.layout.of_kind("table")))
         self._reverse_spine()
 
-    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """UserError where `walk` cannot go back from this loss."""
+        if not self.model.is_plain or self.model.sharded:
+            raise UserError("backward(loss) needs every weight on the device in its dtype; call step(batch) instead")
+        if not loss.requires_grad:
+            raise UserError("backward(loss): this loss has no graph; compute it with gradients enabled")
+
+    def walk(self, loss: torch.Tensor, sink: Sink, last: bool = True, in_chunks: bool = False) -> None:
         """The same for a loss that was computed with the module itself, all of whose weights are at home: autograd
-        walks back in one go, and each gradient is handed over as soon as it is complete."""
+        walks back in one go, and each gradient is handed over as soon as it is complete. in_chunks: a table, too, comes
+        in the chunks that its units hold, as in `reverse`."""
         engine, units = self.model.engine, self.layout.units
         self._stored = {id(t.param): t.param.data for t in self.layout.tensors}
         self._sink, self._final = sink, True
+        if in_chunks:
+            for unit in units:
+                if unit.rows is not None:
+                    self._chunks.setdefault(id(unit.tensors[0].param), []).append(unit)
         try:
             with engine.sweep("walk", [], learn=False):
                 for unit in units:
@@ -189,6 +212,7 @@ class Reverse:
                         engine.commit(unit.index)
         finally:
             self._stored.clear()
+            self._chunks.clear()
             self._sink, self._final = None, False
 
     def _reverse_blocks(self) -> None:
@@ -222,9 +246,9 @@ class Reverse:
     def _acquire_block(self, block: int) -> None:
         """Brings the block's units in and points its parameters to them."""
         for place, unit in enumerate(self.units_of[block]):
-            stored = self.model.engine.acquire(unit.index)
+            stored = self.model.engine.acquire(unit.index, changes=self.trains)
             self.model.binding.bind(unit, self.model.in_compute_dtype(unit, stored, place), self.spine)
-            for tensor in unit.tensors:
+            for tensor in unit.tensors if self.trains else ():
                 self._stored[id(tensor.param)] = view(stored, tensor, unit.start)
                 self._param_at[tensor.param.data_ptr()] = tensor.param
 
@@ -258,7 +282,11 @@ class Reverse:
             self.visits.note_gradient(param)
         if self._final and id(param) in self._stored and param.grad is not None:
             grad, param.grad = param.grad, None
-            self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
+            for unit in self._chunks.get(id(param), ()):
+                first, last = unit.rows
+                self._sink.gradient(chunk(unit), self._stored[id(param)][first:last], grad[first:last])
+            if id(param) not in self._chunks:
+                self._sink.gradient(self._tensor[id(param)], self._stored[id(param)], grad)
 
     def _release_block(self, block: int, done: bool) -> None:
         """done: no gradient of the block is still to come."""
@@ -300,7 +328,7 @@ class Reverse:
     @torch.no_grad()
     def _reverse_spine(self) -> None:
         engine, unit = self.model.engine, self.layout.spine
-        stored = engine.acquire(unit.index)
+        stored = engine.acquire(unit.index, changes=self.trains)
         reached = {tensor.name for tensor in unit.tensors if tensor.param.grad is not None}
         if self.model.sharded:  # by any rank
             reached = set().union(*self.model.ranks.objects(reached))
@@ -328,7 +356,8 @@ class Reverse:
 def _check(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> None:
     """Refuses models that cannot be differentiated block by block as they were loaded."""
     engine = model.engine
-    if any(home.dtype == PACKED for home in engine.homes):
+    trains = any(tensor.param.requires_grad for tensor in model.layout.tensors)
+    if trains and any(home.dtype == PACKED for home in engine.homes):
         raise UserError("wire: packed weights have no gradient to add up in; use bf16, fp16 or fp32")
     if activations == "none" and engine.streamed:
         raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")

@@ -48,6 +48,28 @@ class Sink(Protocol):
         """All gradients of the unit were handed over. True: its weights have changed, and must go home."""
 
 
+class Nothing:
+    """The sink of a model none of whose own weights is trained: there is nothing to receive, and nothing changes."""
+
+    accumulates, by_factors, surveys = False, False, 0
+    update_key: Hashable | None = None
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        """Never called."""
+
+    def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
+        """Never called."""
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        return False
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        raise AssertionError(f"{tensor.name} is frozen and has a gradient")
+
+    def finished(self, unit: Unit) -> bool:
+        return False
+
+
 @runtime_checkable
 class Recordable(Protocol):
     """A sink whose `linear` does no more than write to memory of its own, at fixed addresses: it may be recorded with

@@ -77,7 +77,7 @@ class Visit:
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 self.origins[i] = getattr(value, "keyhole_origin", value)
-        if self.module.training:
+        if any(part.training for part in self.module.modules()):
             self.random = _random_state(_device_of(values))
         if self.has_graph:
             output, written = self._leave(self._with_graph(values))

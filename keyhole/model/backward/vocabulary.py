@@ -7,6 +7,10 @@
                too (tied), the head's part is added: its logits are computed a third time, so that the gradient of the
                full vocabulary never exists.
 
+Where the head stays on the device and few tokens are trained (answers of a word, short batches), the logits of the loss
+are kept with their graph, at most KEPT_BYTES of them, and nothing is computed again: the same bits, for a third of the
+launches.
+
 A vocabulary of one chunk is differentiated by torch's own cross entropy, to its last bit.
 Legend: N trained tokens of a pass, M all tokens of a pass, H width, R rows of a chunk of the vocabulary.
 """
@@ -27,6 +31,8 @@ from keyhole.model.objective import loss_sum, token_weights
 from keyhole.model.structure.layout import Unit
 from keyhole.ops.loss import RunningNLL
 
+KEPT_BYTES = 64 * 2**20  # of logits, in float32
+
 HandOver = Callable[[Unit, torch.Tensor, torch.Tensor | None], None]
 """(unit, its stored memory, grad_RH): takes the gradient of a chunk, if there is one, and releases the unit."""
 
@@ -37,6 +43,14 @@ class _Embedded:
 
     ids_M: torch.Tensor
     rows_MH: nn.Parameter
+
+
+@dataclass
+class _Logits:
+    """Logits of a chunk for a pass, with their graph and its leaves: hidden states, rows, bias."""
+
+    logits_NR: torch.Tensor
+    leaves: list[torch.Tensor | None]
 
 
 class VocabularyGradients:
@@ -55,6 +69,7 @@ class VocabularyGradients:
         self.scales: list[torch.Tensor] = []  # the gradient of the loss by the nll of tokens: a scalar, or [N]
         self.embedded: dict[int, _Embedded] = {}
         self.labels: list[torch.Tensor] = []  # of a classifier, per pass
+        self.kept: dict[tuple[int, int], _Logits] = {}  # by unit and pass
 
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
         """[M, H] rows of the table for a pass, a leaf where they are trained."""
@@ -88,13 +103,40 @@ class VocabularyGradients:
 
     def _visit_head(self, batches: list[DeviceBatch]) -> list[torch.Tensor]:
         """The nll of every trained token, per pass."""
-        self.running = [RunningNLL(b.target_N) for b in batches]
+        self.running, keeps = [RunningNLL(b.target_N) for b in batches], self._keeps_logits()
         for unit in self.layout.head_units:
-            self.model.binding.bind_head(unit, self.model.acquire_weights(unit), self.spine)
-            for state, hidden_NH in zip(self.running, self.hidden, strict=True):
-                self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
+            weights = self.model.acquire_weights(unit)
+            self.model.binding.bind_head(unit, weights, self.spine)
+            for p, (state, hidden_NH) in enumerate(zip(self.running, self.hidden, strict=True)):
+                if keeps:
+                    trained = unit.tensors[0].param.requires_grad
+                    made = self._logits(rows_view(unit, weights), hidden_NH, (True, trained, True))
+                    self.kept[unit.index, p] = made
+                    state.add(made.logits_NR.detach(), unit.rows[0])
+                else:
+                    self.model.head.add_nll(state, hidden_NH.detach(), unit.rows[0])
             self.model.engine.release(unit.index)
         return [state.nll_N() for state in self.running]
+
+    def _keeps_logits(self) -> bool:
+        """Whether the head is here, in the dtype of compute, and its logits are few."""
+        model, placed = self.model, self.model.placed
+        moves = any(unit.index in model.engine.streamed for unit in self.layout.head_units) or model.sharded
+        converts = model.formats.plain != model.dtype or model.formats.codec is not None or model.lens is not None
+        budgeted = placed is not None and placed.budget_bytes is not None
+        counts = [hidden_NH.shape[0] for hidden_NH in self.hidden]
+        few = 4 * sum(counts) * self.layout.table.shape[0] <= KEPT_BYTES and max(counts) <= HEAD_TOKENS
+        return few and not (moves or converts or budgeted)
+
+    def _logits(self, weight_RH: torch.Tensor, hidden_NH: torch.Tensor, wants: tuple[bool, bool, bool]) -> _Logits:
+        """Of the rows that the head is bound to; wants: which leaves will be asked for their gradients. The rows may be
+        updated once the gradient of the hidden states is made: that of the rows does not need them, so autograd shall
+        not watch them (`.data`)."""
+        head, bias = self.model.head, self.model.head.linear.bias
+        x, leaf = hidden_NH.detach().requires_grad_(wants[0]), nn.Parameter(weight_RH.data, requires_grad=wants[1])
+        bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
+        with torch.enable_grad(), head.holding(leaf, bias):
+            return _Logits(head.logits(x), [x, leaf, bias])
 
     def restart(self, loss_scale: float) -> None:
         """Before a reverse of loss_scale * loss."""
@@ -114,7 +156,7 @@ class VocabularyGradients:
         trained = units[0].tensors[0].param.requires_grad and not self.layout.tied
         total: list[Any] = [None] * len(self.hidden)
         for unit in units:
-            stored = self.model.engine.acquire(unit.index)
+            stored = self.model.engine.acquire(unit.index, changes=trained)
             weight_RH = rows_view(unit, self.model.in_compute_dtype(unit, stored))
             dw_RH = db_R = None
             for p in range(len(self.hidden)):
@@ -143,26 +185,24 @@ class VocabularyGradients:
 
     def _head_grads(self, unit: Unit, p: int, weight_RH: torch.Tensor, wants: tuple[bool, bool, bool]) -> Any:
         """Gradients of the loss of pass p through one chunk of logits: of hidden states, rows and bias."""
-        head, first = self.model.head, unit.rows[0]
-        self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
-        leaf, bias = nn.Parameter(weight_RH, requires_grad=wants[1]), head.linear.bias
-        bias = None if bias is None else nn.Parameter(bias.data, requires_grad=wants[2])
+        first, kept = unit.rows[0], self.kept.get((unit.index, p))
+        if kept is None:
+            self.model.binding.bind_head(unit, weight_RH.flatten(), self.spine)
         dx, dw, db = [], None, None
         slices, states, scale = self.hidden[p].split(HEAD_TOKENS), self.running[p].split(HEAD_TOKENS), self.scales[p]
         scales = scale.split(HEAD_TOKENS) if scale.ndim else [scale] * len(slices)
         for hidden_NH, state, scale in zip(slices, states, scales, strict=True):
-            x = hidden_NH.detach().requires_grad_(wants[0])
-            with torch.enable_grad(), head.holding(leaf, bias):
-                logits = head.logits(x)
+            made = kept or self._logits(weight_RH, hidden_NH, wants)
+            logits = made.logits_NR
             if len(self.layout.head_units) == 1:
                 with torch.enable_grad():
-                    kept = "none" if scale.ndim else "sum"
-                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction=kept)
+                    reduction = "none" if scale.ndim else "sum"
+                    logits = F.cross_entropy(logits.float(), state.targets_N, reduction=reduction)
                 grad = scale
             else:
                 grad = state.grad_(logits.detach().clone(), first, scale)
-            inputs = [t for t, wanted in zip((x, leaf, bias), wants, strict=True) if wanted]
-            found = iter(torch.autograd.grad(logits, inputs, grad))
+            inputs = [t for t, wanted in zip(made.leaves, wants, strict=True) if wanted]
+            found = iter(torch.autograd.grad(logits, inputs, grad, retain_graph=kept is not None))
             if wants[0]:
                 dx.append(next(found))
             dw = _add(dw, next(found)) if wants[1] else None

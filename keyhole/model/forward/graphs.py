@@ -17,7 +17,12 @@ recorded (data-dependent shapes, host reads), one that writes into its inputs, a
 things than tensors, plain values, and tuples, lists and dicts of these: a graph would not see what changes inside them.
 Graphs change no number.
 
-Bytes per pass: one input and output, one block's vectors. In the graphs' pool: one block's activations.
+Where layers add something to the products of the weights themselves (low_rank.py), weights are read where they live,
+and what is added lies elsewhere for each block: then each block has a graph of its own, for as long as all of that
+stays where it is.
+
+Bytes per pass (and block, where each has its own): one input and output, one block's vectors. In the graphs' pool: one
+block's activations.
 """
 
 import gc
@@ -33,7 +38,7 @@ from torch import nn
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # of one block in one pass
-MAX_GRAPHS = 128
+MAX_GRAPHS, MAX_OWN_GRAPHS = 128, 512
 WARM_UP_STEPS = 2  # in the ordinary way: libraries choose their kernels and reserve their workspaces
 
 
@@ -80,6 +85,11 @@ class BlockGraphs:
             if inputs is None:
                 return ordinary(*args, **kwargs)
             key = (conductor.current.index, conductor.block_at_once, addresses, shape, tuple(kwargs), inputs)
+            if self.model.factors is not None:
+                added = self.model.factors.graph_key()
+                if added is None:
+                    return ordinary(*args, **kwargs)
+                key = (*key, unit.index, added)
             if self._must_wait(key) or self.checked.get((key, unit.index)) is False:
                 return ordinary(*args, **kwargs)
             self._use_own_vectors(vectors, first, span, key)
@@ -93,8 +103,9 @@ class BlockGraphs:
 
     def _must_wait(self, key: tuple) -> bool:
         self.seen[key] = self.seen.get(key, 0) + 1
-        full = key not in self.recorded and len(self.recorded) >= MAX_GRAPHS
-        return full or self.seen[key] <= self.warm_up_calls
+        own = self.model.factors is not None
+        full = key not in self.recorded and len(self.recorded) >= (MAX_OWN_GRAPHS if own else MAX_GRAPHS)
+        return full or self.seen[key] <= (WARM_UP_STEPS if own else self.warm_up_calls)
 
     def _use_own_vectors(self, vectors: list[FlatTensor], first: int, span: int, key: tuple) -> None:
         """Copies the block's part of the spine to memory that is the same for all blocks, and points there."""

@@ -110,7 +110,7 @@ def evaluation_bytes(layout: Layout, *, tokens: int, passes: int, formats: Wire,
     """What so many forward passes of clean weights take beside homes and slots: activations or logits, cuBLAS's
     workspaces, and a unit in the dtype of compute where it is stored in another."""
     b = formats.dtype.itemsize
-    unpacked = b * layout.largest_unit_numel if formats.codec is not None or formats.plain != formats.dtype else 0
+    unpacked = b * layout.largest_unit_numel if formats.packs or formats.plain != formats.dtype else 0
     moving = max(activation_bytes(layout, tokens, passes, b), logits_bytes(layout, tokens, passes, b))
     threads = passes * (2 if launched_as_graphs(layout, tokens) else 1) + 1
     return int((moving + unpacked + workspace_bytes * threads) * ALLOCATOR_SLACK)

@@ -24,47 +24,56 @@ from keyhole.model.structure.find import find_blocks, row_tiles
 from keyhole.model.structure.layout import Unit
 
 
-def compute_in_tiles(model: Any) -> None:
-    """Gives every linear layer of the blocks that has tiles a forward that goes tile by tile."""
+class RowTiles:
+    """The tiles of one layer. units: one per tile, where the layer is cut; None where all of its weight is bound."""
+
+    def __init__(
+        self, model: Callable[[], Any], layer: nn.Linear, rows: list[tuple[int, int]], units: list[Unit] | None
+    ):
+        self.model, self.layer, self.rows, self.units = model, weakref.ref(layer), rows, units
+
+    def weight(self, tile: int) -> torch.Tensor:
+        """[rows, I] of a tile, bound for the pass that runs."""
+        conductor, layer = self.model().conductor, self.layer()
+        if self.units is None or conductor is None:
+            return layer.weight[slice(*self.rows[tile])]
+        current = conductor.current
+        if current.unit is not self.units[tile]:
+            current.meet(self.units[tile])
+        return layer.weight  # bound to these rows now
+
+
+def compute_in_tiles(model: Any) -> dict[int, RowTiles]:
+    """Gives every linear layer of the blocks that has tiles a forward that goes tile by tile; by id of the layer."""
     units: dict[int, list[Unit]] = {}
     for unit in model.layout.of_kind("block"):
         if unit.rows is not None:
             units.setdefault(id(unit.tensors[0].param), []).append(unit)
+    found = {}
     for block in find_blocks(model.module):
         for layer in block.modules():
-            if tiles := row_tiles(layer):
-                forward = _forward(weakref.ref(model), layer, tiles, units.get(id(layer.weight)))
-                model.patches.forward(layer, forward)
+            if rows := row_tiles(layer):
+                tiles = RowTiles(weakref.ref(model), layer, rows, units.get(id(layer.weight)))
+                model.patches.forward(layer, _forward(layer, tiles))
+                found[id(layer)] = tiles
+    return found
 
 
-def _forward(
-    model: Callable[[], Any], layer: nn.Linear, tiles: list[tuple[int, int]], units: list[Unit] | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """units: one per tile, where the layer is cut; None where all of its weight is bound."""
-
-    def weight_of(tile: int) -> torch.Tensor:
-        conductor = model().conductor
-        if units is None or conductor is None:
-            return layer.weight[slice(*tiles[tile])]
-        current = conductor.current
-        if current.unit is not units[tile]:
-            current.meet(units[tile])
-        return layer.weight  # bound to these rows now
-
+def _forward(layer: nn.Linear, tiles: RowTiles) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
-            if units is not None and model().conductor is not None:
+            if tiles.units is not None and tiles.model().conductor is not None:
                 raise UserError(
                     "this model was loaded for forward passes only, with large matrices cut by rows: gradients need "
                     "whole ones. Pass keyhole.load(..., workload=Workload(method=...)) with the method that will run"
                 )
             return F.linear(x, layer.weight, layer.bias)
         y = None
-        for i, (first, last) in enumerate(tiles):
-            weight_RI = weight_of(i)
+        for i, (first, last) in enumerate(tiles.rows):
+            weight_RI = tiles.weight(i)
             part = F.linear(x, weight_RI, None if layer.bias is None else layer.bias[first:last])
             if y is None:
-                y = part.new_empty(*part.shape[:-1], tiles[-1][1])
+                y = part.new_empty(*part.shape[:-1], tiles.rows[-1][1])
             y[..., first:last] = part
         return y
 

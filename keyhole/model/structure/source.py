@@ -5,7 +5,11 @@ asked. Without a network the hub's library tries for half a minute before it giv
 all is asked once, in a few seconds; where it does not, files that were downloaded before are used, or the name is
 refused.
 
-Weights in .bin files are downloaded only where a model has no safetensors.
+Weights in .bin files are downloaded only where a model has no safetensors, and of several copies of the weights
+(original/, consolidated.safetensors) only the one that Transformers reads. Downloads go to huggingface_hub's cache. A
+connection that breaks is taken up again at the byte where it broke; where the library gives up, files that are complete
+stay, and the next attempt fetches the others. What the hub refuses is answered by what to do about it: a model that is
+gated, private or not there (which the hub does not tell apart without a token), a token that is not valid.
 """
 
 import difflib
@@ -22,6 +26,7 @@ from keyhole.model.structure.tokenizer import TOKENIZER_FILES
 
 WEIGHT_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", *TOKENIZER_FILES]
 PICKLED_PATTERNS = ["pytorch_model*.bin"]
+NOT_READ = ["*/*.safetensors", "*/*.json", "*/*.txt", "*/*.model", "consolidated*.safetensors"]  # beside those it reads
 PATIENCE_S = 5.0
 
 
@@ -109,22 +114,75 @@ def _download(model: str | Path, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(model), allow_patterns=list(patterns), local_files_only=is_local(model)))
+        how = {"allow_patterns": list(patterns), "ignore_patterns": NOT_READ, "local_files_only": is_local(model)}
+        return Path(snapshot_download(str(model), **how))
     except Exception as error:  # no network, no such model, no access, no room: no type is common to them
         raise _not_had(model, error) from error
 
 
 def _not_had(model: str | Path, error: Exception) -> UserError:
-    said = " ".join(str(error).split())
-    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
+    """What to do, for each way in which the hub, the network or the disk can say no."""
+    from huggingface_hub import errors
+
     if not hub_answers():
+        offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
         why = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached from here"
-        return UserError(
-            f"model: {model} is not a directory here, and {why}; nor was it downloaded before. Check the name and the "
-            "network, or give the directory of a copy"
+        before = (
+            "it was downloaded in part only" if isinstance(error, _incomplete()) else "nor was it downloaded before"
         )
+        return UserError(
+            f"model: {model} is not a directory here, and {why}; {before}. Check the name and the network, or give the "
+            "directory of a copy"
+        )
+    what = f"model: {model} is not a directory here, and "
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(
+            f"{what}on the hub it is gated: accept its conditions at {hub_page(model)}, wait until access is granted, "
+            "and log in (hf auth login, or HF_TOKEN=...)"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        token = _has_token()
+        private = "your token may not see it" if token else "it is private"
+        act = (
+            "for a private one, a token with access to it"
+            if token
+            else "for a private one, hf auth login or HF_TOKEN=..."
+        )
+        return UserError(f"{what}the hub has no model of that name, or {private}. Check the spelling; {act}")
+    if isinstance(error, errors.HfHubHTTPError) and _status(error) == 401:
+        return UserError(f"{what}the hub does not accept your token: log in anew (hf auth login), or unset HF_TOKEN")
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return UserError(
+            f"{what}on the hub it has no config.json: it is no model that Transformers reads (a GGUF file? an "
+            f"adapter?); see {hub_page(model)}"
+        )
+    said = " ".join(str(error).split())
     return UserError(
-        f"model: {model} is not a directory here, and its files cannot be had from the hub: {said} "
-        f"({type(error).__name__}). Check the name, the network, your access to it (hf auth login) and the room on "
-        "the disk, or give the directory of a copy"
+        f"{what}its files cannot be had from the hub: {said} ({type(error).__name__}). Check the name, the network, "
+        "your access to it (hf auth login) and the room on the disk, or give the directory of a copy; files that were "
+        "downloaded whole are kept, and the next attempt fetches the others"
     )
+
+
+def hub_page(model: str | Path) -> str:
+    """The address of a model's page."""
+    from huggingface_hub import constants
+
+    return f"{constants.ENDPOINT}/{model}"
+
+
+def _has_token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _incomplete() -> type[Exception] | tuple[()]:
+    """What the library raises for a cache with some of the files; older versions do not look."""
+    from huggingface_hub import errors
+
+    return getattr(errors, "IncompleteSnapshotError", ())

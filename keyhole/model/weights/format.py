@@ -3,10 +3,13 @@
     fp32 | bf16 | fp16     a plain dtype; kernels read it and write perturbed copies in the dtype of compute
     fp8                    blocks only: E4M3 codes with a power-of-two scale per 64 elements (ops/fp8.py), 1.016 bytes
                            per element; the spine, the table and the head keep the dtype of compute
+    int8 | int4 | nf4      blocks only, and frozen: codes with a float16 scale per 64 elements (frozen.py), 1.03 or 0.53
+                           bytes per element of a matrix; vectors, spine, table and head keep the dtype of compute
 
 A unit in a plain format is used where it lies. A packed unit is bytes. Its codec unpacks it for a forward pass or a
 checkpoint, packs it when it is loaded, and applies a zeroth-order update to it, with stochastic rounding. The passes
-use the values as packed, so the weights of a run are always those at home.
+use the values as packed, so the weights of a run are always those at home. A frozen unit is packed once and only
+unpacked from then on.
 
 A new plain format is a line in PLAIN, a new packed one a codec in CODECS with its kernels in ops/.
 """
@@ -19,7 +22,9 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.model.structure.layout import Unit
+from keyhole.model.weights import frozen
 from keyhole.ops import fp8
+from keyhole.ops.lowbit import Grid
 
 PACKED = torch.uint8
 PLAIN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,23 +49,50 @@ class Codec:
 CODECS = {"fp8": Codec(fp8.packed_bytes, fp8.fp8_encode_, fp8.fp8_decode, ops.zo_packed_, fp8.packed_parts)}
 
 
+FROZEN = frozen.NAMES
+NAMES = (*PLAIN, *CODECS, *FROZEN)
+
+
+def bytes_per_element(name: str) -> float:
+    """Of a block's matrices in a format; a plain one by its dtype."""
+    if name in PLAIN:
+        return PLAIN[name].itemsize
+    return Grid(name).bytes_per_element if name in FROZEN else CODECS[name].bytes_of(64) / 64
+
+
 class Wire:
     """The home format of every unit, for a dtype of compute and a wire format (None: the same dtype). codec: of packed
-    units, None where there are none."""
+    units that may be changed; frozen: of packed units that may not; None where there are none. grid: the frozen
+    format, where weights were published in a variant of it."""
 
-    def __init__(self, dtype: torch.dtype, wire: str | None = None) -> None:
-        if wire is not None and wire not in PLAIN | CODECS:
-            raise UserError(f"wire: {wire!r} is not one of {', '.join(PLAIN | CODECS)}")
-        self.dtype = dtype
-        self.plain = PLAIN.get(wire, dtype)
-        self.codec = CODECS.get(wire)
+    def __init__(self, dtype: torch.dtype, wire: str | None = None, grid: Grid | None = None) -> None:
+        if wire is not None and wire not in NAMES:
+            raise UserError(f"wire: {wire!r} is not one of {', '.join(NAMES)}")
+        self.dtype, self.name = dtype, wire
+        self.plain = PLAIN.get(wire or "", dtype)
+        self.codec = CODECS.get(wire or "")
+        self.frozen = frozen.Frozen(grid or Grid(wire), dtype) if wire in FROZEN else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether blocks are bytes at home, and unpacked for every use."""
+        return self.codec is not None or self.frozen is not None
 
     def home_dtype(self, unit: Unit) -> torch.dtype:
-        return PACKED if self.codec is not None and unit.kind == "block" else self.plain
+        return PACKED if self.packs and unit.kind == "block" else self.plain
 
     def home_numel(self, unit: Unit) -> int:
         """Elements of the home in its own dtype."""
-        return self.codec.bytes_of(unit.numel) if self.home_dtype(unit) == PACKED else unit.numel
+        if self.home_dtype(unit) != PACKED:
+            return unit.numel
+        return self.codec.bytes_of(unit.numel) if self.codec is not None else self.frozen.bytes_of(unit)
 
     def home_bytes(self, unit: Unit) -> int:
         return self.home_numel(unit) * self.home_dtype(unit).itemsize
+
+    def decode(self, unit: Unit, home: torch.Tensor, out: torch.Tensor) -> None:
+        """out <- the weights of a packed unit, in the dtype of `out`."""
+        if self.codec is not None:
+            self.codec.decode(home, out)
+        else:
+            self.frozen.decode(unit, home, out)

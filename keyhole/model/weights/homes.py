@@ -3,15 +3,24 @@
 A plain home holds the unit's elements in a dtype; a parameter is then a view of it (the chunks of a table are
 adjacent, so a table is one view). A packed home (format.py) holds bytes; a parameter of it is read as an
 unpacked copy. To write it, the tensors of the unit are gathered in fp32 and packed when the last one has come, both on
-the device that computes: a CPU packs only 0.2 G elements per second.
+the device that computes: a CPU packs only 0.2 G elements per second. A frozen unit (frozen.py) is packed tensor by
+tensor, a large one in pieces of PIECE elements, so that no more than a piece is ever there unpacked.
 """
 
 from collections.abc import Callable, Iterator
 
 import torch
 
-from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.errors import UserError
+from keyhole.model.structure.layout import ALIGN, FlatTensor, Layout, Unit
 from keyhole.model.weights.format import PACKED, Wire
+from keyhole.model.weights.frozen import is_matrix
+from keyhole.ops.lowbit import Grid
+
+PIECE = 1 << 26
+Write = Callable[[torch.Tensor], None]
+WritePiece = Callable[[torch.Tensor, int], None]
+"""(flat memory, index in the tensor of its first element): fills it."""
 
 
 def view(flat: torch.Tensor, tensor: FlatTensor, start: int) -> torch.Tensor:
@@ -68,6 +77,8 @@ class Homes:
         unit = self.unit_of(tensor)
         flat = self.flats[unit.index]
         assert unit.index not in self.parts, f"{tensor.name} is sharded"
+        if flat.dtype == PACKED and self.formats.frozen is not None:
+            return self.formats.frozen.read(unit, tensor, flat, self.device)
         if flat.dtype == PACKED:
             unpacked = torch.empty(unit.numel, dtype=self.formats.dtype, device=flat.device)
             self.formats.codec.decode(flat, unpacked)
@@ -75,8 +86,9 @@ class Homes:
         strides = torch.empty(tensor.shape, device="meta").stride()
         return flat.as_strided(tensor.shape, strides, flat.storage_offset() + tensor.start - unit.start)
 
-    def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
-        """Calls `write` with memory for the parameter, which it fills."""
+    def fill(self, tensor: FlatTensor, write: Write, write_piece: WritePiece | None = None) -> None:
+        """Calls `write` with memory for the parameter, which it fills; or `write_piece` with memory for a part of it
+        after the other, where all of it would be too much."""
         if self.is_foreign(tensor):
             write(torch.empty(tensor.shape, dtype=self.formats.dtype))  # a generator draws on
             return
@@ -90,6 +102,9 @@ class Homes:
             write(self.read(tensor))
             return
         unit = self.unit_of(tensor)
+        if self.formats.frozen is not None:
+            self._freeze(unit, tensor, write, write_piece)
+            return
         if unit.index not in self._gathered:
             self._gathered[unit.index] = torch.zeros(unit.numel, device=self.device), set()
         unpacked, written = self._gathered[unit.index]
@@ -100,3 +115,29 @@ class Homes:
             self.formats.codec.encode_(unpacked, packed, offset=unit.start, seed=0, step=0, rounding="nearest")
             self.flats[unit.index].copy_(packed)
             del self._gathered[unit.index]
+
+    def _freeze(self, unit: Unit, tensor: FlatTensor, write: Write, write_piece: WritePiece | None) -> None:
+        """Packs a tensor in pieces, each on the device."""
+        frozen, home, numel = self.formats.frozen, self.flats[unit.index], tensor.shape.numel()
+        step = PIECE if write_piece is not None else max(1, numel)
+        for begin in range(0, numel, step):
+            n = min(step, numel - begin)
+            piece = torch.zeros(-(-n // ALIGN) * ALIGN, device=self.device)
+            if write_piece is None:
+                write(piece[:n].view(tensor.shape))
+            else:
+                write_piece(piece[:n], begin)
+            if not bool(torch.isfinite(piece).all()):
+                raise UserError(f"wire: {tensor.name} holds NaN or infinity, which {frozen.grid.name} cannot; use bf16")
+            frozen.write(unit, tensor, home, begin, piece)
+
+    def takes_codes(self, tensor: FlatTensor, grid: tuple[str, int, str] | None) -> bool:
+        """Whether weights that were published on this grid go home as they are."""
+        frozen = self.formats.frozen
+        at_home = frozen is not None and self.is_packed(tensor) and is_matrix(tensor.shape)
+        return at_home and grid is not None and Grid(*grid) == frozen.grid and tensor.shape.numel() % ALIGN == 0
+
+    def put_codes(self, tensor: FlatTensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Codes and scales of such weights."""
+        unit = self.unit_of(tensor)
+        self.formats.frozen.put_codes(unit, tensor, self.flats[unit.index], codes, scales)

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from keyhole.model.structure.layout import FlatTensor
+from keyhole.model.weights.homes import PIECE
 
-CHUNK = 1 << 26
+CHUNK = PIECE
 POOLED_NUMEL = 1 << 28
 
 
@@ -31,8 +32,8 @@ def fill_random(model: Any, std: float, seed: int, only: list[FlatTensor] | None
             model.homes.fill(tensor, lambda target, tensor=tensor: target.copy_(tensor.param.data))
             continue
 
-        def draw(target: torch.Tensor, tensor: FlatTensor = tensor) -> None:
-            for i, part in enumerate(target.view(-1).split(CHUNK)):
+        def draw(target: torch.Tensor, begin: int = 0, tensor: FlatTensor = tensor) -> None:
+            for i, part in enumerate(target.view(-1).split(CHUNK), start=begin // CHUNK):
                 if pool is None:
                     drawn = torch.empty(part.numel(), device=device).normal_(0.0, std, generator=generator)
                 else:
@@ -40,4 +41,4 @@ def fill_random(model: Any, std: float, seed: int, only: list[FlatTensor] | None
                     drawn = torch.roll(pool, (place >> 32) % CHUNK)[: part.numel()]
                 part.copy_(drawn.to(part.dtype))  # converted on the device: a copy would do it on the host, slowly
 
-        model.homes.fill(tensor, draw)
+        model.homes.fill(tensor, draw, draw)

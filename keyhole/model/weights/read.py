@@ -36,12 +36,15 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     for file in sorted({stored[name].file for name in names.values()}):
         shard = open_shard(directory / file)
         for name, in_file in names.items():
-            target = targets[name]
+            target, source = targets[name], stored[in_file]
             if isinstance(target, FlatTensor) and model.homes.is_foreign(target):
                 continue
-            if stored[in_file].file == file:
-                _fill(model, targets[name], shard.get_tensor(in_file))
-                done += targets[name].shape.numel() * dtype.itemsize
+            if source.file == file:
+                if isinstance(target, FlatTensor) and model.homes.takes_codes(target, source.grid):
+                    model.homes.put_codes(target, *source.codes(directory, in_file))
+                else:
+                    _fill(model, target, source.read(directory, in_file) if source.form else shard.get_tensor(in_file))
+                done += target.shape.numel() * dtype.itemsize
                 tell("reading weights", done, max(done, total), "bytes")
     return [tensor for tensor in model.layout.tensors if tensor.name not in names]
 
@@ -55,7 +58,12 @@ def _head_names(module: nn.Module) -> frozenset[str]:
 
 def _fill(model: Model, target: Target, tensor: torch.Tensor) -> None:
     if isinstance(target, FlatTensor):
-        model.homes.fill(target, lambda home: home.copy_(tensor))
+        flat = tensor.reshape(-1)
+        model.homes.fill(
+            target,
+            lambda home: home.copy_(tensor),
+            lambda piece, begin: piece.copy_(flat[begin : begin + piece.numel()]),
+        )
     else:
         target.copy_(tensor)
 
@@ -123,7 +131,7 @@ def _fill_by_transformers(
     theirs = dict(other.named_parameters(remove_duplicate=False))
     for tensor in (t for t in model.layout.tensors if t.name not in fresh):
         source = theirs.pop(tensor.name)
-        model.homes.fill(tensor, lambda home, source=source: home.copy_(source.data))
+        _fill(model, tensor, source.data)
         source.data = source.data.new_empty(0)
     buffers = dict(other.named_buffers())
     for name, buffer in saved_buffers(model.module).items():

@@ -7,9 +7,9 @@ old index goes first, then weights of the old model that the new one does not re
 a crash in between leaves a directory that does not load rather than one that mixes two models. Only weights that an
 older save wrote are deleted (disk/weights_hash.py `stored_weights`); everything else stays.
 
-Weights are written here, tensor by tensor from their homes. Where Transformers stores other tensors than it computes
-with (it merges the experts of some mixtures when loading), or a method has an addon (LoRA), Transformers' writer does
-it, and needs the memory of one shard.
+Weights are written here, tensor by tensor from their homes, unpacked or merged with an addon (LoRA) one at a time.
+Where Transformers stores other tensors than it computes with (it merges the experts of some mixtures when loading), its
+own writer does it, and needs all of them in memory.
 
 `publish` makes the last checkpoint of a finished run the model of the output directory. Weight files are linked, not
 copied: that takes no time, and no space on disk.
@@ -18,9 +18,10 @@ copied: that takes no time, and no space on disk.
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +32,21 @@ from torch import nn
 from keyhole.disk.files import flush, flush_all, remove, replace_directory, staged
 from keyhole.disk.tensors import SHARD_BYTES, Files, Spec, lay_out, pieces
 from keyhole.disk.weights_hash import INDEX, stored_weights
-from keyhole.errors import NonFinite
+from keyhole.errors import NonFinite, UserError
 from keyhole.model.structure.generation_file import make_writable
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
 from keyhole.model.weights.format import PACKED
 
 
-def save_model(model: Any, path: Path) -> None:
-    """model is a keyhole Model; its weights are at their homes (methods flush before they save). NonFinite when one of
-    them is NaN or infinity: nothing is written, and what was there stays."""
-    bad = first_bad_tensor(model.named_tensors())
+def save_model(model: Any, path: Path, merged: bool = True) -> None:
+    """model is a keyhole Model; its weights are at their homes (methods flush before they save). merged: as in
+    Model.named_tensors. NonFinite when one of them is NaN or infinity: nothing is written, and what was there stays."""
+    bad = first_bad_tensor(model.named_tensors(merged))
     if bad is not None:
         raise NonFinite(f"{bad} holds NaN or infinity, so the model is not saved to {path}")
     with _staged_for(path) as temporary:
-        write_files(model, temporary)
+        write_files(model, temporary, merged)
         flush_all(temporary)
         move_into_place(temporary, path)
 
@@ -55,7 +56,7 @@ def _staged_for(path: Path) -> AbstractContextManager[Path]:
     return staged(path, "model") if path.is_dir() else staged(path.parent, path.name)
 
 
-def write_files(model: Any, path: Path) -> None:
+def write_files(model: Any, path: Path, merged: bool = True) -> None:
     """The files themselves: weights, config, generation config, tokenizer."""
     if model.sharded:
         from keyhole.model.weights.save_parts import write_parts
@@ -64,20 +65,20 @@ def write_files(model: Any, path: Path) -> None:
         return
     names = names_on_disk(model)
     if names is None:
-        _write_by_transformers(model, path)
+        _write_by_transformers(model, path, merged)
         return
-    for name, content in small_files(model).items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(content)
+    write_small_files(model, path)
     files = plan_files(model, names)
     create_files(files, path)
-    for name, tensor in [*model.named_tensors(), *saved_buffers(model.module).items()]:
+    for name, tensor in chain(model.named_tensors(merged), saved_buffers(model.module).items()):
         if name in names:
             place = files.places[names[name]]
             with (path / place.file).open("r+b") as file:
                 file.seek(place.offset)
                 for piece in pieces(tensor.detach()):
                     file.write(piece)
+    if model.addon is not None:
+        model.addon.write_files(path)
 
 
 @contextmanager
@@ -94,8 +95,8 @@ def no_progress_bars() -> Iterator[None]:
 
 
 @no_progress_bars()
-def _write_by_transformers(model: Any, path: Path) -> None:
-    tensors = dict(model.named_tensors()) | saved_buffers(model.module)
+def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
+    tensors = dict(model.named_tensors(merged)) | saved_buffers(model.module)
     make_writable(getattr(model.module, "generation_config", None))
     with torch.no_grad():
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
@@ -109,8 +110,6 @@ def names_on_disk(model: Any) -> dict[str, str] | None:
     """Name in the module -> name in the files; None where more than names differ between the two."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    if model.addon is not None and not model.sharded:
-        return None
     tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in weight_specs(model)}
     owners = {id(tensor): name for name, tensor in tensors.items()}
     try:
@@ -163,6 +162,13 @@ def small_files(model: Any) -> dict[str, bytes]:
         return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+def write_small_files(model: Any, path: Path) -> None:
+    """Everything but the weights."""
+    for name, content in small_files(model).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+
+
 def add_end_tokens(module: nn.Module, token_ids: Iterable[int]) -> list[int]:
     """Makes generation stop at these tokens too; returns all tokens it stops at."""
     generation = getattr(module, "generation_config", None)
@@ -194,18 +200,21 @@ def move_into_place(temporary: Path, path: Path) -> None:
     flush(path)
 
 
-def publish(checkpoint: Path, path: Path, private: set[str]) -> None:
-    """Makes the model in `checkpoint` the model of the directory `path`; `private` files stay out."""
+def publish(checkpoint: Path, path: Path, private: set[str], finish: Callable[[Path], None] | None = None) -> None:
+    """Makes the model in `checkpoint` the model of the directory `path`; `private` files stay out. finish: called with
+    copies of the files, which it may change."""
     with _staged_for(path) as temporary:
         for file in checkpoint.iterdir():
             if file.name in private:
                 continue
             if file.suffix == ".safetensors":
-                _link_or_copy(file, temporary / file.name)
+                (_link_or_copy if finish is None else shutil.copyfile)(file, temporary / file.name)
             elif file.is_dir():
                 shutil.copytree(file, temporary / file.name)
             else:
                 shutil.copyfile(file, temporary / file.name)
+        if finish is not None:
+            finish(temporary)
         flush_all(temporary)
         move_into_place(temporary, path)
 
@@ -215,3 +224,25 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # a file system without links
         shutil.copyfile(source, target)
+
+
+def merge_files(model: Any, path: Path, factors: Any) -> None:
+    """Adds to weights that this model wrote to a directory what was learned beside them, tensor by tensor."""
+    names = names_on_disk(model)
+    if names is None:
+        raise UserError(
+            f"model: {type(model.module).__name__} is stored in other tensors than it computes with, so factors cannot "
+            "be added to its files; stop at the end of a period (zo.refresh), or use model.save_pretrained"
+        )
+    files, specs = plan_files(model, names), {spec.name: spec for spec in weight_specs(model)}
+    for tensor in model.layout.tensors:
+        if tensor.name not in names or factors.sample(tensor) is None:
+            continue
+        place, spec = files.places[names[tensor.name]], specs[tensor.name]
+        stored = torch.empty(spec.shape, dtype=spec.dtype)
+        with (path / place.file).open("r+b") as file:
+            file.seek(place.offset)
+            file.readinto(stored.view(-1).view(torch.uint8).numpy())
+            file.seek(place.offset)
+            for piece in pieces(factors.as_saved(tensor, stored.to(model.device))):
+                file.write(piece)

@@ -4,6 +4,8 @@ The leader makes the files at their final size (save.py), with everything but we
 elements that it keeps, at their places, and flushes them; the leader writes what all have (table, spine, buffers). No
 rank holds more of the model than before. All ranks see one file system.
 
+Tensors of a method's state of which ranks have ranges (disk/tensors.py) are written in the same way, into one file.
+
 The leader begins it (`model.call_others`); the other ranks follow (training/follow.py) by calling the same functions. A
 rank that cannot write says so, and the leader raises: the checkpoint gets no name.
 """
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 
-from keyhole.disk.tensors import Place, pieces
+from keyhole.disk.tensors import Place, Ranges, Spec, lay_out, pieces
 from keyhole.errors import UserError
 from keyhole.model.structure.skeleton import saved_buffers
 from keyhole.model.weights.finite import first_bad_tensor
@@ -33,7 +35,7 @@ def check_names(model: Any) -> None:
 def bad_tensor(model: Any) -> str | None:
     """The name of a tensor with NaN or infinity in it, on any rank; None when all are finite."""
     if not model.sharded:
-        return first_bad_tensor(model.named_tensors())
+        return first_bad_tensor(model.named_tensors(merged=False))
     if model.ranks.is_leader:
         model.call_others("check")
     own = first_bad_tensor((name, part) for name, _, part in model.own_tensors())
@@ -65,6 +67,27 @@ def write_parts(model: Any, path: Path | None) -> None:
                 _write(path, files.places[names[name]], begin, part)
 
     _together(ranks, make if leads else lambda: None)
+    _together(ranks, fill)
+
+
+def write_state_parts(model: Any, path: Path | None, tensors: dict[str, torch.Tensor | Ranges]) -> None:
+    """Writes a method's tensors into a file; ranks have ranges of some, and the leader writes all others. path: of the
+    leader; the other ranks get it from there."""
+    leads, ranks = model.ranks.is_leader, model.ranks
+    if leads:
+        model.call_others("state")
+    path = Path(ranks.from_leader(lambda: str(path.absolute())))
+    files = lay_out(
+        [Spec(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in sorted(tensors)], path.stem
+    )
+
+    def fill() -> None:
+        for name, tensor in tensors.items():
+            own = tensor.own if isinstance(tensor, Ranges) else [(0, tensor)] if leads else []
+            for begin, part in own:
+                _write(path.parent, files.places[name], begin, part)
+
+    _together(ranks, (lambda: create_files(files, path.parent)) if leads else lambda: None)
     _together(ranks, fill)
 
 

@@ -69,6 +69,11 @@ def key(seed: int, step: Count) -> tuple[Count, int, int]:
     return step if isinstance(step, torch.Tensor) else int32(step), int32(seed & MASK_32), int32(seed >> 32)
 
 
+def on_host(step: Count) -> int:
+    """A step as a number, wherever it is."""
+    return int(step) & MASK_32
+
+
 def words_reference(
     start: int, n: int, tile: int, *, seed: int, step: int, stream: int, device: torch.device
 ) -> torch.Tensor:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.ops.arguments import Scalar, check_scalars, float32
+from keyhole.ops.arguments import Count, Scalar, check_scalars, float32, is_on_device
 from keyhole.ops.backend import jit, tl
-from keyhole.ops.noise.index import check_index, int32, key, unsigned
+from keyhole.ops.noise.index import check_index, key, unsigned
 from keyhole.ops.rounding.pairs16 import count_changed, rounded, widened
 from keyhole.ops.rounding.round import ROUNDINGS, round_nearest, stochastic_round_reference
 
@@ -36,6 +36,7 @@ class Flags:
     STOCHASTIC: bool
     COUNT: bool
     PAIRS: bool
+    ON_DEVICE: bool = False  # the steps are pointers
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class ZOStep:
     seed: int
     distribution: str = "gaussian"
     coef: torch.Tensor | None = None
-    update_step: int = 0  # the step whose noise the update has
+    update_step: Count = 0  # the step whose noise the update has
     weight_decay: float = 0.0
     rounding: str = "stochastic"
     changed: Scalar = None  # int64: the number of changed stored values is added to it
     eps: float = 0.0
-    step: int = 0  # the step whose noise the perturbation has, and the direction
+    step: Count = 0  # the step whose noise the perturbation has, and the direction; both steps may be on the device
     direction: int = 0
     beside: str = "minus"  # what the second output of a perturbation is: one of BESIDE
 
@@ -80,12 +81,23 @@ class ZOStep:
         """The flags of a kernel for this step."""
         count, decay = self.coef is not None and self.changed is not None, float32(self.weight_decay) != 0
         kind = 1 + BESIDE.index(self.beside) if perturb else 0
-        return Flags(self.directions, kind, self.distribution == "gaussian", decay, stochastic, count, pairs)
+        gaussian, there = self.distribution == "gaussian", is_on_device(*self.steps)
+        return Flags(self.directions, kind, gaussian, decay, stochastic, count, pairs, there)
 
-    def numbers(self) -> tuple[int | float, ...]:
+    @property
+    def steps(self) -> tuple[Count, Count]:
+        """update_step and step, both on the host or both on the device: where one of them is not used, the other."""
+        update_step, step = self.update_step, self.step
+        if isinstance(step, torch.Tensor) and self.coef is None:
+            update_step = step
+        if isinstance(update_step, torch.Tensor) and not isinstance(step, torch.Tensor):
+            step = update_step
+        return update_step, step
+
+    def numbers(self) -> tuple[Count | float, ...]:
         """update_step, step, direction, k0, k1, eps, wd: what every kernel of this folder takes."""
-        step, *seed = key(self.seed, self.step)
-        return int32(self.update_step), step, self.direction, *seed, float32(self.eps), float32(self.weight_decay)
+        (update_step, *seed), (step, *_) = (key(self.seed, one) for one in self.steps)
+        return update_step, step, self.direction, *seed, float32(self.eps), float32(self.weight_decay)
 
 
 @jit()

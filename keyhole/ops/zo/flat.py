@@ -21,7 +21,7 @@ import torch
 
 from keyhole.ops.arguments import VECTOR, check_flat
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
-from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, lanes, program_span, span
+from keyhole.ops.noise.index import NUM_WARPS, WIDTH, chunks, lanes, on_host, program_span, span
 from keyhole.ops.noise.tiles import chunk_noise_reference, tile_noise
 from keyhole.ops.rounding.bits import TILE, chunk_bits_reference, tile_bits
 from keyhole.ops.rounding.pairs16 import counts_pairs, no_changes, widened
@@ -47,14 +47,15 @@ def zo_flat_reference_(w: torch.Tensor, plus: torch.Tensor | None, minus: torch.
         where = {"start": how.offset + part.start, "n": part.stop - part.start, "seed": how.seed, "device": w.device}
         draw = partial(chunk_noise_reference, **where, distribution=how.distribution)
         if how.coef is not None:
-            bits = chunk_bits_reference(**where, step=how.update_step) if how.is_stochastic(w.dtype) else None
-            draw_update = partial(draw, step=how.update_step)
+            update_step = on_host(how.update_step)
+            bits = chunk_bits_reference(**where, step=update_step) if how.is_stochastic(w.dtype) else None
+            draw_update = partial(draw, step=update_step)
             new = updated_reference(w[part], how, lambda i, draw=draw_update: draw(direction=i), bits)
             if how.changed is not None:
                 how.changed.add_((new != w[part]).sum())
             w[part] = new
         if plus is not None:
-            draw_move = partial(draw, step=how.step)
+            draw_move = partial(draw, step=on_host(how.step))
             perturb_reference(w[part], lambda i, draw=draw_move: draw(direction=i), how, plus[part], minus[part])
 
 
@@ -126,6 +127,8 @@ def _zo_kernel(
     HOW: tl.constexpr, MULTIPLE: tl.constexpr,
 ):  # fmt: skip
     """One program: 8192 elements of the index space."""
+    if HOW.ON_DEVICE:
+        update_step, step = tl.load(update_step), tl.load(step)
     noise = noise_words(update_step, step, direction, k0, k1)
     tile, start, lo, hi = program_span(tile_0, lead, n, _TILE, MULTIPLE)
     w_ptr += start

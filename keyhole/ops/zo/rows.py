@@ -18,6 +18,7 @@ import torch
 
 from keyhole.ops.arguments import DTYPES
 from keyhole.ops.backend import jit, on_device, tl, use_kernel
+from keyhole.ops.noise.index import on_host
 from keyhole.ops.noise.tiles import noise_at, noise_at_reference
 from keyhole.ops.rounding.bits import bits_at, bits_at_reference
 from keyhole.ops.zo.element import (
@@ -40,14 +41,16 @@ def zo_rows_reference(
     H = rows_TH.shape[1]
     e_TH = how.offset + row_ids_T.to(torch.int64).unsqueeze(1) * H + torch.arange(H, device=rows_TH.device)
 
+    update_step, step = on_host(how.update_step), on_host(how.step)
+
     def draw(step: int, i: int) -> torch.Tensor:
         return noise_at_reference(e_TH, seed=how.seed, step=step, direction=i, distribution=how.distribution)
 
     if how.coef is not None:
         stochastic = how.is_stochastic(rows_TH.dtype)
-        bits = bits_at_reference(e_TH, seed=how.seed, step=how.update_step) if stochastic else None
-        rows_TH = updated_reference(rows_TH, how, lambda i: draw(how.update_step, i), bits)
-    perturb_reference(rows_TH, lambda i: draw(how.step, i), how, plus_TH, minus_TH)
+        bits = bits_at_reference(e_TH, seed=how.seed, step=update_step) if stochastic else None
+        rows_TH = updated_reference(rows_TH, how, lambda i: draw(update_step, i), bits)
+    perturb_reference(rows_TH, lambda i: draw(step, i), how, plus_TH, minus_TH)
 
 
 @jit(do_not_specialize=["offset", "update_step", "step", "direction", "k0", "k1", "eps", "wd"])
@@ -57,6 +60,8 @@ def _rows_kernel(
 ):  # fmt: skip
     """One program: BLOCK columns of one row."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if HOW.ON_DEVICE:
+        update_step, step = tl.load(update_step), tl.load(step)
     update_key, direction, key = noise_words(update_step, step, direction, k0, k1)
     mask, at = column < H, row * H + column
     e = offset + tl.load(ids_ptr + row).to(tl.int64) * H + column

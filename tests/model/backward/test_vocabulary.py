@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import keyhole
+from keyhole.model.backward import vocabulary as vocabulary_module
 from keyhole.model.backward.vocabulary import VocabularyGradients
 from keyhole.model.structure import layout as layout_module
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, joined, load
@@ -24,6 +26,15 @@ def test_chunks_give_the_gradients_of_the_full_logits(
     assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
 
 
+@pytest.mark.parametrize("rows", [40, 1000])
+def test_more_tokens_than_logits_are_made_for_at_a_time(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of the tokens of a pass add up, with one chunk and with several."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
+    monkeypatch.setattr(vocabulary_module, "HEAD_TOKENS", 5)
+    model = load("llama", tie_word_embeddings=False)
+    assert_same(joined(collected(model, BATCHES).found), by_autograd(model, BATCHES))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_chunks_are_surveyed_before_they_are_handed_over(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As often as the sink asks, turn by turn, with the gradient that it is handed then."""
@@ -36,6 +47,29 @@ def test_chunks_are_surveyed_before_they_are_handed_over(tied: bool, monkeypatch
     for name, _, grad in sink.surveyed:
         torch.testing.assert_close(grad, sink.found[name])
     assert_same(joined(sink.found), by_autograd(model, BATCHES))
+
+
+@pytest.mark.parametrize("rows", [40, 1000])
+@pytest.mark.parametrize("name, tied", [("llama", True), ("phi", False)])
+def test_kept_logits_give_the_same_bits(name: str, tied: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that update chunks while others wait for their gradients, reversed once, twice, and after surveys."""
+    monkeypatch.setattr(layout_module, "CHUNK_ROWS", rows)
+    found = []
+    for limit in (0, 2**20):
+        monkeypatch.setattr(vocabulary_module, "KEPT_BYTES", limit)
+        model = load(name, tie_word_embeddings=tied)
+        methods = [
+            keyhole.LOMO(model, 1e-2),
+            keyhole.LOMO(model, 1e-2, max_grad_norm=0.1),
+            keyhole.AdaLOMO(model, 1e-3),
+        ]
+        for method in methods:
+            method.step(BATCHES)
+        found.append([model.home(tensor).clone() for tensor in model.layout.tensors])
+        vocabulary = methods[0].reverse.vocabulary
+        vocabulary.hidden = [torch.zeros(1, 1)]
+        assert vocabulary._keeps_logits() == (limit > 0)
+    assert all(map(torch.equal, *found))
 
 
 def test_a_looked_up_padding_token_is_not_trained() -> None:

@@ -165,6 +165,19 @@ def test_what_a_block_returned_stays_on_a_gpu() -> None:
     what_a_block_returned_stays("cuda")
 
 
+@pytest.mark.usefixtures("pretended")
+def test_blocks_with_factors_have_graphs_of_their_own() -> None:
+    """Where layers add factors to the weights at home: one graph per block, over the ends of periods, the same bits."""
+    losses = []
+    for model in (load("llama", graphs=False, device="cpu"), graphed(device="cpu")):
+        opt = keyhole.ZO(model, 1e-2, eps=EPS, rank=2, refresh=4)
+        opt.recorded.possible = False  # of whole steps
+        losses.append([float(opt.step(batch(seed=step))) for step in range(10)])
+    graphs = model.graphs
+    assert len(graphs.recorded) == model.layout.block_count and all(graphs.recorded.values())
+    assert all(graphs.checked.values()) and losses[0] == losses[1]
+
+
 class Pair(nn.Module):
     """A block that hands on two tensors, of which the second is no hidden state."""
 
@@ -196,6 +209,7 @@ def alone(block: nn.Module) -> BlockGraphs:
     model = Around(
         device=torch.device("cpu"),
         dtype=torch.float32,
+        factors=None,
         conductor=SimpleNamespace(steady=True, block_at_once=False, current=SimpleNamespace(index=0)),
         layout=SimpleNamespace(of_kind=lambda kind: [unit], spine=spine),
         binding=SimpleNamespace(spine_of={0: []}, spine=torch.empty(0)),

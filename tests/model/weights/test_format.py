@@ -29,5 +29,5 @@ def test_only_blocks_are_packed() -> None:
 
 def test_an_unknown_format_is_refused() -> None:
     """The message lists what there is."""
-    with pytest.raises(UserError, match="wire: 'int4' is not one of fp32, bf16, fp16, fp8"):
-        Wire(torch.bfloat16, "int4")
+    with pytest.raises(UserError, match="wire: 'int3' is not one of fp32, bf16, fp16, fp8"):
+        Wire(torch.bfloat16, "int3")

@@ -220,3 +220,23 @@ def test_gpu_tensor_of_more_than_2_31_elements(cuda: torch.device) -> None:
         zo_flat_(*cpu, replace(how, offset=16 + start))
         for made, expected in zip((w, plus, minus), cpu, strict=True):
             assert torch.equal(made[start : start + edge].cpu(), expected)
+
+
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]])
+def test_steps_may_be_on_the_device(kernel_device: torch.device, case: tuple, choice: str) -> None:
+    """Both steps as numbers that a kernel reads: update and perturbation, an update alone, a perturbation alone."""
+    dtype, out_dtype, q, distribution, rounding, decay, offset, n = case
+    coef = coefficients(q).to(kernel_device)
+    on_host = ZOStep(offset, SEED, distribution, coef, UPDATE_STEP, decay, rounding, None, EPS, STEP)
+    there = [torch.tensor(t - (1 << 32), dtype=torch.int32, device=kernel_device) for t in (UPDATE_STEP, STEP)]
+    on_device = replace(on_host, update_step=there[0], step=there[1])
+    with force(choice):
+        for drop, perturbs in (({}, True), ({"step": 0}, False), ({"coef": None, "update_step": 0}, True)):
+            made = []
+            for how in (replace(on_host, **drop), replace(on_device, **drop)):
+                w = weights(n, dtype).to(kernel_device)
+                outputs = [torch.zeros_like(w, dtype=out_dtype) for _ in range(2)]
+                zo_flat_(w, *(outputs if perturbs else (None, None)), how)
+                made.append([w, *outputs])
+            assert all(map(torch.equal, *made))

@@ -78,3 +78,14 @@ def test_gpu_equals_cpu_on_a_real_table(cuda: torch.device, dtype: torch.dtype) 
     made = zo_rows(rows_TH.to(cuda), ids_T.to(cuda), replace(how, coef=coef.to(cuda)))
     for a, b in zip(made, zo_rows(rows_TH, ids_T, how), strict=True):
         assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("choice", ["reference", "kernel"])
+def test_steps_may_be_on_the_device(kernel_device: torch.device, choice: str) -> None:
+    """As numbers that a kernel reads."""
+    table_VH, ids_T, how = setup(CASES[0], kernel_device)
+    there = [torch.tensor(t, dtype=torch.int32, device=kernel_device) for t in (UPDATE_STEP, STEP)]
+    with force(choice):
+        by_value = zo_rows(table_VH[ids_T], ids_T, how)
+        read = zo_rows(table_VH[ids_T], ids_T, replace(how, update_step=there[0], step=there[1]))
+    assert all(map(torch.equal, by_value, read))

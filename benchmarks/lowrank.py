@@ -1,0 +1,158 @@
+"""Zeroth-order steps with directions of low rank beside dense ones and textbook MeZO, on an OPT shape.
+
+    python benchmarks/lowrank.py [--model 13B] [--batch 16] [--length 64] [--rank 2] [--refresh 50] [--stream]
+    python benchmarks/lowrank.py --parts          what one block's layers add to their products, kernel by kernel
+    python benchmarks/lowrank.py --quick          a tiny model on the CPU: that everything runs
+
+One process, one copy of the weights (random, bf16), one system after the other; the textbook loop comes last, since it
+takes the weights. Floors, printed beside: the products of both signs at the rate of a large product of this run, and
+at the rate of this model's own products with as many rows as a pass has; of a streamed step the bytes that come up over
+the measured rate. A fold, once per `refresh` steps, is timed by itself and its share per step printed.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import keyhole
+from keyhole import ops
+from keyhole.bench import measure
+from keyhole.bench.shapes import QUICK, QUICK_VOCABULARY, SHAPES, VOCABULARY, opt_config
+from keyhole.bench.zo.textbook import Textbook, take_weights
+from keyhole.methods.base import Workload
+from keyhole.methods.zo.traits import ZOConfig
+
+LR, EPS = 1e-7, 1e-3
+
+
+def products(width: int) -> list[tuple[str, int, int, int]]:
+    """(name, how often per block, inputs, outputs) of an OPT block's linear layers."""
+    return [("q, k, v, out", 4, width, width), ("fc1", 1, width, 4 * width), ("fc2", 1, 4 * width, width)]
+
+
+def timed(work: Any, device: torch.device, repeats: int = 20) -> float:
+    found = measure.time_parts({"work": work}, device, 3, repeats)
+    return found["work"]["s"]
+
+
+def floors(args: argparse.Namespace, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> dict:
+    """Seconds of the products of one step, at two rates."""
+    width, blocks, _ = shape
+    rows = 2 * args.batch * args.length
+    vocabulary = QUICK_VOCABULARY if args.quick else VOCABULARY
+    flop = 2 * rows * (blocks * 12 * width**2 + vocabulary * width)
+    side = 256 if args.quick else 8192
+    a = torch.randn(side, side, device=device, dtype=dtype)
+    square_s = timed(lambda: a @ a, device)
+    own_s = 0.0
+    for _, count, inputs, outputs in products(width):
+        x = torch.randn(rows, inputs, device=device, dtype=dtype)
+        w = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        own_s += blocks * count * timed(lambda x=x, w=w: x @ w.t(), device)
+    return {"flop": flop, "square_s": flop * square_s / (2 * side**3), "own_s": own_s}
+
+
+def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Microseconds of each layer's product, of the product that adds to its output, and of the small kernels."""
+    rows, rank = 2 * args.batch * args.length, args.rank
+    print(f"{'layer':>12} {'x W^T':>8} {'y + x W^T':>10} {'narrow':>8} {'widen':>8} {'fold':>8}   us, {rows} rows")
+    for name, _, inputs, outputs in products(width):
+        x = torch.randn(rows, inputs, device=device, dtype=dtype)
+        w = torch.randn(outputs, inputs, device=device, dtype=dtype)
+        v, b = torch.randn(rank, inputs, device=device, dtype=dtype), torch.randn(2, rank, outputs, device=device)
+        bias, y = torch.randn(2, outputs, device=device), torch.zeros(rows, outputs, device=device, dtype=dtype)
+        p = ops.narrow(x, v).view(2, -1, rank)
+        parts = {
+            "product": lambda x=x, w=w: x @ w.t(),
+            "into": lambda x=x, w=w, y=y: y.addmm_(x, w.t()),
+            "narrow": lambda x=x, v=v: ops.narrow(x, v),
+            "widen": lambda p=p, b=b, bias=bias: ops.widen(p, b, bias, dtype),
+            "fold": lambda w=w, b=b, v=v: ops.fold_(w, b[0], v, rounding="stochastic"),
+        }
+        found = {part: 1e6 * timed(work, device) for part, work in parts.items()}
+        print(
+            f"{name:>12} " + " ".join(f"{us:>{w}.1f}" for us, w in zip(found.values(), (8, 10, 8, 8, 8), strict=True))
+        )
+
+
+def main() -> None:
+    ask = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    ask.add_argument("--model", default="13B", choices=SHAPES)
+    ask.add_argument("--blocks", type=int, help="fewer blocks than the model has")
+    ask.add_argument("--batch", type=int, default=16)
+    ask.add_argument("--length", type=int, default=64)
+    ask.add_argument("--rank", type=int, default=2)
+    ask.add_argument("--refresh", type=int, default=50)
+    ask.add_argument("--steps", type=int, default=20)
+    ask.add_argument("--warm-up", type=int, default=6)
+    ask.add_argument("--stream", action="store_true", help="stream the weights too, dense and with low rank")
+    ask.add_argument("--no-textbook", action="store_true")
+    ask.add_argument("--parts", action="store_true")
+    ask.add_argument("--quick", action="store_true")
+    ask.add_argument("--out", type=Path, help="a JSON file for the numbers")
+    args = ask.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() and not args.quick else torch.device("cpu")
+    if args.quick:
+        args.batch, args.length, args.steps, args.warm_up, args.refresh = 2, 8, 3, 2, 2
+    dtype, shape = (torch.float32 if args.quick else torch.bfloat16), QUICK if args.quick else SHAPES[args.model]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}; OPT-{args.model}, {args.batch} x {args.length} tokens, rank {args.rank}")
+    if args.parts:
+        show_parts(args, shape[0], device, dtype)
+        return
+    shape = (shape[0], min(shape[1], args.blocks or shape[1]), shape[2])
+    floor = floors(args, shape, device, dtype)
+    print(f"products of both signs: {floor['square_s']:.4f} s as one large product, {floor['own_s']:.4f} s by layer")
+    found: dict[str, Any] = {"floor": floor, "asked": {k: str(v) for k, v in vars(args).items()}, "gpu": name}
+    config = opt_config(args.model, max(2048, args.length), blocks=args.blocks, quick=args.quick)
+    batch = measure.random_batch(args.batch, args.length, config.vocab_size)
+    for placement in ("resident", "stream") if args.stream else ("resident",):
+        own = ZOConfig(rank=args.rank, refresh=args.refresh)
+        work = Workload("zo", args.batch * args.length, 2, own)
+        model = keyhole.load(
+            config,
+            init="random",
+            dtype=str(dtype).removeprefix("torch."),
+            device=device,
+            placement=placement,
+            workload=work,
+        )
+        for system, how in {"dense": {}, "low rank": {"rank": args.rank, "refresh": args.refresh}}.items():
+            method = keyhole.ZO(model, LR, eps=EPS, **how)
+            measure.clean_up(device)
+            times = measure.time_steps(lambda m=method: m.step(batch), model.engine, args.warm_up, args.steps)
+            found[f"{placement}, {system}"] = times | {"device": measure.device_memory(device)}
+            _say(f"{placement}, {system}", times, found, floor, device)
+            method.flush()
+            del method
+        if placement == "resident" and not args.no_textbook:
+            model.factors.settle()  # what was learned goes into the weights, and the layers are ordinary again
+            take_weights(model)
+            textbook = Textbook(model.module, LR, eps=EPS)
+            measure.clean_up(device)
+            times = measure.time_steps(lambda t=textbook: t.step(batch), model.engine, 2, max(3, args.steps // 4))
+            found["textbook"] = times | {"device": measure.device_memory(device)}
+            _say("textbook MeZO", times, found, floor, device)
+            del textbook
+        model.close()
+        del model
+        measure.clear_device(device)
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1))
+
+
+def _say(what: str, times: dict, found: dict, floor: dict, device: torch.device) -> None:
+    dense = found.get("resident, dense", times)["step_s"]
+    step_s, gib = times["step_s"], measure.device_memory(device)["reserved_bytes"] / 2**30
+    spread = (times["max_s"] - times["min_s"]) / 2 / step_s
+    words = f"{what:>18}: {step_s:.4f} s per step (+- {spread:.0%}, wall {times['wall_s']:.4f})"
+    words += f", {dense / step_s:.2f}x of the dense resident step, {step_s / floor['own_s']:.2f}x of its products"
+    up, down = times["bytes_up"] / 1e9, times["bytes_down"] / 1e9
+    print(f"{words}, {gib:.1f} GiB" + (f", {up:.1f} GB up, {down:.1f} GB down" if up else ""), flush=True)
+
+
+if __name__ == "__main__":
+    main()

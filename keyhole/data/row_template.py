@@ -1,0 +1,70 @@
+"""Texts made from the columns of a row: `prompt: "{sentence} It was"` makes training data of any table.
+
+    {sentence}     the cell of that column; a name may have spaces and dots ({Customer name})
+    {{ and }}      a brace
+
+A cell is written as the file has it: texts as they are, numbers and true or false as in JSON. Null, a list or an object
+has no one spelling, and is refused, as is a column that a row does not have; an empty cell of a CSV is an empty text.
+Columns that were renamed (`columns`) go by their new names. Prompt and completion are joined byte for byte, so the
+space between them stands in one of the two.
+"""
+
+import difflib
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+from keyhole.data.readers import Record
+from keyhole.errors import UserError, listed
+
+PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
+
+
+class RowTemplate:
+    """A template that was read; key: the setting that it stands in."""
+
+    def __init__(self, text: str, key: str) -> None:
+        self.key = key
+        self.parts: list[tuple[str, str | None]] = []  # text, and the column behind it
+        literal, at = "", 0
+        for match in PIECE.finditer(text):
+            literal, at, found = literal + text[at : match.start()], match.end(), match[0]
+            if found in ("{{", "}}"):
+                literal += found[0]
+            elif match[1] is None:
+                raise UserError(
+                    f"{key}: {text!r:.120} has a single {found} at character {match.start() + 1}; a column is "
+                    f"{{name}}, a brace {found * 2}"
+                )
+            else:
+                self.parts.append((literal, match[1].strip()))
+                literal = ""
+        self.parts.append((literal + text[at:], None))
+        if len(self.parts) == 1:
+            raise UserError(f"{key}: {text!r:.120} names no column; write one in braces, such as {{text}}")
+
+    def fill(self, record: Record) -> str:
+        """The text of a row."""
+        return "".join(text if column is None else text + self._cell(record, column) for text, column in self.parts)
+
+    def _cell(self, record: Record, column: str) -> str:
+        if column not in record.row:
+            close = difflib.get_close_matches(column, [str(name) for name in record.row], n=1)
+            meant = f"; did you mean {{{close[0]}}}?" if close else ""
+            raise UserError(
+                f"{record.where}: {self.key}: there is no column {column!r}; found: "
+                f"{listed(record.row) or 'none'}{meant}"
+            )
+        value: Any = record.row[column]
+        if value is None or isinstance(value, list | dict):
+            found = "null" if value is None else f"{'an object' if isinstance(value, dict) else 'a list'}"
+            raise UserError(
+                f"{record.where}: {self.key}: column {column!r} is {found}, which is no text; correct or remove the row"
+            )
+        return value if isinstance(value, str) else json.dumps(value)
+
+
+def filled(record: Record, templates: dict[str, RowTemplate]) -> Record:
+    """The row with the columns that templates make, beside its own."""
+    return replace(record, row=record.row | {key: template.fill(record) for key, template in templates.items()})

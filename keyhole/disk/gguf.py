@@ -1,0 +1,255 @@
+"""GGUF files, in which llama.cpp publishes models: their header, and blocks of weights as numbers.
+
+    file     "GGUF", version, counts, key-value pairs, (name, sides, type, offset) of every tensor, padding, data
+    F32 F16 BF16                        plain
+    Q4_0   32 weights in 18 bytes       w = d (q - 8)          d float16; byte j has element j low, j + 16 high
+    Q4_1   32 weights in 20 bytes       w = d q + m            d and m float16
+    Q8_0   32 weights in 34 bytes       w = d q                q int8
+    Q6_K   256 weights in 210 bytes     w = d s q              s int8 per 16, q of 6 bits less 32 (heads of Q4_0 files)
+
+Blocks run along a row. Q4_0 and Q8_0 are the grids int4 and int8 of ops/lowbit.py with groups of 32, bit for bit, so
+such weights can be taken over as they are; the others are unpacked.
+
+Tensors are given by the names that Transformers has for them, for the architectures of NAMED. Files of `llama` have the
+rows of queries and keys in another order (halves of a head interleaved): that is undone here, row by row, so that a
+block stays whole. Where the config of the model is: config.json beside the file, as of the original model.
+
+The file is mapped, and nothing in it is believed: every length is held against the size of the file.
+"""
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+SUFFIX = ".gguf"
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+FORMS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20)}
+FORMS |= {8: ("Q8_0", 32, 34), 14: ("Q6_K", 256, 210)}  # type: (name, weights, bytes) of a block
+GRIDS = {"Q4_0": ("int4", 32, "float16"), "Q8_0": ("int8", 32, "float16")}  # (grid, group, scales), exactly
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+NAMED = ("llama", "qwen2", "qwen3")
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+INSIDE = {
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+UNUSED = ("rope_freqs.weight",)  # Transformers computes it from the config
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: its type, its shape as Transformers has it, its bytes in the file, and how many heads' rows are in
+    another order (0: none)."""
+
+    form: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    heads: int = 0
+
+
+class _Reader:
+    """Values from a mapped file, one after the other. ValueError where it ends before."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data) - self.at:
+            raise ValueError("it ends in the middle of its header")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
+
+    def string(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", "replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """A value of metadata; of an array only its end matters, and None is returned."""
+        if kind in NUMBERS:
+            return self.number(NUMBERS[kind])
+        if kind == STRING:
+            return self.string()
+        if kind != ARRAY or depth > 2:
+            raise ValueError(f"its metadata have a value of type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        if inner in NUMBERS:
+            self.take(count * struct.calcsize(f"<{NUMBERS[inner]}"))
+        elif count > len(self.data):
+            raise ValueError("it ends in the middle of its header")
+        else:
+            for _ in range(count):
+                self.value(inner, depth + 1)
+        return None
+
+
+def gguf_files(directory: Path) -> list[str]:
+    """Names of the GGUF files of a model: one, or all parts of one. ValueError where there are several models."""
+    names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    if len(names) > 1:
+        parts = [SPLIT.fullmatch(name) for name in names]
+        whole = all(parts) and len({part[1] for part in parts if part}) == 1
+        if not whole or len(names) != int(parts[0][3] if parts[0] else 0):
+            raise ValueError(f"{names[0]} and {names[1]} are not the parts of one model; leave one model there")
+    return names
+
+
+class GGUFShard:
+    """One GGUF file, as weight_files.py sees a file of weights."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        reader = _Reader(self.data)
+        if reader.take(4) != b"GGUF":
+            raise ValueError("it is no GGUF file")
+        version, tensors, pairs = reader.number("I"), reader.number("Q"), reader.number("Q")
+        if version not in (2, 3):
+            raise ValueError(f"it is of version {version}; 2 and 3 are read")
+        if max(tensors, pairs) > len(self.data):
+            raise ValueError("it ends in the middle of its header")
+        about: dict[str, Any] = {}
+        for _ in range(pairs):
+            key, kind = reader.string(), reader.number("I")
+            about[key] = reader.value(kind)
+        listed = [self._listed(reader) for _ in range(tensors)]
+        align = about.get("general.alignment", 32)
+        if type(align) is not int or not 1 <= align <= 2**20:
+            raise ValueError(f"its alignment is {align!r:.20}")
+        base = -(-reader.at // align) * align
+        self.architecture = str(about.get("general.architecture"))
+        self.heads = about.get(f"{self.architecture}.attention.head_count")
+        self.kv_heads = about.get(f"{self.architecture}.attention.head_count_kv", self.heads)
+        self.entries = {}
+        for name, sides, kind, offset in listed:
+            if name not in UNUSED:
+                known = self._named(name)
+                self.entries[known] = self._entry(name, sides, kind, base + offset)
+
+    @staticmethod
+    def _listed(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+        name, dims = reader.string(), reader.number("I")
+        if dims > 4:
+            raise ValueError(f"{name:.60} has {dims} dimensions")
+        sides = tuple(reader.number("Q") for _ in range(dims))
+        return name, sides[::-1], reader.number("I"), reader.number("Q")
+
+    def _named(self, name: str) -> str:
+        if self.architecture not in NAMED:
+            raise ValueError(f"it is of architecture {self.architecture:.40}; {', '.join(NAMED)} are read")
+        stem, _, kind = name.rpartition(".")
+        if (found := re.fullmatch(r"blk\.(\d{1,5})\.(\w+)", stem)) and found[2] in INSIDE:
+            return f"model.layers.{found[1]}.{INSIDE[found[2]]}.{kind}"
+        if stem not in TOP:
+            raise ValueError(f"it has a tensor {name:.60}, of no model of architecture {self.architecture} known here")
+        return f"{TOP[stem]}.{kind}"
+
+    def _entry(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
+        if kind not in FORMS:
+            known = ", ".join(form for form, _, _ in FORMS.values())
+            raise ValueError(f"{name} is of type {kind}; {known} are read: quantise the model to Q4_0 or Q8_0")
+        form, block, size = FORMS[kind]
+        numel = 1
+        for side in shape:
+            numel *= side
+        if not shape or numel < 1 or shape[-1] % block:
+            raise ValueError(f"{name} has the shape {shape}, which {form} cannot have")
+        end = begin + numel // block * size
+        if end > len(self.data):
+            raise ValueError(f"it ends before the data of {name}")
+        heads = 0
+        if self.architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+            heads = self.heads if ".attn_q." in name else self.kv_heads
+            if type(heads) is not int or heads < 1 or shape[0] % (2 * heads):
+                raise ValueError(f"its head counts {self.heads!r:.20} and {self.kv_heads!r:.20} do not fit {name}")
+        return Entry(form, shape, begin, end, heads)
+
+    # -- as a file of weights --------------------------------------------------------------------------------------
+
+    def keys(self) -> list[str]:
+        return list(self.entries)
+
+    def get_slice(self, name: str) -> "GGUFShape":
+        return GGUFShape(list(self.entries[name].shape))
+
+    def form(self, name: str) -> str:
+        """The type of a tensor; "" where it is plain."""
+        form = self.entries[name].form
+        return "" if form in ("F32", "F16", "BF16") else form
+
+    def get_tensor(self, name: str) -> "torch.Tensor":
+        """The weights as numbers: float32 where they were packed."""
+        import torch
+
+        entry, dtypes = self.entries[name], {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        raw = self._rows(entry)
+        flat = raw.view(dtypes[entry.form]) if entry.form in dtypes else unpacked(raw, entry.form)
+        return flat.reshape(entry.shape)
+
+    def get_codes(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
+        """Codes (uint8) and scales (float16) of a tensor on a grid of GRIDS, as ops/lowbit.py has them."""
+        import torch
+
+        entry = self.entries[name]
+        _, _, size = next(form for form in FORMS.values() if form[0] == entry.form)
+        blocks = self._rows(entry).view(-1, size)
+        return blocks[:, 2:].reshape(-1), blocks[:, :2].contiguous().view(torch.float16).view(-1)
+
+    def _rows(self, entry: Entry) -> "torch.Tensor":
+        """The bytes of a tensor, its rows in the order of Transformers."""
+        import torch
+
+        raw = torch.frombuffer(bytearray(self.data[entry.begin : entry.end]), dtype=torch.uint8)
+        if not entry.heads:
+            return raw
+        rows = raw.view(entry.heads, entry.shape[0] // entry.heads // 2, 2, -1)
+        return rows.transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class GGUFShape:
+    """What safetensors calls a slice, as far as it is used here."""
+
+    shape: list[int]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+
+def unpacked(raw: "torch.Tensor", form: str) -> "torch.Tensor":
+    """float32 weights of blocks."""
+    import torch
+
+    _, weights, size = next(each for each in FORMS.values() if each[0] == form)
+    blocks = raw.view(-1, size)
+
+    def halves(begin: int) -> torch.Tensor:  # float16 numbers of each block, as float32 [blocks, 1]
+        return blocks[:, begin : begin + 2].contiguous().view(torch.float16).float()
+
+    if form == "Q8_0":
+        return (blocks[:, 2:].contiguous().view(torch.int8).float() * halves(0)).view(-1)
+    if form in ("Q4_0", "Q4_1"):
+        codes = blocks[:, size - 16 :]
+        q = torch.cat([codes & 15, codes >> 4], dim=1).float()
+        return ((q - 8) * halves(0) if form == "Q4_0" else q * halves(0) + halves(2)).view(-1)
+    low, high, scales = blocks[:, :128], blocks[:, 128:192], blocks[:, 192:208].contiguous().view(torch.int8).float()
+    out = torch.empty(len(blocks), 256)
+    for half in range(2):
+        a, b = low[:, 64 * half : 64 * half + 32], low[:, 64 * half + 32 : 64 * half + 64]
+        top = high[:, 32 * half : 32 * half + 32]
+        for part, four in enumerate((a & 15, b & 15, a >> 4, b >> 4)):
+            q = (four | (((top >> (2 * part)) & 3) << 4)).float() - 32
+            of_16 = scales[:, 8 * half + 2 * part : 8 * half + 2 * part + 2].repeat_interleave(16, dim=1)
+            out[:, 128 * half + 32 * part : 128 * half + 32 * part + 32] = (halves(208) * of_16) * q
+    return out.view(-1)

@@ -1,0 +1,186 @@
+"""Weights that were published in 4 or 8 bits, in safetensors: bitsandbytes, GPTQ and AWQ. What they are as numbers.
+
+A linear layer is then several tensors, by the name of its weight:
+
+    bitsandbytes   weight [n / 2, 1] uint8, weight.absmax, weight.quant_map [16], weight.quant_state.bitsandbytes__nf4
+                   w_i = quant_map[q_i] absmax[i / 64]; element 2 j is in the high half of byte j. absmax may be
+                   quantised itself: nested_quant_map[absmax] nested_absmax[. / 256] + nested_offset
+    GPTQ           qweight [I bits / 32, O], qzeros [G, O bits / 32], scales [G, O] float16, g_idx [I], all along inputs
+                   w_oi = scales[g, o] (q_io - z_go), g = g_idx[i]; z is stored less one, but for gptq_v2
+    AWQ            qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]; eight columns of an int32 in the order 0 2 4 6
+                   1 3 5 7;  w_oi = scales[g, o] (q_io - z_go), g = i / group
+
+A grid of ops/lowbit.py that is exactly theirs: nf4 with float32 scales per 64 (bitsandbytes), int4 (symmetric GPTQ
+without a shuffled order of inputs, in groups of a multiple of 64). The others are unpacked, in float32, to be rounded
+once.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    Get = Callable[[str], torch.Tensor]
+"""(name of a tensor in the files) -> the tensor."""
+
+BNB = ".quant_state.bitsandbytes__"
+OF_BNB = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+GROUP = 64  # of the grids
+LARGEST_STATE = 4096  # bytes
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the weight of a layer is stored. grid: (name, group, dtype of scales) where one holds exactly the same
+    numbers; parts: names of its tensors by their role."""
+
+    kind: str
+    shape: tuple[int, int]
+    parts: Mapping[str, str]
+    about: Mapping[str, Any]
+    grid: tuple[str, int, str] | None = None
+
+    def read(self, get: "Get") -> "torch.Tensor":
+        """The weights, float32 [O, I]."""
+        return _bnb(self, get)[0] if self.kind == "bitsandbytes" else _packed_ints(self, get)[0]
+
+    def codes(self, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Codes and scales on the grid. ValueError where the numbers are not on it after all."""
+        if self.kind == "bitsandbytes":
+            return _bnb(self, get)[1]
+        return _int4_codes(self, get)
+
+
+def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Mapping[str, Any], get: "Get") -> dict[str, Form]:
+    """Name of a weight -> its form, for all that the files hold. said: quantization_config of config.json. ValueError
+    for what is not read."""
+    method = str(said.get("quant_method", "")).lower()
+    found = {}
+    for name in names:
+        if BNB in name:
+            found[name.partition(BNB)[0]] = _bnb_form(name, names, get)
+        elif name.endswith(".qweight"):
+            stem = name.removesuffix(".qweight")
+            if method not in ("gptq", "awq"):
+                raise ValueError(f"{name} is quantised by {method or 'an unknown method'}; gptq and awq are read")
+            found[f"{stem}.weight"] = _ints_form(stem, names, method, said)
+        elif name.endswith((".SCB", ".weight_format")):
+            raise ValueError(f"{name} is of bitsandbytes' 8 bits, which is not read; 4 bits are")
+    return found
+
+
+def _bnb_form(name: str, names: Mapping[str, Any], get: "Get") -> Form:
+    weight = name.partition(BNB)[0]
+    if names[name][0] > LARGEST_STATE:
+        raise ValueError(f"{name} is no description of a quantised weight")
+    try:
+        about = json.loads(bytes(get(name).tolist()))
+        shape = tuple(int(side) for side in about["shape"])
+        block, nested = int(about["blocksize"]), int(about.get("nested_blocksize", 1))
+        fine = len(shape) == 2 and block > 0 and nested > 0 and min(shape) > 0
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{name} cannot be read: {error!r:.80}") from None
+    parts = {role: f"{weight}.{role}" for role in OF_BNB if f"{weight}.{role}" in names} | {"weight": weight}
+    numel = shape[0] * shape[1] if fine else 0
+    held = names[weight][0] * 2 if weight in names else 0
+    if not fine or "absmax" not in parts or "quant_map" not in parts or held != numel or numel % block:
+        raise ValueError(f"{name} does not fit the tensors of {weight}")
+    grid = ("nf4", GROUP, "float32") if about.get("quant_type") == "nf4" and block == GROUP else None
+    return Form("bitsandbytes", shape, parts, about, grid)  # type: ignore[arg-type]
+
+
+def _ints_form(stem: str, names: Mapping[str, Any], method: str, said: Mapping[str, Any]) -> Form:
+    parts = {role: f"{stem}.{role}" for role in ("qweight", "qzeros", "scales", "g_idx") if f"{stem}.{role}" in names}
+    bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", said.get("q_group_size", 128))
+    if bits not in (4, 8) or (method == "awq" and bits != 4) or type(group) is not int:
+        raise ValueError(f"{stem} has {bits!r:.20} bits in groups of {group!r:.20}; 4 and 8 bits are read (awq: 4)")
+    lacks = [role for role in ("qweight", "qzeros", "scales") if role not in parts]
+    if lacks:
+        raise ValueError(f"{stem} lacks {lacks[0]}")
+    (rows, columns), per = names[parts["qweight"]], 32 // bits
+    inputs, outputs = (rows * per, columns) if method == "gptq" else (rows, columns * per)
+    group = inputs if group < 1 else group
+    count = names[parts["scales"]][0]
+    shapes = {"scales": (count, outputs), "qzeros": (count, outputs // per), "g_idx": (inputs,)}
+    wrong = [role for role, shape in shapes.items() if role in parts and tuple(names[parts[role]]) != shape]
+    if wrong or -(-inputs // group) != count:
+        raise ValueError(f"{stem}: its {(wrong or ['scales'])[0]} does not fit its qweight")
+    plain = method == "gptq" and bits == 4 and said.get("sym") is True and not said.get("desc_act", False)
+    grid = ("int4", GROUP, "float16") if plain and group % GROUP == 0 and inputs % group == 0 else None
+    about = {"bits": bits, "group": group, "method": method, "v2": said.get("checkpoint_format") == "gptq_v2"}
+    return Form(method.upper(), (outputs, inputs), parts, about, grid)
+
+
+def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]":
+    """(weights, (codes, scales))."""
+    import torch
+
+    part = {role: get(name) for role, name in form.parts.items()}
+    absmax, block = part["absmax"], int(form.about["blocksize"])
+    if "nested_absmax" in part:
+        nested = int(form.about["nested_blocksize"])
+        outer = part["nested_absmax"].float().repeat_interleave(nested)[: absmax.numel()]
+        absmax = part["nested_quant_map"].float()[absmax.long()] * outer + float(form.about["nested_offset"])
+    absmax = absmax.float()
+    packed = part["weight"].view(-1)
+    q = torch.stack([packed >> 4, packed & 15], dim=1).view(-1, block)
+    w = part["quant_map"].float()[q.int()] * absmax.unsqueeze(1)
+    if form.grid is None:
+        return w.view(form.shape), (packed, absmax)
+    low, high = q.split(block // 2, dim=1)
+    return w.view(form.shape), ((low | (high << 4)).reshape(-1), absmax)
+
+
+def _unpack(packed: "torch.Tensor", bits: int, dim: int, order: tuple[int, ...] | None = None) -> "torch.Tensor":
+    """int32 numbers in which 32 / bits codes lie along a dimension -> codes (int32), in their order."""
+    import torch
+
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shape = [1] * (packed.dim() + 1)
+    shape[dim + 1] = len(shifts)
+    codes = (packed.unsqueeze(dim + 1) >> shifts.view(shape)) & (2**bits - 1)
+    if order is not None:
+        codes = codes.index_select(dim + 1, torch.argsort(torch.tensor(order)))
+    return codes.flatten(dim, dim + 1)
+
+
+def _packed_ints(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]":
+    """(weights [O, I], codes [I, O], zeros [G, O], group of each input)."""
+    import torch
+
+    part, bits = {role: get(name) for role, name in form.parts.items()}, form.about["bits"]
+    if form.about["method"] == "awq":
+        q = _unpack(part["qweight"], 4, 1, AWQ_ORDER)
+        zeros = _unpack(part["qzeros"], 4, 1, AWQ_ORDER)
+    else:
+        q = _unpack(part["qweight"], bits, 0)
+        zeros = _unpack(part["qzeros"], bits, 1)
+        zeros = zeros if form.about["v2"] else zeros + 1
+    groups = part.get("g_idx")
+    groups = torch.arange(form.shape[1]) // form.about["group"] if groups is None else groups.long()
+    if bool((groups < 0).any()) or int(groups.max()) >= len(zeros):
+        raise ValueError(f"{form.parts['qweight']}: its g_idx names a group that is not there")
+    w = part["scales"].float()[groups] * (q - zeros[groups]).float()
+    return w.t().contiguous(), q, zeros, groups
+
+
+def _int4_codes(form: Form, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
+    import torch
+
+    _, q, zeros, groups = _packed_ints(form, get)
+    expected = torch.arange(form.shape[1]) // form.about["group"]
+    if not bool((zeros == 8).all()) or not torch.equal(groups, expected):
+        raise ValueError(f"{form.parts['qweight']} is not symmetric, though config.json says so")
+    scales = get(form.parts["scales"]).t().repeat_interleave(form.about["group"] // GROUP, dim=1)
+    rows = q.t().to(torch.uint8).reshape(-1, GROUP)
+    low, high = rows.split(GROUP // 2, dim=1)
+    return (low | (high << 4)).reshape(-1), scales.to(torch.float16).reshape(-1)
+
+
+def hidden(forms: Mapping[str, Form]) -> set[str]:
+    """Names of tensors that are parts of weights."""
+    return {name for form in forms.values() for name in form.parts.values()}

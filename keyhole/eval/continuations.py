@@ -1,0 +1,116 @@
+"""Log-likelihoods of continuations: for pairs of tokens (context x, continuation c),
+
+    sum_t log p(c_t | x, c_<t)        and whether greedy decoding would have written c
+
+which is what evaluation suites ask for. All pairs of a call are scored together: sorted by length, batched by tokens,
+and, when units are streamed, `passes` batches per crossing of the weights (rows.py).
+
+The model is given x and all of c but its last token. Pairs for which these are the same tokens (the choices A, B, C
+and D behind one question) share a row: its hidden states are computed once, and its last position is asked for several
+targets. What is longer than the model's context loses its beginning; its continuation must fit.
+Legend: B rows of a batch, T positions, N (position, target) pairs that are asked for.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from keyhole.data.capacity import check_ids
+from keyhole.errors import UserError
+from keyhole.eval.rows import BATCH_TOKENS, PASSES, Groups, group_batches, not_finite, of_all_ranks
+from keyhole.model.batch import DeviceBatch, move
+from keyhole.model.model import Model
+
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+@dataclass
+class _Row:
+    """Tokens that the model is given, and the continuations that end behind them: (number of the pair, tokens)."""
+
+    ids: list[int]
+    asked: list[tuple[int, list[int]]] = field(default_factory=list)
+
+
+def score_continuations(
+    model: Model,
+    pairs: Sequence[Pair],
+    max_length: int,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    passes: int = PASSES,
+    watch: Callable[[Groups], Iterable[list[list[int]]]] = iter,
+) -> tuple[list[float], list[bool]]:
+    """Of each pair, in their order: the log-likelihood of the continuation, and whether it is the greedy one."""
+    rows = _rows(pairs, max_length)
+    if rows:
+        check_ids([i for pair in pairs for part in pair for i in part], "a request", model.source, model.config)
+    sums = torch.zeros(len(pairs), dtype=torch.float64)
+    greedy = torch.zeros(len(pairs), dtype=torch.bool)
+    groups, spare = model.shared_out(group_batches(model, [len(row.ids) for row in rows], batch_tokens, passes))
+
+    def found_in(group: list[list[int]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return model.token_scores([_sent([rows[i] for i in batch], model.device) for batch in group])
+
+    for group in watch(groups):
+        for batch, (nll_N, best_N) in zip(group, found_in(group), strict=True):
+            _note([rows[i] for i in batch], nll_N.double().cpu(), best_N.cpu(), sums, greedy)
+    for group in spare:
+        found_in(group)
+    own = [[[number for i in batch for number, _ in rows[i].asked] for batch in group] for group in groups]
+    of_all_ranks(model, own, sums, greedy)
+    if not bool(sums.isfinite().all()):
+        bad = int((~sums.isfinite()).sum())
+        raise not_finite(model, f"log-likelihoods that are not finite ({bad} of {len(pairs)} requests)")
+    return sums.tolist(), greedy.tolist()
+
+
+def _rows(pairs: Sequence[Pair], max_length: int) -> list[_Row]:
+    found: dict[tuple[int, ...], _Row] = {}
+    for number, (context, continuation) in enumerate(pairs):
+        if not context or not 0 < len(continuation) <= max_length:
+            raise UserError(
+                f"request {number}: {len(context)} tokens of context and {len(continuation)} of continuation; each "
+                f"needs one at least, and a continuation has at most max_length={max_length}"
+            )
+        ids = [*context, *continuation][-(max_length + 1) : -1]
+        row = found.setdefault(tuple(ids), _Row(ids))
+        row.asked.append((number, list(continuation)))
+    return list(found.values())
+
+
+def _sent(rows: Sequence[_Row], device: torch.device) -> DeviceBatch:
+    """The rows, padded on the right, and what is asked of their positions."""
+    width = max(len(row.ids) for row in rows)
+    ids_BT = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows])
+    mask_BT = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows])
+    inputs = {"input_ids": ids_BT} if bool(mask_BT.all()) else {"input_ids": ids_BT, "attention_mask": mask_BT}
+    index, target, of_row = [], [], []
+    for b, row in enumerate(rows):
+        for _, tokens in row.asked:
+            end = b * width + len(row.ids)
+            index += range(end - len(tokens), end)
+            target += tokens
+            of_row += [b] * len(tokens)
+    return DeviceBatch(
+        inputs={name: move(x, device) for name, x in inputs.items()},
+        index_N=move(torch.tensor(index), device),
+        target_N=move(torch.tensor(target), device),
+        row_N=move(torch.tensor(of_row), device),
+        row_count=len(rows),
+        token_count=len(index),
+    )
+
+
+def _note(
+    rows: Sequence[_Row], nll_N: torch.Tensor, best_N: torch.Tensor, sums: torch.Tensor, greedy: torch.Tensor
+) -> None:
+    """Adds up what belongs to each pair, in the order in which _sent has asked."""
+    begin = 0
+    for row in rows:
+        for number, tokens in row.asked:
+            end = begin + len(tokens)
+            sums[number] = -nll_N[begin:end].sum()
+            greedy[number] = best_N[begin:end].tolist() == tokens
+            begin = end

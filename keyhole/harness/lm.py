@@ -1,0 +1,205 @@
+"""The model that lm-evaluation-harness is given. What the harness asks for, and how it is answered:
+
+    loglikelihood           (context, continuation): all requests of a sweep at once (eval/continuations.py), so that a
+                            streamed model crosses the link once per `passes` * `batch_tokens` tokens; requests that
+                            differ in their last token only share a row
+    loglikelihood_rolling   a text in disjoint windows of max_length tokens: the windows of all texts at once
+    generate_until          greedy or sampled, batches by length; a streamed model crosses the link once per token of
+                            a batch (eval/generate.py)
+
+Texts become tokens as they do for the harness's own `hf` model: context and continuation are tokenised as one text, bos
+is what the tokenizer puts there, an empty context is bos or else eos. Log-likelihoods are summed in float32 logits and
+float64, where `hf` stays in the dtype of the model, so that in bfloat16 they differ by its rounding.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lm_eval import utils
+from lm_eval.api.model import TemplateLM
+from tqdm import tqdm
+
+from keyhole import assets
+from keyhole.data.capacity import check_max_length, context_length
+from keyhole.errors import UserError
+from keyhole.eval.continuations import score_continuations
+from keyhole.eval.generate import continue_prompts
+from keyhole.eval.rows import BATCH_TOKENS, PASSES
+from keyhole.loading import load
+from keyhole.methods.base import Workload
+from keyhole.model.model import Model
+
+NEW_TOKENS = 256  # the harness's own default for tasks that do not say
+COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+DEFAULT_LENGTH = 2048
+log = logging.getLogger(__name__)
+
+
+class KeyholeLM(TemplateLM):
+    """A directory or hub id, loaded as `keyhole.load` does. Arguments are those of --model_args."""
+
+    def __init__(
+        self,
+        pretrained: str | Model,
+        placement: str = "auto",
+        gpu_memory: str | int | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        wire: str | None = None,
+        max_length: int | None = None,
+        batch_tokens: int = BATCH_TOKENS,
+        passes: int = PASSES,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        trust_remote_code: bool = False,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size not in (None, 1, "1") and not str(batch_size).startswith("auto"):
+            log.warning("batch_size=%s is not used: a batch holds batch_tokens=%s tokens", batch_size, batch_tokens)
+        if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+            log.warning("device=%s: there is no CUDA GPU here, the CPU is used", device)  # the harness's own default
+            device = None
+        if isinstance(pretrained, Model):
+            self.model = pretrained
+        else:
+            self.model = load(
+                assets.locate(pretrained, assets.MODEL),
+                placement=placement,
+                gpu_memory=gpu_memory,
+                dtype=dtype,
+                device=device,
+                wire=wire,
+                trust_remote_code=trust_remote_code,
+                workload=Workload(method="eval", tokens=batch_tokens, passes=passes),
+            )
+        if self.model.classifies or self.model.tokenizer is None:
+            what = "classifies texts" if self.model.classifies else "has no tokenizer"
+            raise UserError(f"model: {pretrained} {what}; the harness needs a language model with its tokenizer")
+        check_max_length(max_length, self.model.config, self.model.module)
+        self.tokenizer, self._device = self.model.tokenizer, self.model.device
+        self.max_length = max_length or context_length(self.model.config) or DEFAULT_LENGTH
+        self.batch_tokens, self.passes = batch_tokens, passes
+        self.add_bos_token, self._prefix = add_bos_token, prefix_token_id
+
+    # -- tokens ----------------------------------------------------------------------------------------------------
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        known = (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        first = next((i for i in known if i is not None), None)
+        if first is None:
+            raise UserError("model: its tokenizer has neither bos nor eos; give prefix_token_id in --model_args")
+        return first
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text, after bos where the tokenizer puts one and the text does not begin with it."""
+        special = self.add_bos_token if add_special_tokens is None else add_special_tokens
+        if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
+            special = False
+        how = {} if special is None else {"add_special_tokens": special}
+        return self.tokenizer.encode(string, **how)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as the model's template writes it; without add_generation_prompt the last turn goes on."""
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        cut = sum(len(context) + len(continuation) > self.max_length + 1 for context, continuation in pairs)
+        if cut:
+            log.warning(
+                "%s of %s requests are longer than %s tokens: cut at the left", cut, len(pairs), self.max_length
+            )
+        watch = _Bar("log-likelihoods", disable_tqdm)
+        how = {"batch_tokens": self.batch_tokens, "passes": self.passes, "watch": watch}
+        found = list(zip(*score_continuations(self.model, pairs, self.max_length, **how), strict=True))
+        for (texts, _, _), answer in zip(requests, found, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owner: list[int] = []
+        for number, request in enumerate(requests):
+            cuts = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, continuation in map(utils.make_disjoint_window, cuts):
+                windows.append((None, context, continuation))
+                owner.append(number)
+        sums = [0.0] * len(requests)
+        for number, (value, _) in zip(owner, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            sums[number] += value
+        for request, value in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        texts = [""] * len(requests)
+        alike: dict[str, list[int]] = {}  # requests with the same settings go together
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
+        for numbers in alike.values():
+            asked = requests[numbers[0]].args[1]
+            new, stop, settings = self._settings(asked)
+            room = self.max_length - new
+            if room < 1:
+                raise UserError(f"max_gen_toks={new}: the model has {self.max_length} positions; ask for fewer tokens")
+            prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
+            how = {"batch_tokens": self.batch_tokens, "watch": _Bar("generated", disable_tqdm), "settings": settings}
+            made = continue_prompts(self.model, prompts, max_new_tokens=new, stop=stop, **how)
+            for i, text in zip(numbers, made, strict=True):
+                texts[i] = text
+                self.cache_hook.add_partial("generate_until", requests[i].args, text)
+        return texts
+
+    def _settings(self, asked: dict[str, Any]) -> tuple[int, list[str], dict[str, Any]]:
+        """(most new tokens, stop strings, settings of Transformers' generation) of what a task asks for."""
+        settings = dict(asked)
+        until = settings.pop("until", None)
+        stop = [until] if isinstance(until, str) else [*(until or ())]
+        end = "" if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
+        stop = [word for word in dict.fromkeys([*stop, end]) if word]
+        counts = [settings.pop(name) for name in COUNTS if settings.get(name) is not None]
+        settings = {name: value for name, value in settings.items() if name not in COUNTS}
+        temperature = float(settings.get("temperature") or 0.0)
+        if not settings.setdefault("do_sample", temperature > 0):
+            settings["temperature"] = None
+        return int(counts[0] if counts else NEW_TOKENS), stop, settings
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the file of results says of the model."""
+        count = sum(tensor.shape.numel() for tensor in self.model.layout.tensors)
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {"model_num_parameters": count, "model_dtype": dtype, "model_source": self.model.source}
+
+
+class _Bar:
+    """A progress bar over the groups of a sweep."""
+
+    def __init__(self, what: str, hidden: bool) -> None:
+        self.what, self.hidden = what, hidden
+
+    def __call__(self, groups: list) -> Iterable:
+        return tqdm(groups, desc=self.what, disable=self.hidden or None)  # None: hidden where there is no terminal

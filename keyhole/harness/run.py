@@ -1,0 +1,88 @@
+"""`keyhole eval DIR --harness TASKS`: tasks of lm-evaluation-harness, scored by a model that need not fit the GPU.
+
+A task is a name of the harness (hellaswag), one of its groups or tags (mmlu), a pattern (arc_*), or a YAML file of a
+task. Names are looked up before the model is loaded, and an unknown one is refused with the nearest. What a task
+downloads, its own data set, is the harness's affair (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE work as ever).
+"""
+
+import difflib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from keyhole.disk.files import write_text
+from keyhole.errors import UserError
+from keyhole.harness import require
+
+
+def run_harness(
+    directory: str,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    include_path: str | None = None,
+    apply_chat_template: bool = False,
+    json_path: str | Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    **settings: Any,
+) -> str:
+    """The harness's table of results; json_path gets all of them. settings: of the model (placement, gpu_memory, dtype,
+    device, max_length)."""
+    require()
+    if json_path is not None and not Path(json_path).parent.is_dir():
+        raise UserError(f"--json: {Path(json_path).parent} is not a directory")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on seeds and contexts; warnings of ours remain
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import handle_non_serializable, make_table
+
+    if include_path is not None and not os.path.isdir(include_path):
+        raise UserError(f"--include-path: {include_path} is not a directory")
+    manager = TaskManager(include_path=include_path)
+    found = find_tasks(manager, tasks)
+    from keyhole.harness.lm import KeyholeLM
+
+    lm = KeyholeLM(directory, **settings)
+    for line in lm.model.describe():
+        say(line)
+    results = simple_evaluate(
+        lm,
+        tasks=found,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        task_manager=manager,
+        apply_chat_template=apply_chat_template,
+        log_samples=json_path is not None,
+    )
+    if json_path is not None:
+        kept = {**results, "config": {**results.get("config", {}), "model": "keyhole", "model_source": directory}}
+        write_text(Path(json_path), json.dumps(kept, indent=1, default=handle_non_serializable) + "\n")
+    table = make_table(results)
+    return "\n".join([table, make_table(results, "groups")] if results.get("groups") else [table])
+
+
+def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:
+    """The names and files behind the words; UserError for one that is none."""
+    found: list[str] = []
+    for word in [name for each in words for name in each.split(",") if name]:
+        if word.endswith((".yaml", ".yml")):
+            if not os.path.isfile(word):
+                raise UserError(f"--harness: there is no file {word}")
+            found.append(word)
+            continue
+        matches = manager.match_tasks([word])
+        if not matches:
+            close = difflib.get_close_matches(word, manager.all_tasks, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise UserError(
+                f"--harness: {word} is no task of the harness{meant} (all names: lm-eval ls tasks; your own: a .yaml "
+                "file, or --include-path DIR)"
+            )
+        found += matches
+    if not found:
+        raise UserError("--harness: name at least one task of lm-evaluation-harness")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,196 @@
+"""The model card: README.md with metadata for the hub, written from what a run has left in its directory.
+
+    run/config.yaml      method, data and settings; those that differ from the defaults are printed
+    run/metrics.jsonl    the loss of the first and the last steps, evaluations, tests
+    run/env.json         versions and hardware
+    config.json          what kind of model it is
+
+Paths of the machine are not for others: of a file only its name is told, of a model or data set its hub id. A card that
+the user has put into the directory (README.md) is used instead of this one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import keyhole
+from keyhole.config.dump import dump
+from keyhole.config.fields import sections, settings
+from keyhole.disk.files import read_small
+from keyhole.errors import UserError, printable
+from keyhole.methods import METHODS
+
+README = "README.md"
+MOST_BYTES = 2**30  # of metrics.jsonl: a line per step
+NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
+NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
+ROWS = 12  # evaluations shown
+
+
+def card(directory: Path, name: str) -> str:
+    """README.md of the model in a directory, which may be a run's output or a checkpoint in it. name: its hub id."""
+    run = next((at for at in (directory / "run", directory.parent / "run") if (at / "config.yaml").is_file()), None)
+    try:
+        return _card(directory, run, name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(
+            f"push: no card can be made from {run or directory}: its files cannot be read ({type(error).__name__}: "
+            f"{printable(str(error), 200)}); put a {README} of your own into {directory}"
+        ) from error
+
+
+def _card(directory: Path, run: Path | None, name: str) -> str:
+    defaults = {key: setting.default for key, setting in settings().items() if not setting.required}
+    config = {} if run is None else defaults | yaml.safe_load(read_small(run / "config.yaml", MOST_BYTES))
+    model = json.loads(read_small(directory / "config.json", MOST_BYTES))
+    entries = [] if run is None else _entries(run / "metrics.jsonl")
+    parts = [_title(name, config), *([_training(config, entries)] if config else []), _figures(entries)]
+    parts += [_settings(config) if config else "", _environment(run), _use(name, model)]
+    head = dump(_metadata(name, config, model, entries))
+    return f"---\n{head}---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(
+    name: str, config: dict[str, Any], model: dict[str, Any], entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    classifies = "ForSequenceClassification" in str(model.get("architectures"))
+    kind = "text-classification" if classifies else "text-generation"
+    found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": kind}
+    if base := _hub_id(config.get("model")):
+        found["base_model"] = base
+    if data := [hub for source in _listed(config.get("train_data")) if (hub := _hub_id(source))]:
+        found["datasets"] = data
+    found["tags"] = ["keyhole", *([config["method"]] if "method" in config else [])]
+    tested = next((entry for entry in reversed(entries) if any(key.startswith("test_") for key in entry)), {})
+    tasks = [Path(task).stem for task in _listed(config.get("task"))]
+    metrics = [
+        {"type": key.removeprefix("test_"), "value": round(value, 4)}
+        for key, value in tested.items()
+        if key.startswith("test_") and isinstance(value, float)
+    ]
+    if tasks and metrics:
+        result = {"task": {"type": kind}, "dataset": {"name": ", ".join(tasks), "type": tasks[0]}, "metrics": metrics}
+        found["model-index"] = [{"name": name.rpartition("/")[2], "results": [result]}]
+    return found
+
+
+def _title(name: str, config: dict[str, Any]) -> str:
+    base = _hub_id(config.get("model"))
+    made = f"[{base}](https://huggingface.co/{base})" if base else f"`{_told(config.get('model', ''))}`"
+    how = f"A fine-tuned {made}: method `{config['method']}` of keyhole." if config else "A model saved by keyhole."
+    return f"# {name.rpartition('/')[2]}\n\n{how}"
+
+
+def _training(config: dict[str, Any], entries: list[dict[str, Any]]) -> str:
+    steps = max((entry["step"] for entry in entries), default=0)
+    rows = config["batch_size"] * config["gradient_accumulation_steps"]
+    lines = [f"- method: `{config['method']}`, {steps:,} steps of {rows:,} rows"]
+    peak, course = config["learning_rate"], config["lr_scheduler_type"]
+    lines.append(f"- learning rate: {peak if isinstance(peak, str) else f'{peak:g}'}, {course}")
+    for key, title in (("task", "tasks"), ("train_data", "trained on"), ("eval_data", "evaluated on")):
+        if sources := _listed(config.get(key)):
+            lines.append(f"- {title}: {', '.join(f'`{_told(source)}`' for source in sources)}")
+    lines.append(f"- loss over: {config['train_on'] if config.get('task') is None else config['loss']}")
+    return "\n".join(["## Training", "", *lines])
+
+
+def _figures(entries: list[dict[str, Any]]) -> str:
+    """The loss at both ends, every evaluation (or twelve of them), and the tests."""
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    if not losses:
+        return ""
+    tail = losses[-max(1, len(losses) // 10) :]
+    lines = ["## Figures", "", f"- training loss: {losses[0]:.4f} at the first step, {sum(tail) / len(tail):.4f} over"]
+    lines[-1] += f" the last {len(tail)}"
+    speeds = [entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry]
+    if speeds:
+        lines.append(f"- tokens per second: {sorted(speeds)[len(speeds) // 2]:,.0f} (median)")
+    peaks = {unit: [e[key] for e in entries if key in e] for key, unit in (("gpu_gib", "GPU"), ("host_gib", "host"))}
+    lines += [f"- peak {unit} memory: {max(values):.2f} GiB" for unit, values in peaks.items() if values]
+    evaluated = [e for e in entries if "eval_loss" in e]
+    if evaluated:
+        keys = [key for key in evaluated[-1] if key not in ("step", "eval_tokens", "eval_rows")]
+        shown = evaluated if len(evaluated) <= ROWS else evaluated[:: -(-len(evaluated) // ROWS)] + evaluated[-1:]
+        lines += ["", "| step | " + " | ".join(key.removeprefix("eval_") for key in keys) + " |"]
+        lines += ["|---" * (1 + len(keys)) + "|"]
+        lines += ["| " + " | ".join([str(e["step"]), *(_number(e.get(key)) for key in keys)]) + " |" for e in shown]
+    for entry in entries:
+        tests = {key: value for key, value in entry.items() if key.startswith("test_")}
+        if tests:
+            numbers = ", ".join(f"{key.removeprefix('test_')} {_number(value)}" for key, value in tests.items())
+            lines += ["", f"Test of step {entry['step']}: {numbers}"]
+    return "\n".join(lines)
+
+
+def _settings(config: dict[str, Any]) -> str:
+    """What differs from the defaults, as a config that keyhole reads."""
+    own = METHODS[config["method"]].section if config.get("method") in METHODS else None
+    plain = settings()
+    told = {
+        key: value
+        for key, value in config.items()
+        if key not in sections() and key not in NOT_TOLD and key in plain and value != plain[key].default
+    }
+    if own in config:
+        defaults = vars(sections()[own]())
+        changed = {key: value for key, value in config[own].items() if value != defaults.get(key)}
+        told |= {own: changed} if changed else {}
+    body = dump({"method": config["method"]} | told)
+    return f"## Settings\n\nThose that differ from the defaults:\n\n```yaml\n{body}```"
+
+
+def _environment(run: Path | None) -> str:
+    if run is None or not (run / "env.json").is_file():
+        return ""
+    found = json.loads(read_small(run / "env.json", MOST_BYTES))
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if version)
+    device = ", ".join(gpu["name"] for gpu in found["gpus"]) or found.get("cpu", {}).get("name", "")
+    return f"## Versions and hardware\n\n{versions}; {device}"
+
+
+def _use(name: str, model: dict[str, Any]) -> str:
+    if "ForSequenceClassification" in str(model.get("architectures")):
+        task = "AutoModelForSequenceClassification"
+    else:
+        task = "AutoModelForCausalLM"
+    lines = [f"from transformers import {task}, AutoTokenizer", ""]
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{name}")', f'model = {task}.from_pretrained("{name}")']
+    return "\n".join(["## Use", "", "```python", *lines, "```"])
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; one that was cut off by a crash is left out."""
+    entries = []
+    for line in read_small(path, MOST_BYTES).splitlines() if path.is_file() else ():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return [entry for entry in entries if isinstance(entry, dict) and "step" in entry]
+
+
+def _listed(value: Any) -> list[str]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _hub_id(source: Any) -> str | None:
+    """The source, if it is a hub id and no path."""
+    if not isinstance(source, str) or source.count("/") != 1 or source.startswith(("/", ".", "~")):
+        return None
+    return None if Path(source).exists() or Path(source).suffix in (".json", ".jsonl", ".csv", ".parquet") else source
+
+
+def _told(source: str) -> str:
+    """What others are told of a source: its hub id, or the name of the file or directory."""
+    return _hub_id(source) or Path(source).name or source
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def written_by() -> str:
+    """For the message of a commit."""
+    return f"keyhole {keyhole.__version__}"

@@ -1,0 +1,129 @@
+"""One commit that publishes a model: its files, its card, and the picture of its loss; stale weight files go.
+
+    prepare   creates the repository, or finds that it is there: a missing token, a name of somebody else's and a hub
+              that cannot be reached are known before a run begins, and not after it
+    push      the commit. Large files travel by themselves and are skipped where the hub has them already (that is
+              huggingface_hub's doing), so a push that was interrupted is simply done again
+
+What is published of a directory: the model as Transformers reads it, with its adapter; of a checkpoint neither
+keyhole_state.json nor optimizer.safetensors, which only a run can use, and nothing of run/ but the curve.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from keyhole.errors import UserError
+from keyhole.hub.card import README, card, written_by
+from keyhole.model.structure.source import check_directory, hub_answers
+
+FOLDERS = ("adapter", "additional_chat_templates")
+STALE = re.compile(r"(model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin)")
+NAME = re.compile(r"([\w.-]{1,96}/)?[\w.-]{1,96}")
+
+
+def check_id(name: str, key: str = "hub_model_id") -> None:
+    """Refuses what no repository can be called."""
+    if not NAME.fullmatch(name) or "--" in name or ".." in name:
+        raise UserError(f"{key}: {name!r} is no name of a model on the hub; it looks like you/model, or model")
+
+
+def files_of(directory: str | Path) -> dict[str, Path]:
+    """What is published, by its name in the repository, the card excepted."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(
+            f"push: {directory} is not a directory here; give the output_dir of a run, or a checkpoint in it"
+        )
+    check_directory(directory)
+    from keyhole.checkpoint.files import OWN_FILES  # here: a run asks about its push before torch is imported
+
+    found = {path.name: path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")}
+    found = {name: path for name, path in found.items() if name not in OWN_FILES and name != README}
+    for folder in FOLDERS:
+        found |= {f"{folder}/{path.name}": path for path in (directory / folder).glob("*") if path.is_file()}
+    curve = directory / "run" / "loss.png"
+    if curve.is_file() and curve.stat().st_size:
+        found["loss.png"] = curve
+    return dict(sorted(found.items()))
+
+
+def text_of_card(directory: Path, name: str) -> str:
+    """The user's own card, or one that is made."""
+    own = directory / README
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    text = card(directory, name)
+    return (
+        text.replace("## Settings", "![loss](loss.png)\n\n## Settings", 1)
+        if "loss.png" in files_of(directory)
+        else text
+    )
+
+
+def prepare(name: str, private: bool | None) -> str:
+    """Creates the repository where it is not there yet; returns its whole name. UserError says what is missing."""
+    check_id(name)
+    from huggingface_hub import HfApi
+
+    _check_token()
+    with _asking(name):
+        return HfApi().create_repo(name, private=private, exist_ok=True).repo_id
+
+
+def push(
+    directory: str | Path, name: str, *, private: bool | None = None, say: Callable[[str], None] = lambda line: None
+) -> str:
+    """Publishes the model of a directory; returns the address of its page."""
+    place, files = Path(directory), files_of(directory)
+    if not any(file.endswith((".safetensors", ".bin")) for file in files):
+        raise UserError(f"push: {directory} has no weights (model.safetensors); has its run ended?")
+    name = prepare(name, private)
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    api = HfApi()
+    total = sum(path.stat().st_size for path in files.values())
+    say(f"pushing {len(files) + 1} files, {total / 2**30:.2f} GiB, to {name}")
+    with _asking(name):
+        there = api.list_repo_files(name)
+        stale = [file for file in there if STALE.fullmatch(file) and file not in files]
+        operations: list[Any] = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
+        operations += [CommitOperationAdd(README, text_of_card(place, name).encode())]
+        operations += [CommitOperationDelete(file) for file in stale]
+        api.create_commit(name, operations, commit_message=f"Model trained with {written_by()}")
+    return f"{api.endpoint}/{name}"
+
+
+def _check_token() -> None:
+    from huggingface_hub import get_token
+
+    if not hub_answers():
+        raise UserError(
+            "push: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); push later: keyhole push"
+        )
+    if get_token() is None:
+        raise UserError("push: no token for the hub; hf auth login, or HF_TOKEN=..., with the right to write")
+
+
+class _asking:
+    """A context in which what the hub refuses becomes a message for the user."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or not isinstance(error, Exception) or isinstance(error, UserError):
+            return
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        said = " ".join(str(error).split())
+        if status == 401:
+            why = "it does not accept your token: hf auth login anew, or another HF_TOKEN"
+        elif status == 403:
+            why = "your token may not write there: choose a name of your own (you/model), or a token with that right"
+        else:
+            why = f"{said} ({type(error).__name__}); try again: what has arrived is not sent twice"
+        raise UserError(f"push: {self.name}: the hub refuses: {why}") from error

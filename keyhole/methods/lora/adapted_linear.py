@@ -1,0 +1,121 @@
+"""A linear layer with an adapter, in products alone: no copy of its inputs or outputs in another dtype.
+
+    z = x' A^T      y = x W^T + b + s z B^T      s = alpha / r,  x' = x, or x with dropout
+    dz = s dy B     dB = s dy^T z     dA = dz^T x'     dx = dy W + dz A
+
+peft makes the same numbers in float32: it casts x [M, I] up, and adds two tensors [M, O] afterwards, about 14 passes
+over inputs and outputs where memory is what counts. Here A and B are rounded to the dtype of compute (r (I + O)
+numbers), products accumulate in float32 inside of their kernels, y and dx are added to in place. In float32 both agree
+to rounding. A and B themselves, their gradients and moments are float32.
+
+The gradient of A and B needs x and z; that of x needs W as it lies where the layer's weight points to when the reverse
+comes by, in a slot or unpacked in a scratch. W itself has none: it is frozen. Where it is not (lomo-lora), or where the
+layer is no plain nn.Linear (GPT-2's Conv1D), the layer runs as it is, and only the adapter is added here.
+
+A second run of a block is made for its graph. Its last product is used by nobody (backward/recompute.py), and is
+left out: a quarter of the second run of a Llama block is its last matrix.
+Legend: M tokens, I inputs, O outputs, r rank.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.model.backward.recompute import Counts, Receiver, Recompute
+
+ADAPTER = "default"
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+class _Adapted(torch.autograd.Function):
+    """y, which holds x W^T + b, plus the adapter; in place, unless y has a graph of its own (layer: None)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, x: Any, dropped: Any, a: Any, b: Any, layer: Any, scale: float) -> Any:
+        x_MI, a_rI, b_Or = _flat(x if dropped is None else dropped), a.to(y.dtype), b.to(y.dtype)
+        z_Mr = x_MI @ a_rI.t()
+        ctx.save_for_backward(x_MI, z_Mr)
+        ctx.a, ctx.b, ctx.layer, ctx.scale, ctx.apart = a, b, layer, scale, dropped is not None
+        if layer is None:
+            return torch.addmm(_flat(y), z_Mr, b_Or.t(), alpha=scale).view(y.shape)
+        ctx.mark_dirty(y)
+        y.view(-1, y.shape[-1]).addmm_(z_Mr, b_Or.t(), alpha=scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x_MI, z_Mr = ctx.saved_tensors
+        wants_y, wants_x, wants_dropped, wants_a, wants_b, _, _ = ctx.needs_input_grad
+        dy_MO, a_rI, b_Or = _flat(dy), ctx.a.to(dy.dtype), ctx.b.to(dy.dtype)
+        dz_Mr = (dy_MO @ b_Or).mul_(ctx.scale)
+        db = (dy_MO.t() @ z_Mr).float().mul_(ctx.scale) if wants_b else None
+        da = (dz_Mr.t() @ x_MI).float() if wants_a else None
+        shape = (*dy.shape[:-1], a_rI.shape[1])
+        dx = d_dropped = None
+        if wants_x:
+            dx_MI = dz_Mr @ a_rI if ctx.layer is None else dy_MO @ ctx.layer.weight.data
+            dx = (dx_MI if ctx.layer is None or ctx.apart else dx_MI.addmm_(dz_Mr, a_rI)).view(shape)
+        if wants_dropped:
+            d_dropped = (dz_Mr @ a_rI).view(shape)
+        return dy if wants_y else None, dx, d_dropped, da, db, None, None
+
+
+def adapted_forward(layer: Any, x: torch.Tensor, leave_out: bool = False) -> torch.Tensor:
+    """The output of a layer of peft's. leave_out: it is of no interest, only its graph is."""
+    base, dropout = layer.base_layer, layer.lora_dropout[ADAPTER]
+    a, b, scale = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, layer.scaling[ADAPTER]
+    dropped = dropout(x) if dropout.training else None
+    frozen = type(base) is nn.Linear and not base.weight.requires_grad
+    if not frozen:
+        y = base(x)
+        x = x if dropped is None else dropped
+        return _Adapted.apply(y, x, None, a, b, None, scale) if torch.is_grad_enabled() else _add(y, x, a, b, scale)
+    with torch.no_grad():
+        y = x.new_empty((*x.shape[:-1], base.weight.shape[0])) if leave_out else base(x).detach()
+    if not torch.is_grad_enabled():
+        return _add(y, x if dropped is None else dropped, a, b, scale)
+    return _Adapted.apply(y, x, dropped, a, b, base, scale)
+
+
+def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """The same without a graph; no function of autograd's, inside of which a pass could not wait for its next unit."""
+    z_Mr = _flat(x) @ a.to(y.dtype).t()
+    y.view(-1, y.shape[-1]).addmm_(z_Mr, b.to(y.dtype).t(), alpha=scale)
+    return y
+
+
+def use_products(layer: Any) -> None:
+    """Has a layer of peft's compute as above, unless somebody merges or switches off its adapter."""
+    theirs = layer.forward
+
+    def forward(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if layer.disable_adapters or layer.merged or args or options:
+            return theirs(x, *args, **options)
+        return adapted_forward(layer, x)
+
+    layer.forward = forward
+
+
+class AdapterRecompute(Recompute):
+    """Runs a block again; the last of its linear layers with an adapter leaves out its product."""
+
+    saved_per_call = 2
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.layers = [m for m in block.modules() if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
+
+    def wrapped(self, layer: Any, receiver: Receiver, leave_out: int | None, counts: Counts) -> Callable:
+        return partial(self._counted, layer, leave_out, counts)
+
+    @staticmethod
+    def _counted(layer: Any, leave_out: int | None, counts: Counts, x: torch.Tensor) -> torch.Tensor:
+        index, counts.calls = counts.calls, counts.calls + 1
+        counts.saved_before_last = counts.saved
+        return adapted_forward(layer, x, leave_out=index == leave_out)

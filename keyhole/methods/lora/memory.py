@@ -1,0 +1,60 @@
+"""Bytes and work of LoRA, from shapes alone.
+
+For n = sum over adapted matrices of r (rows + columns) numbers in all adapters, and the parts of a sweep
+(model/backward/memory.py):
+
+    on the device    homes, slots, block inputs and the activations of one block, as of any reverse; no gradient of a
+                     matrix; 16 n of the adapters: fp32 weight, gradient, two moments
+    products         a forward, a second one for the graph (unless activations are kept), the gradient of the inputs:
+                     6 N M for N parameters and M tokens; none for gradients of matrices
+    touched          beside an adapted layer, per token: I + 2 O in a forward pass (x is read, y added to), 3 I + 2 O in
+                     reverse (adapted_linear.py); here (I + O) times FORWARD and REVERSE
+                     packed weights are read, and written unpacked, twice
+    up, down         every streamed unit twice; nothing
+    saved            12 n: adapters and moments
+"""
+
+from dataclasses import replace
+
+from keyhole.machine.rates import Rates
+from keyhole.methods.base import Room, Workload
+from keyhole.methods.lora.traits import LoRAConfig
+from keyhole.methods.memory import reverse_bytes
+from keyhole.methods.work import StepWork, reverse_work
+from keyhole.model.backward.memory import ReverseBytes
+from keyhole.model.structure.layout import Layout
+
+FORWARD, REVERSE = 1.5, 2.5  # elements that an adapter reads and writes per input and output of its layer
+
+
+def adapted_sides(layout: Layout, targets: str | list[str] | None = None) -> int:
+    """Inputs and outputs of all linear layers of the blocks, or of those with these names."""
+    names = [targets] if isinstance(targets, str) else targets
+    return sum(
+        sum(t.shape)
+        for u in layout.of_kind("block")
+        for t in u.tensors
+        if len(t.shape) == 2 and (names is None or any(f".{name}." in f".{t.name}" for name in names))
+    )
+
+
+def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ReverseBytes:
+    """The device peak of a step."""
+    own: LoRAConfig = work.settings or LoRAConfig()
+    numbers = own.r * adapted_sides(layout, own.target_modules)
+    found = reverse_bytes(layout, streamed, work, room, updates=16 * numbers)
+    kept = layout.block_count if own.activations == "none" else 0
+    return replace(found, gradients=0, activations=max(1, kept) * found.activations)
+
+
+def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, rates: Rates) -> StepWork:
+    """What a step asks of a machine."""
+    own: LoRAConfig = work.settings or LoRAConfig()
+    sides = adapted_sides(layout, own.target_modules)
+    numbers = own.r * sides
+    found = reverse_work(layout, streamed, work, room, rates, weight_products=0.0)
+    b, blocks = room.formats.dtype.itemsize, layout.of_kind("block")
+    unpacked = 2 * sum(room.formats.home_bytes(u) + b * u.numel for u in blocks) if room.formats.packs else 0
+    elements = (1 if own.activations == "none" else 2) * FORWARD + REVERSE
+    beside = room.formats.dtype.itemsize * work.passes * elements * work.tokens * sides
+    return found.plus(touched=beside + unpacked + 32 * numbers, saved_bytes=12 * numbers)

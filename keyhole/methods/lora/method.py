@@ -1,0 +1,224 @@
+"""LoRA: the model is frozen; small matrices beside its linear layers are trained by AdamW.
+
+    y = W x + (alpha / r) B A x        A [r, I] random, B [O, r] zero at the start; only A and B learn
+
+The step goes block by block, forward and in reverse (model/backward/reverse.py), so the frozen weights may live
+anywhere: on the device, or behind the link, in 16 bits or in a packed format that is unpacked for the time of a visit.
+A block's weights are needed for its products and for the gradient of its inputs, and have none of their own: nothing is
+written back. Gradients of the adapters of all micro-batches are added up by autograd in one order, whatever the
+placement; they are all there when the reverse is over, so clipping by their exact global norm costs nothing.
+
+Bytes on the device: the weights that live there; 16 per parameter of the adapters (fp32 weight, gradient, two moments),
+about r (I + O) / (I O) of the model; the block inputs, or all activations of as many blocks as fit (activations=auto).
+Over the link per step: each streamed unit up twice, nothing down.
+
+What LoRA can learn is a change of rank r. What is saved: peft_layers.py. To go on from a checkpoint, load the
+*original* model and give the state to the method.
+
+On several ranks each has all weights (streamed blocks once per machine) and its part of the micro-batches; gradients of
+the adapters are added up in the order of ranks, and every rank makes the same update.
+
+Dropout of the adapters' inputs is drawn like the model's own (methods/dropout.py), from (seed, step, micro-batch).
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.disk.tensors import tensors_hash
+from keyhole.errors import UserError
+from keyhole.methods.base import Method, State, checked_rate
+from keyhole.methods.dropout import KEY, ModelDropout
+from keyhole.methods.lora.adapted_linear import AdapterRecompute
+from keyhole.methods.lora.peft_layers import Adapters, find_targets, inject, peft_config
+from keyhole.methods.shards import share, total_loss
+from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
+from keyhole.model.backward.reverse import Reverse
+from keyhole.model.backward.sink import Nothing
+from keyhole.model.batch import Batch
+from keyhole.model.model import Model
+
+
+class LoRA(Method):
+    """Adapters beside a frozen model. `params`: the adapters, by name."""
+
+    name = "lora"
+    keeps_base = True
+
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 2e-4,
+        *,
+        r: int = 8,
+        alpha: float = 16.0,
+        dropout: float = 0.0,
+        target_modules: list[str] | str | None = None,
+        merge: bool = True,
+        activations: str = "auto",
+        weight_decay: float = 0.0,
+        weight_decay_on: str = "matrices",
+        max_grad_norm: float | None = None,
+        model_dropout: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.model, self.seed, self.step_count, self.max_grad_norm = model, seed, 0, max_grad_norm
+        self._base: str | None = None
+        targets = find_targets(model, target_modules)
+        self.config = peft_config(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
+        self.dropout = AdapterDropout(model, seed, model_dropout)  # before there are adapters, which have their own
+        self.layers = inject(model, self.config, seed)
+        if dropout:
+            self.dropout.add(self.layers.values())
+        self.params = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        for param in self.params.values():
+            param.data = param.data.to(model.device)
+        self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.source)
+        model.attach(self)
+        self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
+        decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
+        self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
+        self._grad_norm: torch.Tensor | None = None
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = value
+
+    def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
+        """One update of the adapters from one batch or the micro-batches of one step. Returns the loss, unread."""
+        self.model.apply_deferred(before_step_of=self)
+        several = self.model.ranks.several
+        batches, first, count, weight = (
+            share(self.model, batch) if several else (self.model.to_device(batch), 0, None, 1.0)
+        )
+        self.step_count += 1
+        try:
+            with self.dropout.step(), self.reverse.sweep():
+                loss = self.reverse.forward(batches, lambda i: self.dropout.turn(first + i), count, weight)
+                self.reverse.reverse(Nothing())
+            if several:
+                loss = total_loss(self.model, loss)
+                self._add_up_gradients()
+            limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+            self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
+            if torch.isfinite(self._grad_norm):
+                self.optimizer.step()
+        finally:
+            self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    @torch.no_grad()
+    def _add_up_gradients(self) -> None:
+        """Over the ranks, in one piece."""
+        params = list(self.params.values())
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        total = self.model.ranks.sum(torch.cat([grad.flatten() for grad in own]))
+        for param, grad in zip(params, total.split([p.numel() for p in params]), strict=True):
+            param.grad = grad.view(param.shape).to(param.dtype)
+
+    def metrics(self) -> dict[str, torch.Tensor | float]:
+        """grad_norm: of all adapters' gradients, unclipped."""
+        return {} if self._grad_norm is None else {"grad_norm": self._grad_norm}
+
+    # -- what others see of it (model/attached.py) -----------------------------------------------------------------
+
+    @property
+    def addon(self) -> Adapters:
+        return self._addon
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        count = sum(p.numel() for p in self.params.values())
+        rank = f"rank {self.config.r}, alpha {self.config.lora_alpha:g}"
+        own = f"lora: {len(self.layers)} adapters of {rank}: {count:,} trained parameters; the model is frozen"
+        return [own, *self.dropout.describe()]
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> State:
+        own: State = {"step_count": self.step_count, "base": self._base_hash()}
+        for name, param in self.params.items():
+            own[f"{name}/adapter"] = param.data
+            own |= {f"{name}/{key}": value for key, value in self.optimizer.state.get(param, {}).items()}
+        return own | self.dropout.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        if not self._is_base(state["base"]):
+            raise UserError(
+                "model: these are not the weights that the adapters were trained on (a checkpoint holds them with the "
+                "adapters added, another wire rounds them differently); load the original model as before, then the "
+                "state"
+            )
+        missing = [name for name in self.params if f"{name}/adapter" not in state]
+        if missing:
+            raise UserError(f"lora: the state has no adapter {missing[0]}; r and target_modules must be as they were")
+        self.step_count = int(state["step_count"])
+        self.dropout.load_state_dict(state)
+        for name, param in self.params.items():
+            param.data.copy_(state[f"{name}/adapter"])
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                if (value := state.get(f"{name}/{key}")) is not None:
+                    self.optimizer.state[param][key] = value if key == "step" else value.to(param.device)
+
+    def _base_hash(self) -> str:
+        """Tells one set of frozen weights from another, by their bits. They never change, so it is computed once."""
+        if self._base is None:
+            self.model.engine.wait_for_homes()
+            self._base = tensors_hash((t.name, self.model.home(t)) for t in self.model.layout.tensors)
+        return self._base
+
+    def _is_base(self, saved: str | list[float]) -> bool:
+        """Whether these are the weights that a state was saved with. Before version 0.2 a state had the sums of the
+        first and the last adapted matrix, which depend a little on the number of threads."""
+        if isinstance(saved, str):
+            return saved == self._base_hash()
+        of_param = {id(t.param): t for t in self.model.layout.tensors}
+        adapted = [of_param[id(layer.base_layer.weight)] for layer in self.layers.values()]
+        ends = [self.model.home(tensor).detach().double() for tensor in (adapted[0], adapted[-1])]
+        return all(abs(float(w.sum()) - s) <= 1e-9 * float(w.abs().sum()) for w, s in zip(ends, saved, strict=True))
+
+
+class AdapterDropout(ModelDropout):
+    """The model's own dropout and that of adapters' inputs, in training mode during a step."""
+
+    def __init__(self, model: Model, seed: int, wanted: bool) -> None:
+        super().__init__(model, seed, wanted)
+        self.of_model, self.parts = self.active, list[nn.Module]()
+
+    def add(self, layers: Iterable[Any]) -> None:
+        """These layers have adapters whose inputs are dropped."""
+        self.parts, self.active = [layer.lora_dropout for layer in layers], True
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        if self.of_model or not self.active:  # training mode of the whole module, or of nothing
+            with super().step():
+                yield
+            return
+        self.begin()
+        for part in self.parts:
+            part.train()
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.eval()
+
+    def describe(self) -> list[str]:
+        active, self.active = self.active, self.of_model
+        lines = super().describe()
+        self.active = active
+        return lines + (["dropout of the adapters: drawn from (seed, step, micro-batch)"] if self.parts else [])
+
+    def load_state_dict(self, state: State) -> None:
+        """A state of before version 0.3 counts the steps of a model without dropout of its own elsewhere."""
+        counted = self.parts and not self.of_model and KEY not in state
+        super().load_state_dict({KEY: state["step_count"]} if counted else state)

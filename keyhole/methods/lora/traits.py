@@ -1,0 +1,51 @@
+"""Settings and row of `lora`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from keyhole.limits import BelowOne, Count, Positive
+from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """LoRA, by peft: the model is frozen, low-rank matrices beside its linear layers are trained by AdamW. Streams."""
+
+    r: Count = 8
+    """Rank of the adapters."""
+    alpha: Positive = 16.0
+    """Adapters are scaled by alpha / r."""
+    dropout: BelowOne = 0.0
+    """Share of an adapter's inputs that is dropped in training."""
+    target_modules: str | list[str] | None = None
+    """Names of the linear layers to adapt, such as [q_proj, v_proj]; null = all linear layers of the blocks."""
+    activations: Literal["none", "block", "host", "auto"] = "auto"
+    """Kept for backward: everything (none), block inputs (block), these in host memory (host), or what fits (auto)."""
+    merge: bool = True
+    """Save the model with its adapters added; false = the model as it was, and the adapters in adapter/."""
+
+
+def _faults(own: LoRAConfig, run: RunSettings) -> Iterator[Fault]:
+    if run.placement == "stream" and own.activations == "none":
+        yield "lora.activations", "none needs all weights on the device; use auto, block or host, or resident"
+
+
+LORA = Traits(
+    name="lora",
+    cls="keyhole.methods.lora.method:LoRA",
+    settings=LoRAConfig,
+    learning_rate=2e-4,
+    sane_rates=(1e-5, 5e-3),
+    sweep="reverse",
+    ranks="replicas",
+    exchanged=lambda width: 0.0,  # of adapters alone
+    device_bytes="keyhole.methods.lora.memory:device_bytes",
+    step_work="keyhole.methods.lora.memory:step_work",
+    wires=("fp32", "bf16", "fp16"),
+    frozen_wires=lambda own: ("int8", "int4", "nf4"),
+    keeps_base=True,
+    faults=_faults,
+    advice=host_activations,
+    demo=Demo(lr=1e-2),
+)

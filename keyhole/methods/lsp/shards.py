@@ -1,0 +1,171 @@
+"""LSP on several ranks: compressed gradients are added up instead of matrices, and each rank has a part of the moments.
+
+Weights are shared out as for other methods (methods/shards.py); blocks and head are gathered when they are visited. Of
+a unit with n numbers that the optimizer sees (d x d per matrix), N ranks,
+
+    S_r = sum over ranks of their S, this rank's n / N           exchanged, added up in the order of ranks
+    delta_r = Adam(S_r)                                          on the device or on the host, as in one process
+    delta <- delta_r of all ranks, gathered                      when the unit moves: at once, or when it is next used
+    W <- W + lr scale P delta Q^T                                by every rank, in its slot; its part goes home
+
+so 2 n (N - 1) / N float32 numbers per rank and step travel in place of the gradient, and moments take 8 n / N bytes.
+Targets without a gradient on any rank are left alone, as in one process. Units are placed and moved alike on all ranks,
+so nothing here may depend on time: a unit whose steps are back early waits until it is asked for.
+
+Projectors are learned on the step's first micro-batch, as in one process, by the rank that has it. (A matrix that is
+not used by a linear layer comes as a complete gradient, of all micro-batches, which is added up first.) The others get
+their numbers (r per row and side), so all ranks have the same bits; positions are drawn by all, from the seed.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.methods.lsp.gradient_buffers import Share, Targets, view_in
+from keyhole.methods.lsp.learn import Check, Learning, Moments, Verdict, is_first
+from keyhole.methods.lsp.target import Target
+from keyhole.methods.lsp.update import SubspaceUpdates, UpdateRule
+from keyhole.methods.shards import of_any_rank
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.weights.homes import view
+from keyhole.ops.lsp.projector import Projector
+
+
+class SharedUpdates(SubspaceUpdates):
+    """The optimizer of which this rank has a part."""
+
+    def __init__(
+        self, model: Model, units: Targets, on_device: set[int], rule: UpdateRule, threads: int | None
+    ) -> None:
+        self.ranks = model.ranks
+        super().__init__(model, units, on_device, rule, threads, share=Share(model.ranks.rank, model.ranks.size))
+        self.steps = torch.empty(max(self.lengths.values()), device=model.device)  # of one unit, from all ranks
+
+    def buffer(self, unit: int) -> torch.Tensor:
+        return self.gradients.of(unit)
+
+    def _complete(self, unit: Unit) -> tuple[list[Target], list[torch.Tensor]]:
+        """Those that any rank has a gradient of; here it is zero where there is none."""
+        page, step = unit.index, self.current
+        members = sorted(self.units.get(page, []), key=lambda target: target.begin)
+        received = step.received.pop(page, {})
+        targets = of_any_rank(self.ranks, members, [target.name in received for target in members])
+        for target in targets:
+            if target.name not in received:
+                view_in(self.buffer(page), target).zero_()
+        return targets, [self._weight(unit, target) for target in targets]
+
+    def _weight(self, unit: Unit, target: Target) -> torch.Tensor:
+        known = self.current.weights.pop(target.name, None)
+        return view(self.model.engine.on_device(unit.index), target.tensor, unit.start) if known is None else known
+
+    def _total(self, page: int) -> torch.Tensor:
+        part = self.ranks.sum_of_parts(self.buffer(page))
+        if page not in self.device.waiting:
+            return part
+        self.gradients.done(page)
+        return self.device.waiting[page].copy_(part)
+
+    def _measure(self, grad: torch.Tensor, targets: list[Target], norms: torch.Tensor) -> None:
+        own = torch.stack([torch.linalg.vector_norm(self.share.view_in(grad, target)) for target in targets])
+        torch.linalg.vector_norm(self.ranks.gather(own), dim=0, out=norms)
+
+    def _all_of(self, page: int, deltas: torch.Tensor) -> torch.Tensor:
+        found = self.steps[: self.lengths[page]]
+        self.ranks.gather_into(found, deltas)
+        return found
+
+    def _apply_arrived(self) -> None:
+        """Not here: which steps are back is a matter of time."""
+
+    # -- moments, for checks and checkpoints -----------------------------------------------------------------------
+
+    def all_moments(self, target: Target) -> Moments:
+        """m and v of a target, from all ranks. Called by all of them."""
+        place, found = self.place_of(target.unit), []
+        for part in (place.m[target.unit], place.v[target.unit]):
+            whole = torch.empty(self.lengths[target.unit], device=part.device)
+            self.ranks.gather_into(whole, part)
+            found.append(view_in(whole, target))
+        m, v = found
+        return m, v
+
+    def set_moments(self, target: Target, moments: Moments) -> None:
+        """What is here of them."""
+        for own, whole in zip(self.moments_of(target), moments, strict=True):
+            own.copy_(self.own_range(target, whole.reshape(-1)))
+
+    def own_range(self, target: Target, flat: torch.Tensor) -> torch.Tensor:
+        """The numbers of a target that are here, of all of them."""
+        begin, numel = self.own_place(target)
+        return flat[begin : begin + numel]
+
+    def own_place(self, target: Target) -> tuple[int, int]:
+        """The index in the target of the first number that is here, and how many are."""
+        length = self.share.numel(self.lengths[target.unit])
+        begin, end = self.share.range_of(target, length)
+        return self.share.first_in(target, length), end - begin
+
+
+class SharedCheck(Check):
+    """Verdicts are those of the rank that has the first micro-batch (`judge`); all follow when a unit is finished."""
+
+    def __init__(
+        self, learning: Learning, targets: dict[int, Target], step_count: int, updates: SharedUpdates, judge: int
+    ) -> None:
+        super().__init__(learning, targets, step_count, updates.moments_of)
+        self.updates, self.judge = updates, judge
+        self.asked: dict[int, list[int]] = {}  # unit -> matrices to be looked at
+        for start in sorted(self.wanted):
+            self.asked.setdefault(targets[start].unit, []).append(start)
+        self.complete: dict[int, torch.Tensor] = {}  # gradients of this rank's micro-batches
+        self.verdicts: dict[int, Verdict] = {}
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        return super().linear(tensor, w_OI, dy_MO, x_MI) if self.updates.ranks.rank == self.judge else True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        if tensor.start in self.wanted:
+            self.complete[tensor.start] = grad.detach()
+
+    def _decided(self, target: Target, verdict: Verdict) -> None:
+        self.verdicts[target.tensor.start] = verdict
+
+    @torch.no_grad()
+    def finished(self, unit: Unit) -> bool:
+        starts = self.asked.pop(unit.index, [])
+        if starts:
+            self._judge_sums(starts)
+            sent = self.updates.ranks.from_rank(self.judge, lambda: {s: self._sent(s) for s in starts})
+            for start in starts:
+                if sent[start] is not None:
+                    super()._decided(self.targets[start], self._received(self.targets[start], *sent[start]))
+        return False
+
+    def _judge_sums(self, starts: list[int]) -> None:
+        """Of matrices whose gradients came as tensors."""
+        ranks = self.updates.ranks
+        for start in of_any_rank(ranks, starts, [start in self.complete for start in starts]):
+            tensor = self.targets[start].tensor
+            own = self.complete.pop(start, None)
+            total = ranks.sum(torch.zeros(tensor.shape, device=self.learning.device) if own is None else own)
+            if ranks.rank == self.judge:
+                self._check(tensor, [total])
+
+    def _sent(self, start: int) -> tuple[Any, ...] | None:
+        verdict = self.verdicts.pop(start, None)
+        if verdict is None:
+            return None
+        values = None if verdict.taken is None else [side.values_Rr.cpu() for side in verdict.taken]
+        return verdict.found, verdict.bias, values
+
+    def _received(self, target: Target, found: float | None, bias: float, values: Any) -> Verdict:
+        if values is None:
+            return Verdict(found, bias)
+        drawn = (target.p, target.q) if is_first(target, self.learning.rule) else self.learning.draw(target)
+        p, q = (side.with_values(new.to(self.learning.device)) for side, new in zip(drawn, values, strict=True))
+        return Verdict(found, bias, (p, q))
+
+    def _carry_moments(self, target: Target, p: Projector, q: Projector) -> None:
+        self.updates.set_moments(target, self._carried(self.updates.all_moments(target), target, p, q))

@@ -1,0 +1,148 @@
+"""Gradients on several ranks, each of which keeps a part of the weights: added up, and cut into the parts of ranks.
+
+Stands between the reverse sweep and the sink of a method (model/backward/sink.py). The gradients of a block are put
+side by side, laid out as its units are; when a unit is finished,
+
+    g_r = sum over ranks of their gradient, this rank's part     pieces are exchanged and added in the order of ranks
+
+and what becomes of it is the method's business (lomo/shards.py, adam_offload/shards.py). Table and spine are whole on
+every rank: their gradients are added up, and every rank makes the same update. A tensor that no rank has a gradient of
+stays as it is, as in one process; ranks ask each other where that makes a difference.
+
+Bytes: one block of gradients in the dtype of compute, and one unit more for the exchange. Over the network, per
+reverse: (N - 1) / N of the gradients of blocks and head, twice that of table and spine, these in float32.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.model.backward.sink import chunk
+from keyhole.model.batch import Batch, DeviceBatch, as_list
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.ranks import Ranks
+
+
+class GradientParts:
+    """A sink in front of a method's, for a model whose units are sharded."""
+
+    accumulates, by_factors, surveys, update_key = False, False, 0, None
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.ranks = model, model.ranks
+        numel_of = {page: whole.numel() for page, whole in enumerate(model.engine.homes) if page in model.homes.parts}
+        self.place: dict[int, tuple[int, int]] = {}  # unit -> where its gradients begin, and their length
+        ends: dict[int | None, int] = {}
+        for unit in model.layout.units:
+            if unit.index in numel_of:
+                begin = ends.get(unit.block, 0) if unit.kind == "block" else 0
+                self.place[unit.index] = begin, numel_of[unit.index]
+                ends[unit.block if unit.kind == "block" else None] = begin + numel_of[unit.index]
+        self.buffer = torch.zeros(max(ends.values()), dtype=model.dtype, device=model.device)
+        self.unit_at = {t.start: u for u in model.layout.units if u.index in numel_of for t in tensors_of(u)}
+        self.received: set[int] = set()  # tensors of the block at work, by their start
+
+    def begin(self) -> None:
+        """Before a reverse."""
+        self.received.clear()
+        self.buffer.zero_()
+
+    def _view(self, tensor: FlatTensor, unit: Unit) -> torch.Tensor:
+        begin = self.place[unit.index][0] + tensor.start - unit.start
+        return self.buffer[begin : begin + tensor.shape.numel()].view(tensor.shape)
+
+    # -- as a sink -------------------------------------------------------------------------------------------------
+
+    def updated(self, tensors: list[FlatTensor]) -> None:
+        raise AssertionError("nothing is recorded here")
+
+    def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
+        unit = self.unit_at.get(tensor.start)
+        if unit is None:
+            return False
+        torch.mm(dy_MO.t(), x_MI, out=self._view(tensor, unit))
+        self.received.add(tensor.start)
+        return True
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        unit = self.unit_at.get(tensor.start)
+        if unit is None:
+            self.whole(tensor, w, self.ranks.sum(grad))
+        else:
+            self._view(tensor, unit).copy_(grad)
+            self.received.add(tensor.start)
+
+    # -- for the method --------------------------------------------------------------------------------------------
+
+    def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        """Takes the sum, in float32, of a gradient of table or spine."""
+        raise NotImplementedError  # abstract
+
+    def all_of(self, unit: Unit) -> torch.Tensor:
+        """The sum over the ranks of a unit's gradients, in float32; those here are forgotten."""
+        begin, numel = self.place[unit.index]
+        flat = self.buffer[begin : begin + numel]
+        total = self.ranks.sum(flat)
+        flat.zero_()
+        return total
+
+    def part_of(self, unit: Unit) -> torch.Tensor:
+        """The same, of this rank's part."""
+        begin, numel = self.place[unit.index]
+        flat = self.buffer[begin : begin + numel]
+        part = self.ranks.sum_of_parts(flat)
+        flat.zero_()
+        return part
+
+    def with_gradient(self, unit: Unit, asks: bool = True) -> list[FlatTensor]:
+        """The trained tensors of a unit; asks: those of which some rank has a gradient."""
+        trained = [tensor for tensor in tensors_of(unit) if tensor.param.requires_grad]
+        got = [tensor.start in self.received for tensor in trained]
+        self.received -= {tensor.start for tensor in trained}
+        return of_any_rank(self.ranks, trained, got) if asks else trained
+
+
+def of_any_rank(ranks: Ranks, items: list[Any], got: list[bool]) -> list[Any]:
+    """Those of the items that some rank has got; items: the same on all ranks."""
+    if not items:
+        return []
+    found = ranks.gather(torch.tensor(got)).any(dim=0).tolist()
+    return [item for item, one in zip(items, found, strict=True) if one]
+
+
+def tensors_of(unit: Unit) -> list[FlatTensor]:
+    """As gradients are handed over: chunks of a table are tensors of their own."""
+    return [chunk(unit)] if unit.rows is not None else unit.tensors
+
+
+def share(model: Model, batch: Batch | list[Batch]) -> tuple[list[DeviceBatch], int, int, float]:
+    """(this rank's micro-batches, the number of the first of them, what the loss is a mean of, their weight). A rank
+    without one takes the first of all, with weight 0: every rank visits every unit."""
+    batches, ranks = as_list(batch), model.ranks
+    own, first = ranks.share(batches), ranks.rank * len(batches) // ranks.size
+    sent = model.to_device(own or batches[:1])
+    count = ranks.total(sum(one.loss_count for one in sent) if own else 0)
+    return sent, first, max(1, count), float(bool(own))
+
+
+def first_rank(model: Model, batch: Batch | list[Batch]) -> int:
+    """The rank that has the first micro-batch: not the leader, where there are fewer than ranks."""
+    return -(-model.ranks.size // min(model.ranks.size, len(as_list(batch)))) - 1
+
+
+def total_loss(model: Model, loss: torch.Tensor) -> torch.Tensor:
+    """Of all ranks, from what each has of it."""
+    return model.ranks.in_order(loss[None], [model.ranks.size]).sum()
+
+
+def check(name: str, compiled: bool | str, activations: str, rounding: str = "") -> None:
+    """Refuses what is not known to be the same on several ranks."""
+    for key, value, wrong in (
+        ("rounding", rounding, rounding == "kahan"),
+        ("compile", compiled, bool(compiled)),
+        ("activations", activations, activations == "none"),
+    ):
+        if wrong:
+            raise UserError(f"{name}.{key}={value}: not on several ranks; change it, or start without torchrun")

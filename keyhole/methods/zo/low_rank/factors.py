@@ -1,0 +1,343 @@
+"""The factors of directions of low rank: perturbed for a step, updated after it, folded or kept at the end of a period.
+
+For every linear layer W [O, I] of the blocks, step t in period k = t // refresh, direction i:
+
+    z_i = U_{t,i} V_k^T / sqrt(r)        U [O, r], V [I, r] from Philox: (seed, t, i, element), (seed, k, element)
+    W_t = W + A V_k^T / sqrt(r)          A [O, r] float32: what this period has learned
+    look:    A +- eps U_{t,i}            the weights w +- eps z_i, without a copy of them
+    update:  A <- A - lr sum_i c_i U_{t,i}
+
+An element of z_i has variance 1, as in a dense direction, so eps and rates mean the same. (LOZO has U V^T, and lr / r
+in the update: the same step, with an eps larger by sqrt(r).) So a step of low rank is a dense one on the array of all
+A, which is thousands of times smaller than the model: both take the same kernel (ops/zo/flat.py), in float32. v holds
+V / sqrt(r), rounded to the dtype of compute; every use of it is of these very numbers.
+
+When a period ends, its A begins again at 0, and what was learned is
+
+    folded    W <- round(W + A V_k^T / sqrt(r)) when the unit is next visited (ops/lowrank/fold.py): W is read and
+              written once per period, and not at all within it
+    kept      as a pair of factors more, rank (k + 1) r in all, in the dtype of compute; W never changes, so it may be
+              frozen in any format
+
+A fold rounds where a dense step rounds after every update: less often by a factor of `refresh`.
+
+Bytes, for n numbers in all A and vectors, m in all V, L looks, b per number in compute:
+4 n + 4 L n + b m; until a fold is done 4 n + b m more; of kept periods b (n + m) each.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from keyhole import ops
+from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank.parts import Matrix, Parts, Vector, find_parts, vector_at
+from keyhole.methods.zo.update import Pending
+from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
+from keyhole.model.model import Model
+from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.weights.format import PACKED
+from keyhole.model.weights.homes import view
+
+
+@dataclass
+class Fold:
+    """What a period has learned and the weights at home do not have yet; left: units that lack it."""
+
+    a: torch.Tensor
+    v: torch.Tensor
+    step: int  # its rounding bits
+    left: set[int] = field(default_factory=set)
+
+
+class Factors:
+    """Of one model. noise: seed, distribution. The model holds it, and adds to its linear layers what it says."""
+
+    def __init__(
+        self, model: Model, noise: dict[str, Any], *, rank: int, refresh: int, fold: bool, rounding: str, pairs: int
+    ) -> None:
+        self.model, self.noise, self.rounding = weakref.proxy(model), noise, rounding
+        self.rank, self.refresh, self.folds = rank, refresh, fold
+        self.parts: Parts = find_parts(model, rank)
+        self.units = {unit.index for unit in model.layout.of_kind("block")}
+        if fold and any(model.engine.homes[i].dtype == PACKED for i in self.units):
+            raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
+        device = model.device
+        self.now = torch.zeros(self.parts.numel, device=device)
+        self.looks = torch.empty(2 * pairs, self.parts.numel, device=device)
+        self.kept: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # by matrix: v [k r, I] and a [k r, O] of earlier periods
+        self.fold: Fold | None = None
+        self.steps, self.v = 0, self.draw_v(0)  # steps done; v is that of the period they lead to
+        self.changed = torch.zeros((), dtype=torch.int64, device=device)
+        self.share: Share | None = None  # None: the weights as they are
+        self.shares: dict[int, Share] = {}  # by pass, while a step runs
+        self.spines: torch.Tensor | None = None
+        self.by_layer = {id(matrix.layer): i for i, matrix in enumerate(self.parts.matrices)}
+        self.by_owner: dict[int, list[Vector]] = {}
+        for vector in self.parts.vectors:
+            vector_at(self.now, vector).copy_(model.home(vector.tensor))
+            if id(vector.owner) not in self.by_layer:
+                self.by_owner.setdefault(id(vector.owner), []).append(vector)
+        spine = {id(t.param): t for t in model.layout.spine.tensors}
+        self.in_spine: dict[int, list[FlatTensor]] = {}
+        inside = model.module if model.classifies else model.head.decoder
+        owners = [m for m in inside.modules() if id(m) not in self.by_layer]
+        for owner in owners:
+            if own := [spine[id(p)] for p in owner._parameters.values() if id(p) in spine]:
+                self.in_spine[id(owner)] = own
+        owners = [m for m in owners if id(m) in self.in_spine.keys() | self.by_owner.keys()]
+        plain = not model.classifies and not model.head.transforms
+        self.together = plain and not any(any(owner.children()) for owner in owners)
+        install(model, [m.layer for m in self.parts.matrices])
+        install_by_look(model, owners if self.together else [m for m in owners if id(m) in self.by_owner])
+        model.factors = self
+
+    # -- noise and updates -----------------------------------------------------------------------------------------
+
+    def draw_v(self, period: int) -> torch.Tensor:
+        """V / sqrt(r) of all layers, in the dtype of compute."""
+        where = {"offset": self.parts.v_start, "step": period, "device": self.model.device}
+        return ops.draw_noise(self.parts.v_numel, **where, **self.noise).mul_(self.rank**-0.5).to(self.model.dtype)
+
+    def perturb(self, perturbations: list[dict[str, Any]]) -> None:
+        """Makes the looks of a step: for each pair its step, eps, direction, and what is beside it."""
+        for p, how in enumerate(perturbations):
+            moved = ops.ZOStep(self.parts.start, **self.noise, **how)
+            ops.zo_flat_(self.now, self.looks[2 * p], self.looks[2 * p + 1], moved)
+
+    def update(self, pending: Pending) -> None:
+        """The step of `pending` has ended."""
+        assert self.fold is None or not self.fold.left, "a fold of the period before is not done"
+        how = {"coef": pending.coef, "update_step": pending.step, "changed": self.changed.zero_()}
+        ops.zo_flat_(self.now, None, None, ops.ZOStep(self.parts.start, **self.noise, **how))
+        self.steps = pending.step + 1
+        if self.steps % self.refresh == 0:
+            self._end_period()
+
+    def _end_period(self) -> None:
+        a = self.now[: self.parts.a_numel]
+        if self.folds:
+            self.fold = Fold(a.clone(), self.v.clone(), self.steps, set(self.units))
+        else:
+            self.keep(a, self.v)
+        a.zero_()
+        self.v.copy_(self.draw_v(self.steps // self.refresh))  # where it is: graphs have its address
+
+    def keep(self, a: torch.Tensor, v: torch.Tensor) -> None:
+        """A period more, behind those that are kept."""
+        of_period = [(self._rows(v, m.v), self._rows(a, m.a).to(v.dtype)) for m in self.parts.matrices]
+        if not self.kept:
+            self.kept = [(v_rI.clone(), a_rO.clone()) for v_rI, a_rO in of_period]
+            return
+        for i, ((v_kI, a_kO), (v_rI, a_rO)) in enumerate(zip(self.kept, of_period, strict=True)):
+            self.kept[i] = torch.cat([v_kI, v_rI]), torch.cat([a_kO, a_rO])  # one at a time: little is there twice
+
+    # -- weights at home -------------------------------------------------------------------------------------------
+
+    def owes(self, unit: Unit) -> bool:
+        """Whether the unit's home lacks a fold."""
+        return self.fold is not None and unit.index in self.fold.left
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a step reads what the step before has read, and changes no weight of blocks."""
+        return self.folds and (self.fold is None or not self.fold.left)
+
+    def is_behind(self, unit: Unit) -> bool:
+        """Whether the unit's home lacks a fold, or numbers of vectors."""
+        return self.owes(unit) or (self.steps > 0 and next(self.parts.vectors_of(unit), None) is not None)
+
+    def arrive(self, unit: Unit, w: torch.Tensor, awaited: bool) -> bool:
+        """A unit is on the device as it is at home. Folds what it lacks; True: it is to go home. awaited: somebody
+        wants to see it, so its vectors are brought up to date too."""
+        owed = self.owes(unit)
+        if owed:
+            self.fold_into(unit, w, self.fold)
+            self.fold.left.discard(unit.index)
+        if (owed or awaited) and w.dtype != PACKED:
+            for vector in self.parts.vectors_of(unit):
+                view(w, vector.tensor, unit.start).copy_(vector_at(self.now, vector))
+                owed = True
+        return owed
+
+    def fold_into(self, unit: Unit, w: torch.Tensor, fold: Fold) -> None:
+        """W <- round(W + A V^T), for all matrices of a unit (of a tile, its rows)."""
+        for matrix in self.parts.matrices_of(unit):
+            a, v = self._rows(fold.a, matrix.a), self._rows(fold.v, matrix.v)
+            self._add(matrix, _inside(unit, w, matrix), a, v, fold.step, 0 if unit.rows is None else unit.rows[0])
+
+    def _add(
+        self, matrix: Matrix, w: torch.Tensor, a: torch.Tensor, v: torch.Tensor, step: int, first_row: int = 0
+    ) -> None:
+        a, v = a.to(w.device), v.to(w.device)
+        if not matrix.transposed:
+            a = a[:, first_row : first_row + w.shape[0]].contiguous()
+        left, right = (v, a) if matrix.transposed else (a, v)
+        where = {"offset": matrix.tensor.start, "first_row": first_row, "seed": self.noise["seed"]}
+        ops.fold_(w, left, right, **where, step=step, rounding=self.rounding)
+
+    def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
+        """A parameter with all that was learned, rounded once; `home` itself, where that is all. merged=False: matrices
+        as they are at home."""
+        for vector in self.parts.vectors:
+            if vector.tensor is tensor:
+                return vector_at(self.now, vector).to(home)
+        index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
+        if index is None or not merged or not self._learned(index):
+            return home
+        a, v = (torch.cat(rows) for rows in zip(*self._learned(index), strict=True))
+        whole = home.clone()
+        self._add(self.parts.matrices[index], whole, a, v, self.steps)
+        return whole
+
+    def _learned(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(a, v) of a matrix that its home lacks, oldest first, when no fold is left to be done."""
+        matrix, learned = self.parts.matrices[index], []
+        if self.kept:
+            v_kI, a_kO = self.kept[index]
+            learned.append((a_kO.float(), v_kI))
+        if self.steps % self.refresh:
+            learned.append((self._rows(self.now, matrix.a), self._rows(self.v, matrix.v)))
+        return learned
+
+    def bring_home(self) -> None:
+        """Folds what is left to be folded, and has every unit up to date at home that somebody waits for."""
+        model, watch = self.model, self.model.engine.watch
+        left = set() if self.fold is None else self.fold.left
+        wanted = [u for u in model.layout.of_kind("block") if watch is not None and watch.waits_for(u.index)]
+        units = [unit for unit in model.layout.of_kind("block") if unit.index in left or unit in wanted]
+        if not units:
+            return
+        with torch.no_grad(), model.rewriting_shared(), model.sweep("flush", learn=False):
+            for unit in units:
+                if not model.writes(unit.index):
+                    left.discard(unit.index)
+                    continue
+                self.arrive(unit, model.engine.acquire(unit.index), awaited=True)
+                model.engine.commit(unit.index)
+                model.engine.release(unit.index)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Puts all that was learned into the weights at home, within a period too, and ends."""
+        model = self.model
+        if self.steps == 0:
+            model.factors = None
+            return
+        self.bring_home()
+        with model.rewriting_shared(), model.sweep("flush", learn=False):
+            for unit in model.layout.of_kind("block"):
+                if not model.writes(unit.index):
+                    continue
+                w = model.engine.acquire(unit.index)
+                if w.dtype == PACKED:
+                    raise UserError("zo.fold=false: weights that are packed are frozen; save the model and load that")
+                self.arrive(unit, w, awaited=True)
+                for matrix in self.parts.matrices_of(unit):
+                    if learned := self._learned(self.by_layer[id(matrix.layer)]):
+                        a, v = (torch.cat(rows) for rows in zip(*learned, strict=True))
+                        first = 0 if unit.rows is None else unit.rows[0]
+                        self._add(matrix, _inside(unit, w, matrix), a, v, self.steps, first)
+                model.engine.commit(unit.index)
+                model.engine.release(unit.index)
+        model.factors = None
+
+    def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
+        """What is learned of a tensor at the moment; None where it is learned at home."""
+        places = {id(m.tensor): m.a for m in self.parts.matrices} | {id(v.tensor): v.at for v in self.parts.vectors}
+        at = places.get(id(tensor))
+        if at is None:
+            return None
+        index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
+        if index is None or not self.kept:
+            return self.now[at]
+        return self.now[at] + self.kept[index][1].float().unflatten(0, (-1, self.rank)).sum(0).flatten()
+
+    def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
+        return flat[at].view(self.rank, -1)
+
+    def describe(self) -> list[str]:
+        """For the start block."""
+        parts, end = self.parts, "folded into the weights" if self.folds else "kept beside weights that never change"
+        size = (4 * (self.now.numel() + self.looks.numel()) + self.v.nbytes) / 2**20
+        what = f"low rank: z = U V^T / sqrt({self.rank}) in {len(parts.matrices)} linear layers"
+        learned = f"learned in {parts.numel:,} numbers ({size:.1f} MiB with V and looks)"
+        when = f"every {self.refresh} steps a new V, and what was learned is {end}"
+        passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
+        return [f"{what}, {learned}; {when}", f"passes: {passes}"]
+
+    # -- what layers ask (model/forward/low_rank.py) ---------------------------------------------------------------
+
+    @contextmanager
+    def carried(self, shares: dict[int, Share], spines: torch.Tensor) -> Iterator[None]:
+        """A context in which passes carry looks. spines: [pairs, 2, spine]."""
+        self.shares, self.spines = shares, spines.view(-1, spines.shape[-1])
+        try:
+            yield
+        finally:
+            self.shares, self.spines = {}, None
+
+    @contextmanager
+    def seen_at(self, look: int) -> Iterator[None]:
+        """A context in which every pass sees the weights at one look."""
+        self.share = Share(look, 1)
+        try:
+            yield
+        finally:
+            self.share = None
+
+    @property
+    def running(self) -> Share | None:
+        if not self.shares:
+            return self.share
+        return self.shares[self.model.conductor.current.index]
+
+    def _at_looks(self) -> torch.Tensor:
+        """[L, n] the factors at the looks of the pass that runs."""
+        share = self.running
+        return self.now[None] if share is None else self.looks[share.first : share.first + share.count]
+
+    def graph_key(self) -> tuple | None:
+        memory = (self.looks, self.v, self.spines)
+        if not self.shares or not self.folds or self.spines is None:
+            return None
+        return self.running, *(tensor.data_ptr() for tensor in memory)
+
+    def added_to(self, layer: torch.nn.Module) -> Added | None:
+        """What the layer's product gets."""
+        index = self.by_layer.get(id(layer))
+        if index is None:
+            return None
+        matrix, flat, bias = self.parts.matrices[index], self._at_looks(), None
+        if isinstance(matrix.bias, slice):
+            bias = flat[:, matrix.bias]
+        elif matrix.bias is not None and self.spines is not None:
+            share, begin = self.running, matrix.bias.start - self.model.layout.spine.start
+            bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
+        elif getattr(layer, "bias", None) is not None:
+            bias = layer.bias[None].expand(flat.shape[0], -1)
+        earlier = self.kept[index] if self.kept else None
+        b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
+        return Added(self._rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
+
+    def point(self, module: torch.nn.Module, look: int | None, several: bool) -> None:
+        flat = self.now if look is None else self.looks[look]
+        for vector in self.by_owner.get(id(module), ()):
+            vector.tensor.param.data = vector_at(flat, vector).to(self.model.dtype)
+        if several:
+            for tensor in self.in_spine.get(id(module), ()):
+                tensor.param.data = view(self.spines[look], tensor, self.model.layout.spine.start)
+
+
+def _inside(unit: Unit, w: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """The matrix in the memory of its unit; of a tile, its rows."""
+    if unit.rows is None:
+        return view(w, matrix.tensor, unit.start)
+    first, last = unit.rows
+    return w[: (last - first) * matrix.inputs].view(last - first, matrix.inputs)

@@ -1,0 +1,154 @@
+"""Which tensors of the blocks a direction of low rank touches, and where their factors lie.
+
+    matrices    W [O, I] of the linear layers of blocks: a [r, O] and v [r, I], so that W moves by a^T v
+    vectors     everything else in the blocks' units (biases): as they are, in float32
+
+All a and all vectors lie one after the other in one array, the *factors* (float32, on the device), all v in another, in
+the dtype of compute. Their elements have indices behind those of the model's own elements, so that noise is a function
+of (seed, step, element) for them as for every weight, and independent of the noise of all others:
+
+    0 .. numel       numel' .. numel' + n        ..        + m           (each begins at a multiple of ALIGN)
+    the model        factors: U of a step                  v of a period, its number as the step
+
+Norms and what else is in the spine, table and head are no part of this: they stay dense (methods/zo/update.py).
+
+Only a layer whose own forward is called can be given another product. A matrix that something else uses (stacks of
+experts, the layers of a state-space mixer) has no factors here, and as a "vector" in float32 it would be no small
+thing: such models are refused.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from keyhole.errors import UserError
+from keyhole.model.model import Model
+from keyhole.model.structure.find import find_blocks
+from keyhole.model.structure.layout import FlatTensor, Layout, Unit
+from keyhole.model.structure.reach import reads_inside
+
+ALIGN = 8192  # a tile of noise
+MOST_VECTORS = 0.05  # of the elements of the blocks
+LINEAR = ("Linear", "Conv1D", "FalconLinear")  # classes that compute x W^T + b (GPT-2's: x W + b), and nothing else
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The factors of one linear layer. bias: its place among the factors, or the tensor of the spine that it is."""
+
+    tensor: FlatTensor
+    layer: nn.Module = field(repr=False)
+    inputs: int
+    outputs: int
+    transposed: bool  # GPT-2 stores [I, O]
+    a: slice
+    v: slice
+    bias: slice | FlatTensor | None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A tensor that is learned as it is; name: of the parameter in the module that owns it."""
+
+    tensor: FlatTensor
+    owner: nn.Module = field(repr=False)
+    name: str
+    at: slice
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All of them. numel: of the factors; of these, `a_numel` come first and belong to matrices."""
+
+    rank: int
+    matrices: list[Matrix]
+    vectors: list[Vector]
+    a_numel: int
+    numel: int
+    v_numel: int
+    start: int  # index of the first factor
+    v_start: int
+
+    def matrices_of(self, unit: Unit) -> Iterator[Matrix]:
+        inside = {id(tensor.param) for tensor in unit.tensors}
+        return (matrix for matrix in self.matrices if id(matrix.tensor.param) in inside)
+
+    def vectors_of(self, unit: Unit) -> Iterator[Vector]:
+        inside = {id(tensor.param) for tensor in unit.tensors}
+        return (vector for vector in self.vectors if id(vector.tensor.param) in inside)
+
+
+def factor_numels(layout: Layout, rank: int) -> tuple[int, int]:
+    """(elements of a and vectors, elements of v), from shapes alone: for plans."""
+    tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
+    matrices = [t.shape for t in tensors.values() if len(t.shape) == 2]
+    vectors = sum(t.shape.numel() for t in tensors.values() if len(t.shape) != 2)
+    return rank * sum(shape[0] for shape in matrices) + vectors, rank * sum(shape[1] for shape in matrices)
+
+
+def called_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The linear layers of blocks whose own forward is called."""
+
+    def inside(part: nn.Module) -> Iterator[nn.Module]:
+        if type(part).__name__ in LINEAR and isinstance(part, nn.Linear | Conv1D):
+            yield part
+        elif not reads_inside(part):
+            for child in part.children():
+                yield from inside(child)
+
+    for block in find_blocks(module):
+        yield from inside(block)
+
+
+def find_parts(model: Model, rank: int) -> Parts:
+    """The parts of a model; UserError where it has none, or too much that is none."""
+    layout = model.layout
+    tensors = {id(t.param): t for unit in layout.of_kind("block") for t in unit.tensors if t.param.requires_grad}
+    in_spine = {id(t.param): t for t in layout.spine.tensors}
+    layers = {id(layer.weight): layer for layer in called_layers(model.module)}
+    shapes = {i: _sides(layers[i], tensor) for i, tensor in tensors.items() if i in layers}
+    a_numel = rank * sum(outputs for _, outputs, _ in shapes.values())
+    places, end = {}, a_numel
+    for i, tensor in tensors.items():
+        if i not in layers:
+            places[i] = slice(end, end + tensor.shape.numel())
+            end = places[i].stop
+    _check(layout, shapes, [tensors[i] for i in places], end - a_numel)
+    owners = {id(p): (owner, name) for owner in model.module.modules() for name, p in owner._parameters.items()}
+    matrices, a_end, v_end = [], 0, 0
+    for i, (inputs, outputs, transposed) in shapes.items():
+        bias = getattr(layers[i], "bias", None)
+        place = places.get(id(bias)) or (in_spine.get(id(bias)) if bias is not None else None)
+        a, v = slice(a_end, a_end + rank * outputs), slice(v_end, v_end + rank * inputs)
+        matrices.append(Matrix(tensors[i], layers[i], inputs, outputs, transposed, a, v, place))
+        a_end, v_end = a.stop, v.stop
+    vectors = [Vector(tensors[i], *owners[i], at) for i, at in places.items()]
+    start = -(-layout.numel // ALIGN) * ALIGN
+    return Parts(rank, matrices, vectors, a_numel, end, v_end, start, start + -(-end // ALIGN) * ALIGN)
+
+
+def _sides(layer: nn.Module, tensor: FlatTensor) -> tuple[int, int, bool]:
+    """(inputs, outputs, whether the matrix lies as [inputs, outputs])."""
+    transposed, (rows, columns) = isinstance(layer, Conv1D), tensor.shape  # of a packed unit, a parameter is empty
+    return (rows, columns, True) if transposed else (columns, rows, False)
+
+
+def _check(layout: Layout, shapes: dict, vectors: list[FlatTensor], numel: int) -> None:
+    total = sum(unit.numel for unit in layout.of_kind("block"))
+    if numel > MOST_VECTORS * total:
+        large = max(vectors, key=lambda tensor: tensor.shape.numel())
+        raise UserError(
+            f"zo.rank: {numel / total:.0%} of this model's blocks is in no linear layer whose own forward runs (the "
+            f"largest is {large.name}, {tuple(large.shape)}), and directions of low rank exist for linear layers only; "
+            "set zo.rank=null"
+        )
+    if not shapes:
+        raise UserError("zo.rank: this model has no linear layers in its blocks that are trained; set zo.rank=null")
+
+
+def vector_at(flat: torch.Tensor, vector: Vector) -> torch.Tensor:
+    """A vector, in its shape, out of an array of factors."""
+    return flat[vector.at].view(vector.tensor.shape)

@@ -1,0 +1,78 @@
+"""A checkpoint of a run of low rank as a model: for evaluation, chat and `keyhole.load`, which know nothing of methods.
+
+In the middle of a period a checkpoint's weights lack what its factors hold, and a light one has no weights at all
+(state.py). So whoever loads such a directory gets the factors with it, beside the weights as in training; those of a
+light one are read from the model that the run began with. A method that is then made on the model finds all of it
+folded into the weights.
+
+A finished run needs none of this: its output directory holds an ordinary model.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from keyhole.disk.read_json import read_json
+from keyhole.disk.tensors import MethodState
+from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank.factors import Factors
+from keyhole.methods.zo.low_rank.state import from_state
+from keyhole.methods.zo.traits import ZO, ZOConfig, filled
+from keyhole.model.model import Model
+from keyhole.model.structure.source import find_directory
+
+STATE, TENSORS = "keyhole_state.json", "optimizer.safetensors"  # as checkpoint/files.py writes them
+
+
+@dataclass(frozen=True)
+class SavedFactors:
+    """Factors that lie in a directory."""
+
+    directory: Path
+    own: ZOConfig
+    seed: int
+    steps: int
+    original: str | None  # the model whose weights they belong to; None: those of the directory
+
+    def weights(self) -> Path:
+        """Where the weights are."""
+        return self.directory if self.original is None else find_directory(self.original)
+
+    def add_to(self, model: Model) -> str:
+        """Puts them beside the model's weights; returns what to say of it."""
+        noise = {"seed": self.seed, "distribution": self.own.distribution}
+        how = {"rank": self.own.rank, "refresh": self.own.refresh, "fold": self.own.fold, "rounding": self.own.rounding}
+        try:
+            factors = Factors(model, noise, **how, pairs=1)
+            from_state(factors, MethodState({}, self.directory / TENSORS), self.steps)
+        except (KeyError, ValueError, RuntimeError, OSError, StopIteration) as error:
+            model.factors = None
+            raise UserError(f"model: {self.directory / TENSORS} does not fit this model: {error}") from error
+        beside = "" if self.original is None else f", beside the weights of {self.original}"
+        return f"factors: of rank {self.own.rank} after {self.steps} steps, from {self.directory / TENSORS}{beside}"
+
+
+def find_factors(directory: Path) -> SavedFactors | None:
+    """The factors of a checkpoint; None where it has none."""
+    if not (directory / STATE).is_file() or not (directory / TENSORS).is_file():
+        return None
+    found = read_json(directory / STATE, "model")
+    config, method = found.get("config"), found.get("method")
+    if not isinstance(config, dict) or not isinstance(method, dict) or config.get(f"{ZO.section}.rank") is None:
+        return None
+    return _read(directory, config, method)
+
+
+def _read(directory: Path, config: dict[str, Any], method: dict[str, Any]) -> SavedFactors:
+    names = ("estimator", "distribution", "rounding", "rank", "refresh", "fold")
+    own = {name: config[f"{ZO.section}.{name}"] for name in names if f"{ZO.section}.{name}" in config}
+    seed, steps, light = method.get("seed"), method.get("step_count"), bool(method.get("light"))
+    numbers = (own.get("rank"), own.get("refresh", 1), seed, steps)
+    if not all(type(number) is int and 0 <= number < 2**32 for number in numbers) or not 0 < own["rank"] <= 256:
+        raise UserError(f"model: {directory / STATE} was edited: rank, refresh, seed and steps cannot be {numbers}")
+    if light and not isinstance(config.get("model"), str):
+        raise UserError(f"model: {directory} holds no weights, and {STATE} does not say whose factors these are")
+    try:
+        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, config["model"] if light else None)
+    except (KeyError, TypeError) as error:
+        raise UserError(f"model: {directory / STATE} was edited: {error}") from error

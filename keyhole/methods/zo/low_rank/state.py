@@ -1,0 +1,102 @@
+"""Factors in checkpoints and in the replay of a journal.
+
+A checkpoint holds the weights as they are at home, after the last fold, and in the method's tensors what was learned
+since: `factors` (all A of the period, and the vectors), and of kept periods `kept`, their A one below the other. V is
+drawn again. So a run goes on in the middle of a period, to the bit, and a checkpoint costs 4 n bytes more (OPT-13B,
+rank 2: 15 MB). Where all factors are kept, blocks never change: then a checkpoint is *light*. It holds no model, but
+beside the factors the homes of the units that do change (spine, table, head), and a run goes on from the original one.
+
+A journal has the scalars of every step, from which A of any period can be made again: an update of A is elementwise and
+its noise a function of (seed, step, element). Replaying is the run without its passes: A moves step by step, and what
+the periods have learned is folded into unit after unit. Many periods wait for one visit of a unit (AT_ONCE bytes of A).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank.factors import Factors, Fold
+from keyhole.methods.zo.update import Pending
+from keyhole.model.structure.layout import Unit
+
+if TYPE_CHECKING:
+    from keyhole.methods.zo.method import ZO
+
+AT_ONCE = 2**30
+
+
+def to_state(factors: Factors) -> dict[str, Any]:
+    """Tensors for a checkpoint; the fold that is left, if any, is made before the weights are saved."""
+    state: dict[str, Any] = {"factors": factors.now}
+    if not factors.folds:
+        state |= {"light": True} | {f"home.{unit.index}": home for unit, home in _changing(factors)}
+    if factors.kept:
+        by_period = [a_kO.unflatten(0, (-1, factors.rank)).flatten(1) for _, a_kO in factors.kept]  # of each [k, r O]
+        state["kept"] = torch.cat(by_period, dim=1)
+    return state
+
+
+def _changing(factors: Factors) -> Iterator[tuple[Unit, torch.Tensor]]:
+    """The units that change, where blocks never do, and their homes."""
+    for unit in factors.model.layout.units:
+        if unit.index not in factors.units:
+            yield unit, factors.model.engine.homes[unit.index]
+
+
+def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> None:
+    """Takes the tensors of a checkpoint after so many steps. homes: of light checkpoints, also what they have of the
+    weights at home."""
+    if "factors" not in state or state["factors"].shape != factors.now.shape:
+        raise UserError("zo.rank: the checkpoint has no factors of this rank; zo.rank must be as it was")
+    factors.now.copy_(state["factors"])
+    if not factors.folds and homes:
+        for unit, home in _changing(factors):
+            home.copy_(state[f"home.{unit.index}"])
+        factors.model.engine.invalidate()
+    factors.fold, factors.kept, factors.steps = None, [], steps
+    for period, a in enumerate(state["kept"] if "kept" in state else ()):
+        factors.keep(a.to(factors.now.device), factors.draw_v(period))
+    factors.v.copy_(factors.draw_v(steps // factors.refresh))
+
+
+def saved(factors: Factors, state: Any) -> Factors | None:
+    """The factors of a checkpoint, beside those of the run; None where its weights hold everything."""
+    steps = int(state["step_count"])
+    if steps % factors.refresh == 0 and "kept" not in state:
+        return None
+    twin = copy.copy(factors)
+    twin.now, twin.v = torch.empty_like(factors.now), torch.empty_like(factors.v)
+    from_state(twin, state, steps, homes=False)
+    return twin
+
+
+def replay(zo: ZO, updates: list[tuple[Pending, float]]) -> Iterator[Unit]:
+    """Applies known updates; yields every unit that has had them all."""
+    group: list[tuple[Pending, float]] = []
+    folds: list[Fold] = []
+    for number, one in enumerate(updates, 1):
+        group.append(one)
+        zo.factors.update(one[0])
+        if (fold := zo.factors.fold) is not None and fold.left:
+            folds.append(fold)
+            zo.factors.fold = None
+        last = number == len(updates)
+        if last or len(folds) * max(1, 4 * zo.factors.parts.a_numel) >= AT_ONCE:
+            visited = zo.update.replay(group, partial(_fold_all, zo.factors, folds) if folds else None)
+            if last:
+                yield from visited
+            else:
+                list(visited)
+            group, folds = [], []
+
+
+def _fold_all(factors: Factors, folds: list[Fold], unit: Unit, w: torch.Tensor) -> None:
+    for fold in folds:
+        factors.fold_into(unit, w, fold)
+    factors.arrive(unit, w, awaited=True)

@@ -1,0 +1,237 @@
+"""One launch per step: the passes of a step over a resident model, recorded as one CUDA graph.
+
+On short batches a step of zo is some thousands of small kernels, and the host, which enqueues them from Python block by
+block, is the bound: graphs of single blocks (model/forward/graphs.py) leave the perturbations, the turns of the passes
+and a copy per block to it. Where every weight stays on the device, a step does the same work at the same addresses
+every time a batch has the same shape. So all of it, from the first perturbation to the losses, is recorded once per
+shape and replayed from then on. What differs from step to step is where the kernels read it:
+
+    the batch                        copied into static tensors
+    the update of step t - 1         its coefficients in a static tensor; the steps t - 1 and t as numbers on the device
+
+    host per step:    copies of the batch, two numbers, one launch, and a few small kernels from losses to coefficients
+
+A recording is used only if it gives the bits of the ordinary way. The step in which it is made runs both: first the
+ordinary way, then, from the same weights, the recording; losses and all weights must be equal. A shape that fails (the
+model reads a number on the host, or there is no memory) goes the ordinary way from then on.
+
+With directions of low rank (low_rank/) a step is recorded as well; the first one of a period, which folds, goes the
+ordinary way, and so does every one where factors are kept, which lie elsewhere in each period.
+
+Ordinary as well: the first steps of a shape, steps while a checkpoint watches the weights, streamed units, a budget,
+several ranks. Bytes: the activations of one step, in the pool that all recordings share; while recording, the weights
+twice.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from keyhole.methods.step_numbers import StepNumbers
+from keyhole.methods.zo.looks import Looks
+from keyhole.methods.zo.update import Pending
+from keyhole.model.batch import DeviceBatch
+from keyhole.model.forward.graphs import no_collection
+from keyhole.model.forward.memory import launched_as_graphs
+
+if TYPE_CHECKING:
+    from keyhole.methods.zo.method import ZO
+
+SIGHTS = 3  # steps of a shape before it is recorded: libraries choose kernels in the first ones
+MAX_RECORDINGS = 32
+ROOM = 4  # free memory that a recording asks for, in sizes of the model
+
+
+class Recording:
+    """A graph, where it reads its batches, and the losses that it writes."""
+
+    def __init__(self, looks: Looks) -> None:
+        found: dict[int, DeviceBatch] = {}
+        for batch in looks.passes:
+            if id(batch) not in found:
+                found[id(batch)] = with_tensors(batch, torch.clone)
+        self.places = [tensors_of(batch) for batch in found.values()]
+        batches = [[found[id(batch)] for batch in one] for one in looks.batches]
+        self.looks = replace(looks, batches=batches)
+        self.graph: Any = None
+        self.nll: list[torch.Tensor] = []
+        self.counted: set[int] = set()
+
+    def take(self, looks: Looks) -> None:
+        """The batches of another step."""
+        distinct = {id(batch): batch for batch in looks.passes}
+        for places, batch in zip(self.places, distinct.values(), strict=True):
+            for place, tensor in zip(places, tensors_of(batch), strict=True):
+                place.copy_(tensor)
+
+
+class RecordedSteps:
+    """Runs the passes of a method's steps, recorded where that is possible."""
+
+    def __init__(self, method: "ZO") -> None:
+        self.method, model = weakref.proxy(method), method.model  # the method holds us
+        placed = model.placed
+        budgeted = placed is not None and placed.budget_bytes is not None
+        self.possible = model.graphs is not None and not (budgeted or model.engine.streamed or model.sharded)
+        self.possible = self.possible and method.deferred_update and not model.classifies and model.ranks.size == 1
+        self.possible = self.possible and model.formats.codec is None
+        self.recordings: dict[Hashable, Recording | None] = {}  # None: the ordinary way
+        self.seen: Counter[Hashable] = Counter()
+        self.replays, self.why = 0, ""  # why: the last time that a step could not be recorded
+        self.before, self.now = StepNumbers(model.device), StepNumbers(model.device)
+        self.coef: torch.Tensor | None = None
+        self.pool: Any = None
+
+    def run(self, looks: Looks) -> list[torch.Tensor]:
+        """The losses of all passes; the update that was pending is applied. Read them before the next step."""
+        key = self._key(looks) if self._is_usual(looks) else None
+        if key is None or not self._is_due(key):
+            return self.method.run_passes(looks)
+        if key not in self.recordings:
+            return self._record(key, looks)
+        recording = self.recordings[key]
+        if recording is None:
+            return self.method.run_passes(looks)
+        recording.take(looks)
+        self._set_numbers()
+        recording.graph.replay()
+        self.replays += 1
+        update = self.method.update
+        update.at_home, update.counted = [1] * len(update.at_home), set(recording.counted)
+        return recording.nll
+
+    # -- which steps -----------------------------------------------------------------------------------------------
+
+    def _is_usual(self, looks: Looks) -> bool:
+        """Whether every unit is here, lacks exactly the last update, and nobody else wants to know of it."""
+        if not self.possible:
+            return False
+        engine, update = self.method.model.engine, self.method.update
+        watched = engine.watch is not None or engine.gate is not None or engine.timeline.enabled
+        if (factors := self.method.factors) is not None and not factors.is_steady:
+            return False
+        usual = len(update.waiting) == 1 and not any(update.at_home) and not update.counted
+        tokens = max((batch.inputs["input_ids"].numel() for batch in looks.passes), default=0)
+        return usual and not watched and 0 < tokens and launched_as_graphs(self.method.model.layout, tokens)
+
+    def _key(self, looks: Looks) -> Hashable:
+        """Equal for steps that one recording can serve."""
+        number = {id(batch): i for i, batch in enumerate(looks.passes)}
+        method = self.method
+        addresses = tuple(home.data_ptr() for home in method.model.engine.homes)
+        settings = (method.eps, *method.decay.items(), *method.noise.items())
+        shapes = tuple((number[id(batch)], signature_of(batch)) for batch in looks.passes)
+        return tuple(looks.pairs), tuple(map(len, looks.batches)), shapes, addresses, settings
+
+    def _is_due(self, key: Hashable) -> bool:
+        self.seen[key] += 1
+        full = key not in self.recordings and len(self.recordings) >= MAX_RECORDINGS
+        return self.seen[key] >= SIGHTS and not full
+
+    # -- recording -------------------------------------------------------------------------------------------------
+
+    def _record(self, key: Hashable, looks: Looks) -> list[torch.Tensor]:
+        """A step in the ordinary way, and a recording of it that is kept if it gives the same bits."""
+        update, homes = self.method.update, self.method.model.engine.homes
+        self.recordings[key] = None
+        if not self._has_room():
+            self.why = "there is not enough free memory"
+            return self.method.run_passes(looks)
+        self._set_numbers()
+        before, changed_before, pending = [home.clone() for home in homes], update.changed.clone(), update.pending
+        expected = self.method.run_passes(looks)
+        after, changed = [home.clone() for home in homes], update.changed.clone()
+        books = update.at_home, update.counted
+        recording = Recording(looks)
+        try:
+            restore(homes, before)
+            update.changed.copy_(changed_before)
+            update.at_home, update.counted = [0] * len(books[0]), set()
+            update.waiting[-1] = Pending(self.coef, self.before.step)
+            self._capture(recording)
+            recording.counted = update.counted
+            if recording.graph is not None:
+                recording.graph.replay()
+                made, wanted = [*recording.nll, *homes, update.changed], [*expected, *after, changed]
+                if all(map(torch.equal, made, wanted)):
+                    self.recordings[key] = recording
+                else:
+                    self.why = "a recording gave other bits"
+        finally:
+            restore(homes, after)
+            update.changed.copy_(changed)
+            update.at_home, update.counted = books
+            update.waiting[-1] = pending
+        return expected
+
+    def _capture(self, recording: Recording) -> None:
+        """Enqueues the step on a stream that records it; nothing is computed."""
+        method, model = self.method, self.method.model
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(model.device)
+        if not any(self.recordings.values()):  # a pool goes with its last graph
+            self.pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize(model.device)
+        try:
+            with torch.cuda.stream(stream), no_collection(), method.at_step(self.now.step):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    recording.nll = method.run_passes(recording.looks, steady=False)
+                finally:
+                    graph.capture_end()
+            recording.graph = graph
+        except Exception as error:  # whatever a model does that a stream cannot record
+            self.why = str(error).partition("\n")[0]
+        torch.cuda.synchronize(model.device)
+        model.engine.compute = torch.cuda.current_stream(model.device)
+
+    def _set_numbers(self) -> None:
+        """The update that is pending, and the steps."""
+        pending = self.method.update.pending
+        if self.coef is None:
+            self.coef = torch.empty_like(pending.coef)
+        self.coef.copy_(pending.coef)
+        self.before.set(0.0, pending.step)
+        self.now.set(0.0, self.method.step_count)
+
+    def _has_room(self) -> bool:
+        free_bytes, _ = torch.cuda.mem_get_info(self.method.model.device)
+        return ROOM * sum(home.nbytes for home in self.method.model.engine.homes) <= free_bytes
+
+
+def restore(homes: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
+    """Weights as they were."""
+    for home, old in zip(homes, kept, strict=True):
+        home.copy_(old)
+
+
+def with_tensors(value: Any, make: Any) -> Any:
+    """The same batch with other tensors."""
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, dict):
+        return {name: with_tensors(part, make) for name, part in value.items()}
+    if is_dataclass(value):
+        return replace(value, **{field.name: with_tensors(getattr(value, field.name), make) for field in fields(value)})
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """All tensors of a batch, in order."""
+    found: list[torch.Tensor] = []
+    with_tensors(value, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+def signature_of(value: Any) -> Hashable:
+    """Equal for batches that differ in the contents of their tensors only."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, dict):
+        return tuple((name, signature_of(part)) for name, part in value.items())
+    if is_dataclass(value):
+        return tuple((field.name, signature_of(getattr(value, field.name))) for field in fields(value))
+    return value

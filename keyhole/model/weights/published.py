@@ -1,0 +1,68 @@
+"""Models that were published in 4 or 8 bits: in which format their weights are kept here.
+
+    wire = null (or 16 bits)    unpacked tensor by tensor as they are read, and rounded once to the dtype of compute
+    wire = int4 | int8 | nf4    taken over bit for bit, where all matrices of the blocks lie on such a grid; else
+                                refused: rounding them to another grid would add its error to the one that they have
+
+Grids that are taken over (disk/gguf.py, disk/quantized.py): GGUF's Q4_0 as int4 and Q8_0 as int8, with a scale per 32;
+symmetric GPTQ in 4 bits as int4; bitsandbytes' nf4 with its float32 scales. A size that is no multiple of 64 is none.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from keyhole.disk.weight_files import Stored, has_weights, stored_tensors
+from keyhole.errors import UserError
+from keyhole.model.structure.layout import ALIGN, find_layout
+from keyhole.model.weights.format import FROZEN, Wire
+from keyhole.model.weights.frozen import is_matrix
+from keyhole.model.weights.read import match_names
+from keyhole.ops.lowbit import Grid
+
+
+def forms_in(directory: Path | None) -> dict[str, Stored]:
+    """The quantised weights in a directory, by name."""
+    if directory is None or not has_weights(directory):
+        return {}
+    return {name: stored for name, stored in stored_tensors(directory).items() if stored.form}
+
+
+def choose_format(
+    module: nn.Module, directory: Path | None, dtype: torch.dtype, wire: str | None
+) -> tuple[Wire, list[str]]:
+    """The formats of a model's homes, and what is to be said about them."""
+    forms = forms_in(directory)
+    if not forms or directory is None:
+        return Wire(dtype, wire), []
+    kinds = ", ".join(sorted({stored.form for stored in forms.values()}))
+    if wire not in FROZEN:
+        to = str(dtype).removeprefix("torch.") if wire is None else wire
+        return Wire(dtype, wire), [f"weights: published as {kinds}; unpacked, and rounded once to {to}"]
+    layout = find_layout(module)
+    names = match_names(module, layout, stored_tensors(directory)) or {}
+    inside = [t for u in layout.of_kind("block") for t in u.tensors if is_matrix(t.shape)]
+    grids = {_grid(forms.get(names.get(t.name, "")), t.shape) for t in inside}
+    found = grids.pop() if len(grids) == 1 else None
+    if found is None or found.name != wire:
+        held = f"; {found.name} holds them exactly" if found is not None else ""
+        raise UserError(
+            f"wire: {wire} would round the weights again, which were published as {kinds}{held}. Set "
+            f"wire={found.name if found is not None else 'null'}" + ("" if found else " (16 bits)")
+        )
+    about = f"{found.name} with a {found.scales} scale per {found.group}"
+    return Wire(dtype, wire, found), [f"weights: published as {kinds}; blocks are taken over bit for bit, as {about}"]
+
+
+def _grid(stored: Stored | None, shape: torch.Size) -> Grid | None:
+    fits = stored is not None and stored.grid is not None and shape.numel() % ALIGN == 0
+    return Grid(*stored.grid) if fits else None  # type: ignore[union-attr, misc]
+
+
+def forget_quantization(config: Any) -> None:
+    """What is saved is a model in 16 bits: its config must not say otherwise."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config

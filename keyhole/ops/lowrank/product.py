@@ -1,0 +1,114 @@
+"""What a matrix of low rank adds to a linear layer, for several versions of one of its factors at once.
+
+    y_l = x_l (W + B_l V^T)^T + b_l  =  x_l W^T + (x_l V) B_l^T + b_l        l = 1 .. L
+
+x_1 .. x_L are the rows of L passes, one below the other, so x W^T is one product of all of them; B_l and b_l differ
+(those of w + eps z, w - eps z, ..). B_l V^T is never made. The small part takes two kernels before the product:
+
+    narrow    p = x V              [M, r] float32     reads x once: M I numbers
+    widen     y = p B_l^T + b_l    [M, O]             writes y once; the product then adds to it where it lies
+
+So beside the product y is written and read once more, and x read once more: for O = I = 5120 and 2048 rows in 16 bit
+63 MB, against 107 GFLOP. y gets its small part before the large one is added in float32 and rounded, once: what is
+small is not lost twice. (The textbook makes W + B_l V^T for each l: 2 O I written and read per l.)
+
+Sums differ from the reference's by rounding; the order of a sum is the same in every launch.
+Legend: L passes, M rows of each, I inputs, O outputs, r rank.
+"""
+
+import torch
+
+from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
+from keyhole.ops.rounding.round import round_nearest
+
+ROWS_IN, DEPTH = 16, 256
+ROWS_OUT, COLUMNS = 32, 128
+LEAST = 16  # columns of tl.dot
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+def narrow_reference(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
+    """x V, in float32."""
+    return x_MI.float() @ v_rI.float().t()
+
+
+def widen_reference(
+    p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """p B^T + b."""
+    y_LMO = torch.bmm(p_LMr, b_LrO) if bias_LO is None else torch.baddbmm(bias_LO[:, None, :].float(), p_LMr, b_LrO)
+    return y_LMO.to(dtype)
+
+
+@jit()
+def _narrow_kernel(
+    x_ptr, v_ptr, p_ptr, M, width, r,
+    ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: all of some rows."""
+    row, j = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
+    at = x_ptr + row.to(tl.int64)[:, None] * width
+    total = tl.zeros([ROWS, RANK], tl.float32)
+    for start in range(0, width, DEPTH):
+        i = start + tl.arange(0, DEPTH)
+        x = tl.load(at + i[None, :], (row < M)[:, None] & (i < width)[None, :], 0.0)
+        v = tl.load(v_ptr + j[None, :] * width + i[:, None], (j < r)[None, :] & (i < width)[:, None], 0.0)
+        if _INTERPRETED:  # which has no product of 16-bit numbers
+            x, v = x.to(tl.float32), v.to(tl.float32)
+        total += tl.dot(x, v, input_precision=PRECISION)
+    tl.store(p_ptr + row[:, None] * r + j[None, :], total, (row < M)[:, None] & (j < r)[None, :])
+
+
+@jit()
+def _widen_kernel(
+    p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, b_stride, bias_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program: a tile of the y of one pass."""
+    one = tl.program_id(2)
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + one.to(tl.int64) * bias_stride + column, column < width, 0.0)
+        total += bias.to(tl.float32)[None, :]
+    p_ptr += one.to(tl.int64) * M * r
+    b_ptr += one.to(tl.int64) * b_stride
+    for j in range(r):
+        p = tl.load(p_ptr + row * r + j, row < M, 0.0)
+        b = tl.load(b_ptr + j * width + column, column < width, 0.0)
+        total += p[:, None] * b[None, :]
+    at = (one.to(tl.int64) * M + row)[:, None] * width + column[None, :]
+    y = round_nearest(total, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, (row < M)[:, None] & (column < width)[None, :])
+
+
+def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
+    """x V as float32 [M, r]. x, v: contiguous, of one dtype."""
+    (rows, width), rank = x_MI.shape, v_rI.shape[0]
+    assert x_MI.is_contiguous() and v_rI.is_contiguous() and v_rI.shape[1] == width, (x_MI.shape, v_rI.shape)
+    assert x_MI.dtype == v_rI.dtype, (x_MI.dtype, v_rI.dtype)
+    if not use_kernel(x_MI.device) or not rows:
+        return narrow_reference(x_MI, v_rI)
+    p_Mr = torch.empty(rows, rank, device=x_MI.device)
+    wide = max(LEAST, 1 << (rank - 1).bit_length())
+    depth = DEPTH if x_MI.element_size() == 2 else DEPTH // 2
+    flags = {"ROWS": ROWS_IN, "DEPTH": max(LEAST, depth * LEAST // wide), "RANK": wide, "PRECISION": "ieee"}
+    with on_device(x_MI):
+        _narrow_kernel[(-(-rows // ROWS_IN),)](x_MI, v_rI, p_Mr, rows, width, rank, **flags, num_warps=4)
+    return p_Mr
+
+
+def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """p B^T + b as [L, M, O] in this dtype. p: contiguous float32; b: float32, contiguous for each pass."""
+    (looks, rows, rank), width = p_LMr.shape, b_LrO.shape[2]
+    assert p_LMr.is_contiguous() and b_LrO.shape[:2] == (looks, rank), (p_LMr.shape, b_LrO.shape)
+    assert b_LrO[0].is_contiguous() and (bias_LO is None or bias_LO.shape == (looks, width)), b_LrO.stride()
+    if not use_kernel(p_LMr.device) or not rows:
+        return widen_reference(p_LMr, b_LrO, bias_LO, dtype)
+    y_LMO = torch.empty(looks, rows, width, dtype=dtype, device=p_LMr.device)
+    strides = b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
+    grid = (-(-rows // ROWS_OUT), -(-width // COLUMNS), looks)
+    with on_device(p_LMr):
+        tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": 4}
+        _widen_kernel[grid](p_LMr, b_LrO, bias_LO, y_LMO, rows, width, rank, *strides, **tile)
+    return y_LMO

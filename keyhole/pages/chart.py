@@ -1,0 +1,209 @@
+"""Line charts as inline SVG: text in, text out, nothing to install and nothing to load from elsewhere.
+
+A series is a curve, and may have a band from its lowest to its highest (over seeds, or over the steps that one point
+stands for), a faint line of what was measured (the curve is then its running mean), and dots. One x alone is a point.
+The smoothed value at i is the mean of the points within `reach` of i, fewer at the ends, so the curve neither lags nor
+starts from a made-up value:
+
+    s_i = mean(y_j : |i - j| <= min(reach, i, n - 1 - i))
+
+The y axis spans the curves, not 0: accuracies live between chance and 100. Faint lines are cut where they leave it.
+Where the longest curve is LOG_FROM times the shortest, x is logarithmic, so that a method that is done in seconds is
+still seen beside one that takes an hour.
+
+No label lies over another one: names stand in a column right of the plot, in the order of the curves' ends, and the
+chart grows with their number; ticks keep their distance. Sizes of text are those of style.py.
+Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+
+from keyhole.pages.labels import NAME_HEIGHT, apart
+
+WIDTH, HEIGHT = 560, 310
+LEFT, TOP, BOTTOM = 86, 14, 46
+LETTER = 10.0  # width of one in a name, at most on average
+LOG_FROM = 20.0
+MOST_NAME = 16
+TICK_GAP = 52.0  # between the middles of two numbers under the plot
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve: x, y, and the lowest and highest at each x. faint: what was measured, where y is its running mean.
+    dots: each point is marked."""
+
+    name: str
+    colour: int
+    x: list[float]
+    y: list[float]
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+    faint: list[float] = field(default_factory=list)
+    dots: bool = False
+
+
+def smooth(y: list[float], reach: int) -> list[float]:
+    """Running mean, narrower near the ends."""
+    sums = [0.0]
+    for value in y:
+        sums.append(sums[-1] + value)
+    spans = [min(reach, i, len(y) - 1 - i) for i in range(len(y))]
+    return [(sums[i + s + 1] - sums[i - s]) / (2 * s + 1) for i, s in enumerate(spans)]
+
+
+def noisy(name: str, colour: int, x: Sequence[float], y: Sequence[float | None]) -> Series:
+    """A curve of single steps: faint as measured, strong as a running mean. What is not finite is left out."""
+    kept = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
+    values = [b for _, b in kept]
+    return Series(name, colour, [a for a, _ in kept], smooth(values, max(1, len(values) // 30)), faint=values)
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`; steps of 1, 2, 2.5 or 5 times a power of ten."""
+    rough = max(high - low, 1e-30) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * (1 - 1e-9))
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+class Axes:
+    """Data to pixels. right: the margin that names take; height: of the picture."""
+
+    def __init__(self, x: Sequence[float], y: Sequence[float], log: bool, right: float = 24, height: int = HEIGHT):
+        self.log, self.right, self.bottom, self.height = log, WIDTH - right, height - BOTTOM, height
+        self.low_x = min(x) if log and x else 0.0
+        self.high_x = max(max(x, default=1.0), self.low_x * 1.001, 1e-9)
+        largest, span = max((abs(value) for value in y), default=1.0), max(y) - min(y) if y else 0.0
+        span = span if span > 1e-6 * largest else largest * 0.1 or 1.0  # less is rounding
+        self.low_y, self.high_y = min(y, default=0.0) - 0.06 * span, max(y, default=1.0) + 0.06 * span
+
+    def x(self, value: float) -> float:
+        low, high = self.low_x, self.high_x
+        if self.log:
+            value, low, high = math.log(max(value, low)), math.log(low), math.log(high)
+        return LEFT + (value - low) / ((high - low) or 1.0) * (self.right - LEFT)
+
+    def y(self, value: float) -> float:
+        """Cut where the plot ends."""
+        value = min(max(value, self.low_y), self.high_y)
+        return self.bottom - (value - self.low_y) / (self.high_y - self.low_y) * (self.bottom - TOP)
+
+    def x_ticks(self) -> list[float]:
+        """Numbers under the plot, not too near to each other."""
+        found = ticks(self.low_x, self.high_x)
+        if self.log:
+            first, last = math.floor(math.log10(self.low_x)), math.ceil(math.log10(self.high_x))
+            found = [m * 10.0**e for e in range(first, last + 1) for m in (1, 3)]
+        kept: list[float] = []
+        for value in found:
+            if self.low_x <= value <= self.high_x and (not kept or self.x(value) - self.x(kept[-1]) >= TICK_GAP):
+                kept.append(value)
+        return kept
+
+
+def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, baseline: float | None = None) -> str:
+    """An <svg> element. baseline: a dashed line, for the model before training. A single curve without a name has none
+    beside it."""
+    series = [each for each in map(_finite, series) if each.x]
+    x = [value for each in series for value in each.x]
+    y = [value for each in series for value in (*each.y, *each.low, *each.high)]
+    y += [baseline] if baseline is not None and math.isfinite(baseline) else []
+    ends = [each.x[-1] for each in series]
+    curves = any(len(each.x) > 1 for each in series)
+    log = curves and min(x, default=0.0) > 0 and max(ends) / min(ends) >= LOG_FROM
+    longest = max((min(len(each.name), MOST_NAME) for each in series), default=0)
+    right = 26 + LETTER * longest
+    height = max(HEIGHT, math.ceil(TOP + BOTTOM + 12 + NAME_HEIGHT * len(series)))
+    axes = Axes(x, y, log, right, height)
+    body = _grid(axes, x_label, y_label)
+    if baseline is not None and math.isfinite(baseline):
+        at = axes.y(baseline)
+        body.append(f'<line class="base" x1="{LEFT}" x2="{axes.right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        body.append(f'<text class="tick" x="{LEFT + 4}" y="{at - 4:.1f}">before training</text>')
+    body += [_band(axes, each) for each in series if each.low != each.high]
+    body += [
+        f'<polyline class="raw c{each.colour}" points="{_points(axes, each.x, each.faint)}"/>'
+        for each in series
+        if len(each.faint) > 1
+    ]
+    body += [_curve(axes, each) for each in series]
+    body += _names(axes, series)
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(body)}</svg>'
+
+
+def _finite(each: Series) -> Series:
+    columns = [column for column in (each.x, each.y, each.low, each.high, each.faint) if column]
+    rows = [row for row in zip(*columns, strict=True) if all(map(math.isfinite, row))]
+    names = [name for name in ("x", "y", "low", "high", "faint") if getattr(each, name)]
+    return replace(each, **{name: [row[i] for row in rows] for i, name in enumerate(names)})
+
+
+def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:
+    bottom, right, parts = axes.bottom, axes.right, []
+    values = ticks(axes.low_y, axes.high_y)
+    digits = _digits(values)
+    for value in values:
+        y = axes.y(value)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.{digits}g}</text>')
+    for value in axes.x_ticks():
+        x = f"{axes.x(value):.1f}"
+        parts.append(f'<text class="tick" x="{x}" y="{bottom + 20}" text-anchor="middle">{value:g}</text>')
+    middle = (LEFT + right) / 2
+    parts.append(
+        f'<text class="axis" x="{middle:.1f}" y="{axes.height - 6}" text-anchor="middle">{escape(x_label)}</text>'
+    )
+    turned = f"translate(14 {(TOP + bottom) / 2:.1f}) rotate(-90)"
+    parts.append(f'<text class="axis" transform="{turned}" text-anchor="middle">{escape(y_label)}</text>')
+    return parts
+
+
+def _digits(values: Sequence[float]) -> int:
+    """Digits that tell neighbours apart."""
+    step = min((b - a for a, b in zip(values, values[1:], strict=False)), default=0.0)
+    largest = max(map(abs, values), default=0.0)
+    return min(8, max(4, 2 + math.ceil(math.log10(largest / step)))) if step > 0 and largest > 0 else 4
+
+
+def _points(axes: Axes, x: Sequence[float], y: Sequence[float]) -> str:
+    return " ".join(f"{axes.x(a):.1f},{axes.y(b):.1f}" for a, b in zip(x, y, strict=True))
+
+
+def _band(axes: Axes, each: Series) -> str:
+    if len(each.x) == 1:
+        x, low, high = axes.x(each.x[0]), axes.y(each.low[0]), axes.y(each.high[0])
+        return f'<line class="line c{each.colour}" x1="{x:.1f}" x2="{x:.1f}" y1="{low:.1f}" y2="{high:.1f}"/>'
+    there, back = _points(axes, each.x, each.high), _points(axes, each.x[::-1], each.low[::-1])
+    return f'<polygon class="band f{each.colour}" points="{there} {back}"/>'
+
+
+def _curve(axes: Axes, each: Series) -> str:
+    name = f"<title>{escape(each.name)}</title>"
+    if len(each.x) == 1:
+        x, y = axes.x(each.x[0]), axes.y(each.y[0])
+        return f'<circle class="f{each.colour}" cx="{x:.1f}" cy="{y:.1f}" r="5">{name}</circle>'
+    line = f'<polyline class="line c{each.colour}" points="{_points(axes, each.x, each.y)}">{name}</polyline>'
+    marks = zip(each.x, each.y, strict=True) if each.dots else ()
+    return line + "".join(
+        f'<circle class="f{each.colour}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="3.5"/>' for a, b in marks
+    )
+
+
+def _names(axes: Axes, series: Sequence[Series]) -> list[str]:
+    """A dot at the end of each curve, and the names in a column, in the order of their ends."""
+    drawn = sorted(series, key=lambda each: -each.y[-1])
+    heights = apart([axes.y(each.y[-1]) for each in drawn], TOP + 4, axes.bottom - 8)
+    parts = []
+    for each, height in zip(drawn, heights, strict=True):
+        if not each.name:
+            continue
+        x, y = axes.x(each.x[-1]), axes.y(each.y[-1])
+        parts.append(f'<circle class="f{each.colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>')
+        name = each.name if len(each.name) <= MOST_NAME else f"{each.name[: MOST_NAME - 1]}…"
+        place = f'x="{axes.right + 12:.1f}" y="{height + 4:.1f}"'
+        parts.append(f'<text class="name f{each.colour}" {place}>{escape(name)}</text>')
+    return parts

@@ -1,0 +1,144 @@
+"""Curves of a run in a fixed number of points, however long it is: what a page draws while training goes on.
+
+A point stands for w consecutive steps and keeps, of every number, the count, sum, lowest and highest. There are at most
+2 MOST points; when they are full, neighbours are joined and w doubles:
+
+    w = 1 up to 2 MOST steps, then 2, 4, ...       time per step: O(1);  memory and time of a page: O(MOST)
+
+Means of points are means of steps, since sums are kept. Time is that of the training steps, added up: evaluations and
+saves are not in it, and a run that was stopped and resumed goes on where it was.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from keyhole.report.entries import Entry, finite, is_test
+
+MOST = 300
+MOST_NAMES, LONGEST_NAME = 200, 80
+MOST_SECONDS, MOST_TOKENS = 1e9, 10**15  # of a step
+NO_CURVE = {"step", "epoch", "tokens", "seconds"}
+
+
+@dataclass
+class Point:
+    """Some steps. step, seconds: those of the last one."""
+
+    steps: int
+    step: int
+    seconds: float
+    sums: dict[str, list[float]]  # name -> count, sum, lowest, highest
+
+    def joined(self, other: "Point") -> "Point":
+        sums = {name: list(row) for name, row in self.sums.items()}
+        for name, (count, total, low, high) in other.sums.items():
+            mine = sums.setdefault(name, [0.0, 0.0, low, high])
+            sums[name] = [mine[0] + count, mine[1] + total, min(mine[2], low), max(mine[3], high)]
+        return Point(self.steps + other.steps, other.step, other.seconds, sums)
+
+
+@dataclass
+class Curves:
+    """All that the entries of a run come to."""
+
+    points: list[Point] = field(default_factory=list)
+    width: int = 1  # steps per point
+    evaluations: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)  # step, seconds, numbers
+    tests: dict[int, dict[str, float]] = field(default_factory=dict)  # by step
+    steps: int = 0
+    last_step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, float]] = field(default_factory=list)  # of the first and the last step
+    highest: dict[str, float] = field(default_factory=dict)
+    recent: list[tuple[float, float]] = field(default_factory=list)  # tokens and seconds of the last steps
+    seen: set[str] = field(default_factory=set)  # names
+
+    def add(self, entry: Entry) -> None:
+        """An entry of metrics.jsonl. What is no number, or not finite, is left out."""
+        step, numbers = entry["step"], self._numbers(entry)
+        if is_test(entry):
+            self.tests[step] = {name: value for name, value in numbers.items() if name.startswith("test_")}
+            return
+        if "loss" not in entry:
+            self._add_evaluation(step, numbers)
+            return
+        self.steps, self.last_step = self.steps + 1, step
+        tokens = min(max(0, int(numbers.get("tokens", 0))), MOST_TOKENS)
+        seconds = min(max(0.0, numbers.get("seconds", 0.0)), MOST_SECONDS)
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.recent = [*self.recent[-19:], (float(tokens), seconds)]
+        if "loss" in numbers:
+            self.losses = [*self.losses[:1], (step, numbers["loss"])]
+        for name, value in numbers.items():
+            self.highest[name] = max(value, self.highest.get(name, value))
+        sums = {name: [1.0, value, value, value] for name, value in numbers.items() if name not in NO_CURVE}
+        self._add_point(Point(1, step, self.seconds, sums))
+
+    def _numbers(self, entry: Entry) -> dict[str, float]:
+        """What is a number in an entry, under names that there can be."""
+        found: dict[str, float] = {}
+        for name, value in entry.items():
+            number = finite(value)
+            known = name in self.seen or (len(self.seen) < MOST_NAMES and len(name) <= LONGEST_NAME)
+            if number is not None and known:
+                self.seen.add(name)
+                found[name] = number
+        return found
+
+    def _add_evaluation(self, step: int, numbers: dict[str, float]) -> None:
+        numbers = {name: value for name, value in numbers.items() if name != "step"}
+        self.evaluations.append((step, self.seconds, numbers))
+        if len(self.evaluations) > 2 * MOST:  # every other one of the older half
+            half = len(self.evaluations) // 2
+            self.evaluations = self.evaluations[:half:2] + self.evaluations[half:]
+
+    def _add_point(self, point: Point) -> None:
+        if self.points and self.points[-1].steps < self.width:
+            self.points[-1] = self.points[-1].joined(point)
+        else:
+            self.points.append(point)
+        if len(self.points) > 2 * MOST:
+            pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
+            self.points = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
+            self.width *= 2
+
+    @property
+    def names(self) -> list[str]:
+        """Of the numbers that steps have, in the order in which they came."""
+        return list(dict.fromkeys(name for point in self.points for name in point.sums))
+
+    @property
+    def evaluated(self) -> list[str]:
+        """Of the numbers that evaluations have."""
+        return list(dict.fromkeys(name for _, _, numbers in self.evaluations for name in numbers))
+
+    def mean(self, name: str, over_time: bool) -> tuple[list[float], list[float]]:
+        """x and the mean of a number at each point that has it."""
+        own = [point for point in self.points if name in point.sums]
+        x = [point.seconds if over_time else float(point.step) for point in own]
+        return x, [point.sums[name][1] / point.sums[name][0] for point in own]
+
+    def evaluation(self, name: str, over_time: bool) -> tuple[list[float], list[float]]:
+        """The same of a number of the evaluations."""
+        own = [row for row in self.evaluations if name in row[2]]
+        return [seconds if over_time else float(step) for step, seconds, _ in own], [row[2][name] for row in own]
+
+    @property
+    def pace(self) -> float | None:
+        """Tokens per second of the last steps, the first of the run left out."""
+        rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
+        seconds = sum(each for _, each in rows)
+        return sum(tokens for tokens, _ in rows) / seconds if seconds > 0 else None
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds per step of the last steps, in the same way."""
+        rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
+        return sum(each for _, each in rows) / len(rows) if rows else None
+
+    def last(self, kind: str) -> dict[str, Any]:
+        """The numbers of the last evaluation ("eval"), or of the last test ("test")."""
+        if kind == "test":
+            return self.tests[max(self.tests)] if self.tests else {}
+        return self.evaluations[-1][2] if self.evaluations else {}

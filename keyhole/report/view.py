@@ -1,0 +1,148 @@
+"""A run as its page sees it, read from the files in its directory.
+
+A directory is that of a run (output_dir, or its run/), or holds those of several, one level below. What a file does not
+say, the page does not show; a run of an older version has no run/report.json, and gets a page all the same.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from keyhole import assets
+from keyhole.disk.files import read_small
+from keyhole.errors import UserError
+from keyhole.machine.text import printable
+from keyhole.report.curves import Curves
+from keyhole.report.entries import Entry
+from keyhole.report.story import DONE, Story, read_story
+
+MOST_METRICS, MOST_LINE, MOST_SMALL = 2**31, 2**16, 2**22  # bytes
+METRICS, STORY, PAGE = "metrics.jsonl", "report.json", "report.html"
+
+
+@dataclass
+class View:
+    """One run. directory: its run/."""
+
+    name: str
+    directory: Path
+    story: Story
+    curves: Curves
+    environment: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """`zo on opt-13b`: of a directory, its name."""
+        model = "demo" if self.story.model == str(assets.MODEL) else self.story.model
+        is_path = os.path.isabs(model) or model.startswith(("./", "../", "~"))
+        model = os.path.basename(os.path.normpath(model)) if is_path else model
+        return f"{self.story.method} on {model}" if self.story.method else self.name
+
+
+def find_runs(paths: Sequence[Path]) -> list[Path]:
+    """The run/ directories that are meant, each once, in the order of the paths."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        here = _runs_in(path)
+        if not here:
+            raise UserError(
+                f"{printable(path)}: no run is here; name the output_dir of a run (it has run/{METRICS}), or a "
+                "directory that holds several"
+            )
+        found |= dict.fromkeys(here)
+    return list(found)
+
+
+def _runs_in(path: Path) -> list[Path]:
+    for place in (path / "run", path):
+        if (place / METRICS).is_file():
+            return [place]
+    try:
+        below = sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+    except OSError as error:
+        raise UserError(f"{printable(path)} cannot be read: {error.strerror}") from error
+    below = [*below, *(each for each in _listed(path / "runs"))]
+    return [each / "run" for each in below if (each / "run" / METRICS).is_file()]
+
+
+def _listed(path: Path) -> list[Path]:
+    """The runs of a comparison are one level further down."""
+    try:
+        return sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
+    except OSError:
+        return []
+
+
+def read_view(directory: Path, name: str | None = None) -> View:
+    """A run from its run/ directory."""
+    try:
+        curves = read_curves(directory / METRICS)
+    except OSError as error:
+        raise UserError(f"{printable(directory / METRICS)} cannot be read: {error.strerror or error}") from error
+    config = _read(directory / "config.yaml")
+    environment = _json(directory / "env.json")
+    settings = _yaml(config)
+    story = read_story(directory / STORY) or _without_story(settings, curves)
+    return View(name or directory.absolute().parent.name, directory, story, curves, environment, config, settings)
+
+
+def read_curves(path: Path) -> Curves:
+    """The entries, read line by line; a line that is none, or longer than any can be, is passed over."""
+    curves = Curves()
+    if path.stat().st_size > MOST_METRICS:
+        raise OSError(f"it has {path.stat().st_size:,} bytes, more than any run writes")
+    with path.open("rb") as file:
+        while line := file.readline(MOST_LINE):
+            entry = _entry(line)
+            if entry is not None:
+                curves.add(entry)
+    return curves
+
+
+def _entry(line: bytes) -> Entry | None:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    good = isinstance(entry, dict) and type(entry.get("step")) is int and 0 <= entry["step"] < 2**53
+    return entry if good else None
+
+
+def _without_story(settings: dict[str, Any], curves: Curves) -> Story:
+    method, model = (printable(settings.get(name, ""), 200) for name in ("method", "model"))
+    asked = settings.get("max_steps")
+    total = asked if isinstance(asked, int) and 0 < asked < 2**53 else curves.last_step
+    state = DONE if curves.last_step >= total else ""
+    return Story(method=method, model=model, title=f"{method} on {model}", total=total, state=state)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_small(path, MOST_SMALL).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_read(path) or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _yaml(text: str) -> dict[str, Any]:
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            return {}  # written by nobody of us, and multiplies when it is shown
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,175 @@
+"""Writes models as others publish them in 4 or 8 bits, number by number as their formats are described."""
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+INSIDE = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q6_K": 14}
+
+
+def half(x: float) -> bytes:
+    return struct.pack("<e", x)
+
+
+def block_of(w: list[float], form: str) -> tuple[bytes, list[float]]:
+    """The bytes of one block, and the numbers that they stand for."""
+    if form == "Q8_0":
+        (d,) = struct.unpack("<e", half(max(map(abs, w)) / 127))
+        q = [max(-127, min(127, round(x / d))) if d else 0 for x in w]
+        return half(d) + struct.pack("<32b", *q), [d * i for i in q]
+    if form == "Q4_0":
+        (d,) = struct.unpack("<e", half(max(w, key=abs) / -8))
+        q = [max(0, min(15, round(x / d) + 8)) if d else 8 for x in w]
+        return half(d) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [d * (i - 8) for i in q]
+    if form == "Q4_1":
+        (m,), (d,) = struct.unpack("<e", half(min(w))), struct.unpack("<e", half((max(w) - min(w)) / 15))
+        q = [max(0, min(15, round((x - m) / d))) for x in w]
+        return half(d) + half(m) + bytes(q[j] | q[j + 16] << 4 for j in range(16)), [d * i + m for i in q]
+    assert form == "Q6_K", form
+    (d,) = struct.unpack("<e", half(max(map(abs, w)) / 31 / 49))
+    scales = [64 - i for i in range(16)]
+    q = [max(0, min(63, round(x / (d * scales[i // 16])) + 32)) for i, x in enumerate(w)]
+    low, high = bytearray(128), bytearray(64)
+    for i, code in enumerate(q):  # 128 at a time; four runs of 32 share bytes
+        part, run, at = i // 128, i % 128 // 32, i % 32
+        low[64 * part + 32 * (run % 2) + at] |= (code & 15) << (4 * (run // 2))
+        high[32 * part + at] |= (code >> 4) << (2 * run)
+    raw = bytes(low) + bytes(high) + struct.pack("<16b", *scales) + half(d)
+    return raw, [d * scales[i // 16] * (code - 32) for i, code in enumerate(q)]
+
+
+def packed(w: torch.Tensor, form: str) -> tuple[bytes, torch.Tensor]:
+    """All blocks of a tensor, and its numbers."""
+    if form in ("F32", "F16"):
+        kept = w.float() if form == "F32" else w.half()
+        return kept.numpy().tobytes(), kept.float()
+    size = 256 if form == "Q6_K" else 32
+    found = [block_of(row, form) for row in w.float().reshape(-1, size).tolist()]
+    return b"".join(raw for raw, _ in found), torch.tensor([x for _, xs in found for x in xs]).view(w.shape)
+
+
+def text(word: str) -> bytes:
+    return struct.pack("<Q", len(word)) + word.encode()
+
+
+def write_gguf(source: Path, target: Path, form: str = "Q4_0", head: str = "F16") -> dict[str, torch.Tensor]:
+    """A Llama directory as one GGUF file with its config beside it; returns the numbers that it holds, by name."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    config, numbers, listed, data = model.config, {}, [], b""
+    for name, param in model.named_parameters():
+        stem, _, kind = name.rpartition(".")
+        layer = stem.split(".")[2] if stem.startswith("model.layers.") else None
+        gguf_name = f"blk.{layer}.{INSIDE[stem.split('.', 3)[3]]}" if layer is not None else TOP[stem]
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(gguf_name[6:], 0)
+        w = param.data
+        if heads:  # as llama.cpp turns them
+            w = w.view(heads, 2, w.shape[0] // heads // 2, -1).transpose(1, 2).reshape(w.shape)
+        form_now = "F32" if w.dim() == 1 else form if layer is not None else head
+        raw, held = packed(w, form_now)
+        if heads:
+            held = held.view(heads, w.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(w.shape)
+        numbers[name] = held
+        sides = struct.pack(f"<I{w.dim()}Q", w.dim(), *reversed(w.shape))
+        listed.append(text(f"{gguf_name}.{kind}") + sides + struct.pack("<IQ", TYPES[form_now], len(data)))
+        data += raw + b"\0" * (-len(raw) % 32)
+    about = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    about += text("llama.attention.head_count") + struct.pack("<II", 4, config.num_attention_heads)
+    about += text("llama.attention.head_count_kv") + struct.pack("<II", 4, config.num_key_value_heads)
+    about += text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
+    header = b"GGUF" + struct.pack("<IQQ", 3, len(listed), 4) + about + b"".join(listed)
+    target.mkdir()
+    (target / "model.gguf").write_bytes(header + b"\0" * (-len(header) % 32) + data)
+    config.save_pretrained(target)
+    return numbers
+
+
+def _write(source: Path, target: Path, layer: Any, said: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A directory in which layer(name, w) -> (tensors, numbers) has replaced the matrices of blocks."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    numbers, tensors = {}, {}
+    for name, param in model.named_parameters():
+        if param.dim() == 2 and ".layers." in name:
+            made, numbers[name] = layer(name, param.data)
+            tensors |= made
+        else:
+            numbers[name], tensors[name] = param.data, param.data.clone()
+    model.config.save_pretrained(target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return numbers
+
+
+def write_bnb(source: Path, target: Path, nested: bool = True) -> dict[str, torch.Tensor]:
+    """bitsandbytes' nf4, with scales that are quantised themselves or not."""
+    from keyhole.ops.lowbit import NF4
+
+    levels = torch.tensor(NF4)
+
+    def layer(name: str, w: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        blocks = w.reshape(-1, 64)
+        absmax = blocks.abs().amax(1)
+        about: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(w.shape)}
+        made = {f"{name}.quant_map": levels.clone()}
+        if nested:
+            inner_map, offset = torch.linspace(-1, 1, 256), float(absmax.mean())
+            outer = torch.stack([part.abs().max() for part in (absmax - offset).split(256)])
+            scaled = (absmax - offset) / outer.repeat_interleave(256)[: len(absmax)]
+            codes = (scaled.unsqueeze(1) - inner_map).abs().argmin(1).to(torch.uint8)
+            absmax = inner_map[codes.long()] * outer.repeat_interleave(256)[: len(absmax)] + offset
+            about |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
+            made |= {f"{name}.nested_absmax": outer, f"{name}.nested_quant_map": inner_map, f"{name}.absmax": codes}
+        else:
+            made[f"{name}.absmax"] = absmax.clone()
+        q = ((blocks / absmax.unsqueeze(1)).unsqueeze(2) - levels).abs().argmin(2)
+        flat = q.view(-1).to(torch.uint8)
+        made[name] = (flat[0::2] << 4 | flat[1::2]).unsqueeze(1).contiguous()
+        state = json.dumps(about).encode()
+        made[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
+        return made, (levels[q] * absmax.unsqueeze(1)).view(w.shape)
+
+    return _write(source, target, layer, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+
+
+def _pack_rows(q: torch.Tensor) -> torch.Tensor:
+    """Eight codes of 4 bits down a column in one int32."""
+    rows = q.view(-1, 8, q.shape[1]).long() << torch.arange(0, 32, 4).view(1, 8, 1)
+    total = rows.sum(1)
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
+def write_ints(source: Path, target: Path, method: str, sym: bool, group: int = 32) -> dict[str, torch.Tensor]:
+    """GPTQ or AWQ in 4 bits; sym: all zero points are 8."""
+
+    def layer(name: str, w: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        stem, w_GgO = name.removesuffix(".weight"), w.t().reshape(-1, group, w.shape[0])
+        scale_GO = (w_GgO.abs().amax(1) / 7).half()
+        generator = torch.Generator().manual_seed(len(name))
+        zero_GO = torch.full(scale_GO.shape, 8) if sym else torch.randint(5, 11, scale_GO.shape, generator=generator)
+        q = (torch.round(w_GgO / scale_GO.float().unsqueeze(1)) + zero_GO.unsqueeze(1)).clamp(0, 15)
+        held = (scale_GO.float().unsqueeze(1) * (q - zero_GO.unsqueeze(1))).reshape(-1, w.shape[0]).t().contiguous()
+        q_IO = q.reshape(-1, w.shape[0]).int()
+        made = {f"{stem}.scales": scale_GO}
+        if method == "gptq":
+            made[f"{stem}.qweight"] = _pack_rows(q_IO)
+            made[f"{stem}.qzeros"] = _pack_rows((zero_GO - 1).int().t().contiguous()).t().contiguous()
+            made[f"{stem}.g_idx"] = (torch.arange(len(q_IO)) // group).int()
+        else:
+            order = [8 * i + j for i in range(w.shape[0] // 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)]
+            made[f"{stem}.qweight"] = _pack_rows(q_IO[:, order].t().contiguous()).t().contiguous()
+            made[f"{stem}.qzeros"] = _pack_rows(zero_GO.int()[:, order].t().contiguous()).t().contiguous()
+        return made, held
+
+    said = {"quant_method": method, "bits": 4, "group_size": group, "sym": sym, "desc_act": False}
+    return _write(source, target, layer, said)

@@ -1,0 +1,190 @@
+"""Models out to the hub, against a server on this machine: what arrives, with which card, and what is refused when."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import constants
+
+from keyhole.cli import main
+from keyhole.errors import UserError
+from keyhole.hub import push as pushing
+from keyhole.hub.card import card
+from keyhole.hub.push import push
+from keyhole.model.structure import source
+from tests.hub.server import TOKEN, Hub, hub_here
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The hub of this process, with a token that it knows."""
+    with hub_here() as found:
+        monkeypatch.setattr(constants, "ENDPOINT", found.url)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub._commit_api.is_xet_available", lambda: False, raising=False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "*")
+        source.hub_answers.cache_clear()
+        yield found
+        source.hub_answers.cache_clear()
+
+
+def write_run(directory: Path, **settings: Any) -> Path:
+    """What a run leaves beside its model, as far as a card reads it."""
+    config = {"model": "owner/base", "method": "lomo", "train_data": "/home/me/secret-folder/train.jsonl"}
+    config |= {"batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 0.01, "lr_scheduler_type": "linear"}
+    config |= {"train_on": "answers", "loss": "tokens", "max_steps": 30, "seed": 0, "lomo": {"rounding": "nearest"}}
+    run = directory / "run"
+    run.mkdir(exist_ok=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(config | settings))
+    steps = [{"step": i, "loss": 3.0 - i / 20, "tokens_per_second": 100.0 + i, "gpu_gib": 2.5} for i in range(1, 31)]
+    steps += [{"step": 30, "eval_loss": 1.25, "perplexity": 3.49, "eval_accuracy": 0.75, "eval_tokens": 9}]
+    steps += [{"step": 30, "test_accuracy": 0.875}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"step": 31, "lo')
+    (run / "env.json").write_text(
+        json.dumps({"versions": {"keyhole": "9.9", "torch": "2.13"}, "gpus": [{"name": "H"}]})
+    )
+    return directory
+
+
+@pytest.fixture
+def trained(tiny_model: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    return write_run(Path(shutil.copytree(tiny_model, tmp_path / "out")))
+
+
+def test_a_card_states_method_data_settings_figures_and_versions(trained: Path) -> None:
+    """Metadata that the hub reads, then all of it for people; of paths only the names of files."""
+    text = card(write_run(trained, task="sst2"), "me/tuned")
+    _, head, body = text.split("---\n", 2)
+    found = yaml.safe_load(head)
+    assert found["base_model"] == "owner/base" and found["tags"] == ["keyhole", "lomo"]
+    assert found["library_name"] == "transformers" and found["pipeline_tag"] == "text-generation"
+    result = found["model-index"][0]["results"][0]
+    assert result["dataset"]["name"] == "sst2" and result["metrics"] == [{"type": "accuracy", "value": 0.875}]
+    for says in (
+        "method: `lomo`, 30 steps of 8 rows",
+        "`train.jsonl`",
+        "2.9500 at the first step, 1.5500 over the last 3",
+        "| 30 | 1.2500 | 3.4900 | 0.7500 |",
+        "peak GPU memory: 2.50 GiB",
+        "max_steps: 30",
+        "rounding: nearest",
+        "keyhole 9.9, torch 2.13; H",
+        'from_pretrained("me/tuned")',
+    ):
+        assert says in body, says
+    assert "secret-folder" not in text
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "env.json"])
+@pytest.mark.parametrize("text", ["[1, 2]", "{", "a: [", "\x00"])
+def test_files_that_make_no_card_are_told(trained: Path, name: str, text: str) -> None:
+    """Edited by hand, or cut off: one message, and the way out."""
+    (trained / "run" / name).write_text(text)
+    with pytest.raises(UserError, match="README.md of your own"):
+        card(trained, "me/tuned")
+
+
+def test_a_push_is_one_commit_with_model_and_card(hub: Hub, trained: Path) -> None:
+    """Small files in the commit, large ones by themselves; what only a run can use stays here."""
+    (trained / "keyhole_state.json").write_text("{}")
+    (trained / "checkpoint-30").mkdir()
+    (trained / "checkpoint-30" / "model.safetensors").write_bytes(b"x")
+    assert push(trained, "me/tuned", private=True) == f"{hub.url}/me/tuned"
+    repo = hub.repos["me/tuned"]
+    assert repo.private and repo.commits == 1
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(repo.files)
+    assert not any(name.startswith(("run", "checkpoint", "keyhole_state")) for name in repo.files)
+    assert repo.files["model.safetensors"] == (trained / "model.safetensors").read_bytes()
+    assert len(hub.large) >= 1 and b"base_model: owner/base" in repo.files["README.md"]
+
+
+def test_a_second_push_replaces_weights_in_other_files(hub: Hub, trained: Path) -> None:
+    """Shards of an earlier push do not stay beside the new ones; the user's own card is kept as it is."""
+    push(trained, "me/tuned")
+    hub.repos["me/tuned"].files |= {"model-00001-of-00002.safetensors": b"old", "notes.txt": b"mine"}
+    (trained / "README.md").write_text("---\nlicense: mit\n---\nmy own words\n")
+    push(trained, "me/tuned")
+    files = hub.repos["me/tuned"].files
+    assert "model-00001-of-00002.safetensors" not in files and files["notes.txt"] == b"mine"
+    assert b"my own words" in files["README.md"]
+
+
+def test_what_the_hub_refuses_is_told(hub: Hub, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No token, a bad one, somebody else's name, a name that cannot be one, a directory without weights."""
+    with pytest.raises(UserError, match="someone-else/x: the hub refuses: your token may not write there"):
+        push(trained, "someone-else/x")
+    with pytest.raises(UserError, match="is no name of a model on the hub"):
+        push(trained, "a/b/c")
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    with pytest.raises(UserError, match="does not accept your token"):
+        push(trained, "me/tuned")
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UserError, match="no token for the hub; hf auth login"):
+        push(trained, "me/tuned")
+    os.unlink(trained / "model.safetensors")
+    with pytest.raises(UserError, match="has no weights"):
+        push(trained, "me/tuned")
+    assert hub.repos == {}
+
+
+def test_a_run_is_published_at_its_end(
+    hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """push_to_hub: the repository is made first, the model arrives, and loads again from there."""
+    out = tmp_path / "mine"
+    config = tmp_path / "c.yaml"
+    settings = {"model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(out)}
+    settings |= {"max_steps": 2, "device": "cpu", "push_to_hub": True, "hub_model_id": "me/mine"}
+    config.write_text(yaml.safe_dump(settings))
+    assert main(["train", str(config)]) == 0
+    assert f"pushed: {hub.url}/me/mine" in capsys.readouterr().out
+    files = hub.repos["me/mine"].files
+    assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
+    assert b"method: `lomo`, 2 steps" in files["README.md"] and str(tmp_path).encode() not in files["README.md"]
+
+
+def test_a_name_that_cannot_be_had_is_known_before_training(
+    hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """Nothing is trained, nothing is written."""
+    out = tmp_path / "mine"
+    config = tmp_path / "c.yaml"
+    settings = {"model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(out)}
+    settings |= {"max_steps": 2, "device": "cpu", "push_to_hub": True, "hub_model_id": "someone-else/mine"}
+    config.write_text(yaml.safe_dump(settings))
+    assert main(["train", str(config)]) == 2
+    assert "your token may not write there" in capsys.readouterr().err and not out.exists()
+
+
+def test_a_push_that_fails_at_the_end_says_how_to_do_it_later(
+    hub: Hub, tiny_model: Path, tiny_data: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is there, and the command."""
+
+    def fail(*args: Any, **options: Any) -> str:
+        raise UserError("push: me/mine: the hub refuses: no room")
+
+    monkeypatch.setattr(pushing, "push", fail)
+    out, config = tmp_path / "mine", tmp_path / "c.yaml"
+    settings = {"model": str(tiny_model), "method": "lomo", "train_data": str(tiny_data), "output_dir": str(out)}
+    settings |= {"max_steps": 1, "device": "cpu", "push_to_hub": True, "hub_model_id": "me/mine"}
+    config.write_text(yaml.safe_dump(settings))
+    assert main(["train", str(config)]) == 2
+    assert f"keyhole push {out} me/mine" in capsys.readouterr().err and (out / "model.safetensors").exists()
+
+
+def test_a_dry_run_of_push_asks_nobody(trained: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card on standard output, the files beside it."""
+    monkeypatch.setattr(pushing, "prepare", lambda *args: pytest.fail("the hub was asked"))
+    assert main(["push", str(trained), "me/tuned", "--dry-run"]) == 0
+    found = capsys.readouterr()
+    assert "base_model: owner/base" in found.out and "model.safetensors" in found.err
+    assert main(["push", "no/such", "me/tuned", "--dry-run"]) == 2

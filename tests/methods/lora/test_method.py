@@ -1,0 +1,157 @@
+"""LoRA by peft: the model stays frozen, what is saved is an ordinary model, and resume is exact."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods.lora.method import LoRA
+from tests.model.decoders import LAYERS, batch, config
+
+peft = pytest.importorskip("peft")
+
+
+def load(name: str = "llama", **options: Any) -> keyhole.Model:
+    return keyhole.load(config(name), init="random", device="cpu", **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2", "mixtral"])
+def test_equals_peft_in_a_plain_loop(name: str) -> None:
+    """Three steps give the adapters and the outputs of peft's own model trained by hand."""
+    ours, theirs = load(name), load(name).module
+    method = LoRA(ours, lr=1e-2, r=4, alpha=8, seed=3, weight_decay=0.1, max_grad_norm=0.5)
+    torch.manual_seed(3)
+    targets = sorted({key.rsplit(".lora_", 1)[0] for key in method.params})
+    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    by_name = {key.removeprefix("base_model.model."): p for key, p in wrapped.named_parameters() if p.requires_grad}
+    for key, param in by_name.items():
+        param.data.copy_(method.params[key])
+    optimizer = torch.optim.AdamW(by_name.values(), lr=1e-2, weight_decay=0.1)
+    for t in range(3):
+        one = batch(seed=t)
+        loss = wrapped(**one, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(by_name.values(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert method.step(one).item() == pytest.approx(loss.item(), rel=1e-4)
+    for key, param in by_name.items():
+        torch.testing.assert_close(method.params[key].data, param.data, rtol=1e-3, atol=1e-5)
+
+
+def test_the_base_is_known_by_its_bits_on_any_number_of_threads() -> None:
+    """The state of one machine is that of another: a sum of floats depends on how many threads add it up."""
+    states, before = [], torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        states.append(LoRA(load(), r=4).state_dict()["base"])
+    torch.set_num_threads(before)
+    assert states[0] == states[1] and isinstance(states[0], str)
+    other = load()
+    home = other.home(other.layout.tensors[0]).view(torch.int32).flatten()
+    home[0] ^= 1  # the last bit of one weight, in a tensor without an adapter
+    method = LoRA(other, r=4)
+    with pytest.raises(UserError, match="not the weights that the adapters were trained on"):
+        method.load_state_dict(method.state_dict() | {"base": states[0]})
+
+
+def test_states_with_sums_instead_of_a_hash_are_still_loaded() -> None:
+    """Before version 0.2: the sums of two matrices, up to rounding."""
+    method = LoRA(load(), r=4)
+    weights = [layer.base_layer.weight.detach().double() for layer in method.layers.values()]
+    sums = [float(w.sum()) for w in (weights[0], weights[-1])]
+    method.load_state_dict(method.state_dict() | {"base": [s * (1 + 1e-15) for s in sums]})
+    with pytest.raises(UserError, match="not the weights"):
+        method.load_state_dict(method.state_dict() | {"base": [sums[0] + 0.01, sums[1]]})
+
+
+def test_the_saved_model_is_the_trained_one_and_the_base_is_untouched(tmp_path: Path) -> None:
+    """Transformers reads what was saved and gets the same losses; weights in memory are those that were loaded."""
+    model = load()
+    before = {t.name: model.home(t).clone() for t in model.layout.tensors}
+    method = LoRA(model, lr=1e-2, r=4)
+    for t in range(5):
+        method.step(batch(seed=t))
+    assert all(torch.equal(model.home(t), before[t.name]) for t in model.layout.tensors)
+    model.save_pretrained(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    nll_B, count_B = model.nll(batch(seed=9))
+    expected = loaded(**batch(seed=9)).loss * count_B.sum()
+    torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-4, atol=1e-4)
+    assert not (tmp_path / "out" / "adapter").exists()
+
+
+def test_unmerged_adapters_are_read_by_peft(tmp_path: Path) -> None:
+    """merge=False saves the model as it was and the adapters beside it; peft puts them together."""
+    model = load()
+    method = LoRA(model, lr=1e-2, r=4, merge=False)
+    for t in range(3):
+        method.step(batch(seed=t))
+    model.save_pretrained(tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"), tmp_path / "out" / "adapter"
+    )
+    nll_B, count_B = model.nll(batch(seed=9))
+    expected = loaded(**batch(seed=9)).loss * count_B.sum()
+    torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unmerged_adapter_names_its_base(tiny_model: Path, tmp_path: Path) -> None:
+    """peft finds the model by the adapter alone."""
+    model = keyhole.load(tiny_model, device="cpu")
+    LoRA(model, lr=1e-2, r=4, merge=False).step(batch())
+    model.save_pretrained(tmp_path / "out")
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
+    nll_B, count_B = model.nll(batch(seed=9))
+    torch.testing.assert_close(nll_B.sum(), loaded(**batch(seed=9)).loss * count_B.sum(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_resume_is_exact(dropout: float) -> None:
+    """3 + 3 steps are 3 steps, a stop, and 3 more; dropout included, and without touching anyone's generator."""
+
+    def steps(method: LoRA, first: int, last: int) -> None:
+        for t in range(first, last):
+            method.step(batch(seed=t))
+
+    options = {"lr": 1e-2, "r": 4, "dropout": dropout}
+    random_state = torch.get_rng_state()
+    whole, before, after = (LoRA(load(), activations=kept, **options) for kept in ("none", "none", "block"))
+    steps(whole, 0, 6)
+    steps(before, 0, 3)
+    after.load_state_dict(before.state_dict())
+    steps(after, 3, 6)
+    for key in whole.params:
+        assert torch.equal(whole.params[key], after.params[key])
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_state_on_top_of_merged_weights_is_refused(tmp_path: Path) -> None:
+    """Adapters would be added twice: the error says which model to load."""
+    model = load()
+    method = LoRA(model, lr=1e-2, r=4)
+    method.step(batch())
+    model.save_pretrained(tmp_path / "out")
+    again = LoRA(keyhole.load(tmp_path / "out", device="cpu"), lr=1e-2, r=4)
+    with pytest.raises(UserError, match="original model"):
+        again.load_state_dict(method.state_dict())
+
+
+def test_target_modules_are_checked_and_counted() -> None:
+    """A name that no layer has is refused with those there are; the start block says what is trained."""
+    with pytest.raises(UserError, match="^target_modules: .*q_porj.*known: .*q_proj"):
+        LoRA(load(), target_modules=["q_porj"])
+    method = LoRA(load(), r=4, target_modules=["q_proj", "v_proj"])
+    assert f"{2 * LAYERS} adapters of rank 4" in method.describe()[0]
+
+
+def test_without_peft_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the command that installs it."""
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"keyhole\[lora\]"):
+        LoRA(load())

@@ -1,0 +1,147 @@
+"""Loops of the user's own: backward(loss) on what the module computed, and torch's schedulers over any method."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.adam_offload.method import AdamOffload
+from keyhole.methods.base import Shared
+from keyhole.methods.lsp.method import LSP
+from keyhole.model.structure import layout
+from tests.methods.baselines.test_first_order import plain_loss
+from tests.methods.lomo.loops import load, micro_batches, weights
+from tests.methods.lsp.loops import EPS, SMALL, near
+from tests.model.streaming import streamed
+
+ADAM = {"lr": 1e-2, "weight_decay": 0.1, "beta2": 0.99, "eps": EPS}
+SUBSPACE = SMALL | {"lr": 1e-2, "eps": EPS, "learn": False}
+METHODS_WITH_BACKWARD = [
+    (AdamOffload, ADAM),
+    (AdamOffload, ADAM | {"max_grad_norm": 0.5}),
+    (AdamOffload, ADAM | {"schedule": "monolithic"}),
+    (LSP, SUBSPACE | {"optimizer_on": "gpu"}),
+    (LSP, SUBSPACE | {"optimizer_on": "cpu"}),
+    (LSP, SUBSPACE | {"optimizer_on": "cpu", "max_grad_norm": 0.1}),
+]
+
+
+def trained(cls: type, options: dict[str, Any], by_backward: bool, name: str = "qwen2") -> dict[str, torch.Tensor]:
+    model = load(name)
+    method = cls(model, **options)
+    for t in range(4):
+        method.lr = 1e-2 * (1 - t / 10)
+        if by_backward:
+            method.backward(plain_loss(model.module, micro_batches(t, 1)))
+            assert all(p.grad is None for p in model.module.parameters())
+        else:
+            method.step(micro_batches(t, 1))
+    method.flush()
+    found = weights(model)
+    method.close()
+    return found
+
+
+@pytest.mark.parametrize(("cls", "options"), METHODS_WITH_BACKWARD)
+@pytest.mark.parametrize("chunks", [False, True])
+def test_backward_is_step(cls: type, options: dict[str, Any], chunks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same updates from the module's own loss, tied weights once, tables in one piece or several: adam-offload to
+    the bit where the vocabulary is one chunk, as in the module's own loss."""
+    if chunks:
+        monkeypatch.setattr(layout, "CHUNK_ROWS", 40)
+    for name in ("qwen2", "llama"):
+        expected, found = (trained(cls, options, by_backward, name) for by_backward in (False, True))
+        exact = cls is AdamOffload and not chunks  # lsp compresses factors in a step, and gradients here
+        for key in expected:
+            assert torch.equal(found[key], expected[key]) if exact else near(found[key], expected[key]), (name, key)
+
+
+def test_given_the_same_gradients_the_bits_are_those_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs is the order of sums in the module's own backward; the update is the same code."""
+    for cls, options in ((AdamOffload, ADAM), (LSP, SUBSPACE | {"optimizer_on": "gpu", "others": "adam"})):
+        model, twin = load("llama"), load("llama")
+        method, other = cls(model, **options), cls(twin, **options)
+        sink = method if cls is AdamOffload else method.updates
+        grads: dict[str, torch.Tensor] = {}
+        gradient, linear = sink.gradient, sink.linear
+
+        def keep(tensor: Any, w: Any, grad: torch.Tensor, then: Any = gradient, grads: dict = grads) -> None:
+            grads[tensor.name] = grad.clone()
+            then(tensor, w, grad)
+
+        monkeypatch.setattr(sink, "gradient", keep)
+        monkeypatch.setattr(sink, "linear", lambda *args: False)
+        method.step(micro_batches(0, 1))
+        loss = plain_loss(twin.module, micro_batches(0, 1))
+        named = dict(twin.module.named_parameters())
+        hooks = [p.register_hook(lambda g, n=n, grads=grads: grads.get(n, g)) for n, p in named.items()]
+        other.backward(loss)
+        method.flush()
+        assert len(hooks) == len(named) and set(grads) <= set(named) and linear is not None
+        ours, theirs = weights(model), weights(twin)
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_projectors_are_learned_on_the_loss_of_the_user() -> None:
+    """In the first step, of every matrix, before anything moves."""
+    model = load("llama")
+    method = LSP(model, **SUBSPACE | {"learn": True, "optimizer_on": "gpu"})
+    method.backward(plain_loss(model.module, micro_batches(0, 1)))
+    matrices = [target for target in method.targets.values() if target.p is not None]
+    assert matrices and all(target.generation == 1 for target in matrices)
+    assert set(method.check.biases) == {target.name for target in matrices} and 0 < method.metrics()["bias"] < 1
+
+
+@pytest.mark.parametrize(("cls", "options"), [(AdamOffload, ADAM), (LSP, SUBSPACE)])
+def test_backward_is_refused_where_it_cannot_be_exact(cls: type, options: dict[str, Any]) -> None:
+    """Streamed weights, and a loss without a graph."""
+    model = load("llama")
+    with pytest.raises(UserError, match="no graph"):
+        cls(model, **options).backward(torch.ones(()))
+    away = cls(streamed(load("llama")), **options)
+    with pytest.raises(UserError, match="call step"):
+        away.backward(torch.ones((), requires_grad=True))
+
+
+SCHEDULERS = {
+    "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)),
+    "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=4),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("name", METHODS)
+def test_torch_s_schedulers_set_the_rate_of_every_method(name: str, kind: str) -> None:
+    """Three steps at the rates that torch gives to an optimizer of its own."""
+    row = METHODS[name]
+    own = row.settings()
+    if name == "lora":
+        pytest.importorskip("peft")
+    model = keyhole.load(load("llama").config, init="random", device="cpu")
+    method = row.load().make(model, Shared(learning_rate=1e-3), row.fill(own))
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=method.lr)
+    ours, theirs = SCHEDULERS[kind](method.torch_optimizer), SCHEDULERS[kind](plain)
+    rates, expected = [], []
+    for t in range(3):
+        method.step(micro_batches(t, 1))
+        plain.step()
+        rates.append(method.rate)
+        expected.append(plain.param_groups[0]["lr"])
+        ours.step()
+        theirs.step()
+    assert rates == expected and rates[0] > rates[1] > rates[2]
+    assert method.param_groups is method.torch_optimizer.param_groups and method.param_groups[0]["params"]
+
+
+def test_a_scheduler_drives_backward_too() -> None:
+    """The rate of the group is that of the next backward."""
+    model = load("llama")
+    method = AdamOffload(model, **ADAM)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(method.torch_optimizer, lambda step: 0.5**step)
+    for t in range(3):
+        method.backward(plain_loss(model.module, micro_batches(t, 1)))
+        assert method.lr == method.current.lr == 1e-2 * 0.5**t
+        scheduler.step()

@@ -1,0 +1,147 @@
+"""Steps that are recorded as one graph: the same bits as steps that are launched kernel by kernel.
+
+On a CPU a graph is imitated by running the passes again, on the static tensors and with nothing that Python noted kept.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import keyhole
+from keyhole.methods.zo.recorded_step import RecordedSteps, Recording
+from tests.model.decoders import batch, config
+
+METHODS: dict[str, dict[str, Any]] = {
+    "mezo": {"weight_decay": 0.1},
+    "two directions": {"directions": 2},
+    "fzoo": {"estimator": "fzoo", "directions": 3},
+    "grzo": {"estimator": "grzo", "directions": 2},
+    "meazo": {"estimator": "meazo"},
+    "low rank": {"rank": 2, "refresh": 4, "directions": 2},
+}
+
+
+class Again:
+    """In the place of a CUDA graph."""
+
+    def __init__(self, steps: "Imitated", recording: Recording) -> None:
+        self.steps, self.recording = steps, recording
+
+    def replay(self) -> None:
+        method, update = self.steps.method, self.steps.method.update
+        books = update.at_home, update.counted, update.waiting[-1]
+        update.at_home, update.counted = [0] * len(books[0]), set()
+        update.waiting[-1] = type(books[2])(self.steps.coef, self.steps.before.step)
+        with method.at_step(self.steps.now.step):
+            self.recording.nll = method.run_passes(self.recording.looks)
+        update.at_home, update.counted, update.waiting[-1] = books
+
+
+class Imitated(RecordedSteps):
+    """Recordings without a GPU."""
+
+    def __init__(self, method: Any, breaks: bool = False) -> None:
+        super().__init__(method)
+        self.possible, self.breaks = True, breaks
+
+    def _has_room(self) -> bool:
+        return True
+
+    def _capture(self, recording: Recording) -> None:
+        with self.method.at_step(self.now.step):
+            recording.nll = self.method.run_passes(recording.looks)  # for what Python notes; computed again by replay
+        for home, old in zip(self.method.model.engine.homes, self.weights, strict=True):
+            home.copy_(old)
+        self.method.update.changed.zero_()
+        if not self.breaks:
+            recording.graph = Again(self, recording)
+
+    def _record(self, key: Any, looks: Any) -> list[torch.Tensor]:
+        self.weights = [home.clone() for home in self.method.model.engine.homes]
+        return super()._record(key, looks)
+
+
+def trained(
+    make: Callable[[Any], Any] | None, how: dict[str, Any], rows: Callable[[int], list[dict]], **load: Any
+) -> tuple[list[float], list[torch.Tensor], Any]:
+    """Losses, weights and the method after steps with a rate that changes."""
+    model = keyhole.load(config("llama"), init="random", seed=3, **load)
+    method, losses = keyhole.ZO(model, 1e-3, **how), []
+    if make is not None:
+        method.recorded = make(method)
+    for step in range(12):
+        method.lr = 1e-3 * (12 - step) / 12
+        losses.append(float(method.step(rows(step))))
+        if step == 7:
+            method.flush()  # as before an evaluation: the next step has nothing to apply
+    method.flush()
+    counted = [float(method.metrics()["changed"])]
+    return losses + counted, [model.home(tensor).float().cpu() for tensor in model.layout.tensors], method
+
+
+def two_lengths(step: int) -> list[dict]:
+    return [batch(rows=4, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(1 + step % 2)]
+
+
+@pytest.mark.parametrize("name", ["mezo", "fzoo", "grzo", "low rank"])
+def test_replays_give_the_same_bits(name: str) -> None:
+    """Losses, weights and counts, over two shapes, a changing rate and a flush in between."""
+    recorded = trained(Imitated, METHODS[name], two_lengths, device="cpu", dtype="float32")
+    plain = trained(None, METHODS[name], two_lengths, device="cpu", dtype="float32")
+    assert recorded[2].recorded.replays >= 2 and all(recorded[2].recorded.recordings.values())
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_a_step_that_cannot_be_recorded_is_made_in_the_ordinary_way() -> None:
+    """Once per shape it is tried, and nothing is lost."""
+    recorded = trained(lambda method: Imitated(method, breaks=True), {}, two_lengths, device="cpu", dtype="float32")
+    plain = trained(None, {}, two_lengths, device="cpu", dtype="float32")
+    assert recorded[2].recorded.replays == 0 and list(recorded[2].recorded.recordings.values()) == [None, None]
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_other_bits_are_noticed() -> None:
+    """A recording that reads a number of its own step only is not used."""
+
+    class Stuck(Imitated):
+        def _set_numbers(self) -> None:
+            super()._set_numbers()
+            self.now.step.fill_(0)
+
+    recorded = trained(Stuck, {}, two_lengths, device="cpu", dtype="float32")
+    plain = trained(None, {}, two_lengths, device="cpu", dtype="float32")
+    assert recorded[2].recorded.why == "a recording gave other bits" and recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))
+
+
+def test_candidates_are_static_too() -> None:
+    """Of a batch trained by the choice between candidates, everything that the passes read is copied."""
+
+    def rows(step: int) -> list[dict]:
+        one = batch(rows=4, length=6, seed=step)
+        labels = torch.full_like(one["labels"], -100)
+        labels[:, -1] = one["input_ids"][:, -1]
+        question, answer = torch.tensor([0, 0, 1, 1]), torch.tensor([1, 0, 0, 1] if step % 3 else [0, 1, 0, 1])
+        return [one | {"labels": labels, "question": question, "answer": answer}]
+
+    recorded = trained(Imitated, {}, rows, device="cpu", dtype="float32")
+    plain = trained(None, {}, rows, device="cpu", dtype="float32")
+    assert recorded[2].recorded.replays >= 6
+    assert recorded[0] == plain[0] and all(map(torch.equal, recorded[1], plain[1]))
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_graphs_give_the_same_bits(name: str, dtype: str) -> None:
+    """On a GPU, against steps without any graph, and recordings were used."""
+    recorded = trained(None, METHODS[name], two_lengths, device="cuda", dtype=dtype)
+    plain = trained(None, METHODS[name], two_lengths, device="cuda", dtype=dtype, graphs=False)
+    assert recorded[2].recorded.replays >= 2, recorded[2].recorded.why
+    assert recorded[0] == plain[0]
+    assert all(map(torch.equal, recorded[1], plain[1]))

@@ -1,0 +1,95 @@
+"""Models that were published in 4 or 8 bits: the numbers that their formats mean, taken over or unpacked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import keyhole
+from keyhole.errors import UserError
+from tests.conftest import build_llama
+from tests.disk.published import write_bnb, write_gguf, write_ints
+from tests.model.decoders import batch
+
+Write = Callable[[Path, Path], dict[str, torch.Tensor]]
+GGUF = {f"gguf {form}": lambda a, b, form=form: write_gguf(a, b, form) for form in ("F16", "Q4_0", "Q4_1", "Q8_0")}
+WRITERS: dict[str, Write] = GGUF | {
+    "bnb": lambda a, b: write_bnb(a, b, nested=False),
+    "bnb nested": write_bnb,
+    "gptq": lambda a, b: write_ints(a, b, "gptq", sym=False),
+    "gptq sym": lambda a, b: write_ints(a, b, "gptq", sym=True, group=64),
+    "awq": lambda a, b: write_ints(a, b, "awq", sym=False),
+}
+EXACT = {"gguf Q4_0": "int4", "gguf Q8_0": "int8", "bnb": "nf4", "bnb nested": "nf4", "gptq sym": "int4"}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows are whole blocks of every format."""
+    path = tmp_path_factory.mktemp("plain") / "model"
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    build_llama(256, **shape).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_unpacked_weights_are_those_that_the_format_means(name: str, source: Path, tmp_path: Path) -> None:
+    """Every tensor, to the bit of its dtype; what is saved is an ordinary model that says nothing of quantisation."""
+    numbers = WRITERS[name](source, tmp_path / "in")
+    model = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
+    for tensor in model.layout.tensors:
+        torch.testing.assert_close(model.home(tensor), numbers[tensor.name], rtol=1e-6, atol=0)
+    model.save_pretrained(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert getattr(again.config, "quantization_config", None) is None
+    one = batch()
+    nll_B, count_B = model.nll(one)
+    torch.testing.assert_close(nll_B.sum(), again(**one).loss * count_B.sum(), rtol=1e-5, atol=1e-5)
+    assert name == "gguf F16" or any("published as" in line for line in model.describe())
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_grid_that_fits_is_taken_over_bit_for_bit(name: str, source: Path, tmp_path: Path) -> None:
+    """Packed at home, streamed or not, and the very numbers of the unpacked model."""
+    WRITERS[name](source, tmp_path / "in")
+    plain = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
+    packed = keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire=EXACT[name], placement="stream")
+    assert any("bit for bit" in line for line in packed.describe())
+    for mine, theirs in zip(packed.layout.tensors, plain.layout.tensors, strict=True):
+        assert torch.equal(packed.home(mine), plain.home(theirs)), mine.name
+    assert torch.equal(packed.nll(batch())[0], plain.nll(batch())[0])
+    held = sum(packed.formats.home_bytes(u) for u in packed.layout.of_kind("block"))
+    assert held < 0.6 * 2 * sum(u.numel for u in packed.layout.of_kind("block"))
+
+
+@pytest.mark.parametrize("name, wire", [("gguf Q4_1", "int4"), ("gptq", "int4"), ("gguf Q8_0", "int4"), ("awq", "nf4")])
+def test_another_grid_is_refused(name: str, wire: str, source: Path, tmp_path: Path) -> None:
+    """Weights are not rounded twice: the message says what holds them."""
+    WRITERS[name](source, tmp_path / "in")
+    better = EXACT.get(name, "null")
+    with pytest.raises(UserError, match=f"wire: {wire} would round the weights again.*wire={better}"):
+        keyhole.load(tmp_path / "in", device="cpu", wire=wire)
+
+
+def test_zero_points_that_contradict_the_config_are_found(source: Path, tmp_path: Path) -> None:
+    """sym is what config.json says; the file is looked at before its codes are believed."""
+    write_ints(source, tmp_path / "in", "gptq", sym=False, group=64)
+    text = (tmp_path / "in" / "config.json").read_text()
+    (tmp_path / "in" / "config.json").write_text(text.replace('"sym": false', '"sym": true'))
+    with pytest.raises(UserError, match="not symmetric, though config.json says so"):
+        keyhole.load(tmp_path / "in", device="cpu", wire="int4")
+
+
+def test_lora_trains_over_a_published_base(source: Path, tmp_path: Path) -> None:
+    """Adapters over Q4_0 weights, streamed: the losses of adapters over the same numbers in a plain model."""
+    pytest.importorskip("peft")
+    write_gguf(source, tmp_path / "in")
+    plain = keyhole.load(tmp_path / "in", device="cpu", dtype="float32")
+    packed = keyhole.load(tmp_path / "in", device="cpu", dtype="float32", wire="int4", placement="stream")
+    losses = []
+    for model in (plain, packed):
+        method = keyhole.LoRA(model, lr=1e-2, r=4)
+        losses.append([float(method.step(batch(seed=t))) for t in range(3)])
+    assert losses[0] == losses[1]

@@ -1,0 +1,91 @@
+"""The grids of frozen weights: nearest of their levels, exact on them, and the same bits from kernel and reference."""
+
+import pytest
+import torch
+
+from keyhole.ops import lowbit
+from keyhole.ops.backend import force
+from keyhole.ops.lowbit import NF4, Grid
+
+GRIDS = [Grid(name, group) for name in ("int8", "int4", "nf4") for group in (64, 32)]
+GRIDS.append(Grid("nf4", 64, "float32"))
+LEVELS = {"int8": torch.arange(-127, 128).float(), "int4": torch.arange(-8, 8).float(), "nf4": torch.tensor(NF4)}
+
+
+def samples(groups: int, size: int, seed: int = 0) -> torch.Tensor:
+    """Groups of every magnitude that a float16 scale can hold and a little beyond, with zeros and ties."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(groups, size, generator=generator) * torch.logspace(-11, 6, groups).unsqueeze(1)
+    w[torch.rand(groups, size, generator=generator) < 0.05] = 0.0
+    w[3] = 0.0
+    w[4, ::2] = -0.0
+    w[4, 1::2] = 0.0
+    w[5] = torch.arange(size) % 17 - 8.0  # int4: its largest is -8, and all but 8 are levels
+    w[6] = torch.arange(size) % 16 - 7.5  # halfway between integers
+    return w.view(-1)
+
+
+def pack(w: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.full((grid.code_bytes(w.numel()),), 0xEE, dtype=torch.uint8, device=w.device)
+    scales = torch.full((grid.scale_count(w.numel()),), 7.0, dtype=grid.scale_dtype, device=w.device)
+    lowbit.lowbit_encode_(w, codes, scales, grid)
+    return codes, scales
+
+
+def unpack(codes: torch.Tensor, scales: torch.Tensor, grid: Grid, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.full((scales.numel() * grid.group,), 7.0, dtype=dtype, device=codes.device)
+    lowbit.lowbit_decode(codes, scales, out, grid)
+    return out
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_kernel_and_reference_give_the_same_bits(grid: Grid, kernel_device: torch.device) -> None:
+    """Codes, scales and unpacked weights in every dtype, of a number of groups that fills no whole program."""
+    w = samples(71, grid.group)
+    with force("reference"):
+        codes, scales = pack(w, grid)
+        values = {dtype: unpack(codes, scales, grid, dtype) for dtype in lowbit.DTYPES}
+    with force("kernel"):
+        found = pack(w.to(kernel_device), grid)
+        assert torch.equal(found[0].cpu(), codes)
+        assert torch.equal(found[1].cpu().view(torch.uint8), scales.view(torch.uint8))
+        for dtype, expected in values.items():
+            same = unpack(*found, grid, dtype).cpu()
+            assert torch.equal(same.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_weight_goes_to_the_nearest_level(grid: Grid) -> None:
+    """Of the 16 or 255 numbers that its group can hold, none is nearer; and the bytes are those that were promised."""
+    w = samples(71, grid.group)
+    codes, scales = pack(w, grid)
+    levels_L = LEVELS[grid.name].double()
+    held_GL = scales.double().unsqueeze(1) * levels_L
+    distance_GE = (w.double().view(-1, grid.group).unsqueeze(2) - held_GL.unsqueeze(1)).abs().amin(2)
+    found_GE = (unpack(codes, scales, grid).double() - w.double()).view(-1, grid.group).abs()
+    slack_GE = 1e-6 * w.double().view(-1, grid.group).abs() + 1e-30  # the quotient is rounded
+    assert bool((found_GE <= distance_GE + slack_GE).all())
+    assert codes.numel() + scales.nbytes == w.numel() * grid.bytes_per_element
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_what_lies_on_the_grid_comes_back(grid: Grid) -> None:
+    """Every level with a scale of float16: to the bit, if the level of the largest magnitude occurs."""
+    levels = LEVELS[grid.name]
+    picked_GE = levels[torch.randint(len(levels), (40, grid.group), generator=torch.Generator().manual_seed(1))]
+    picked_GE[:, 0] = levels[0]
+    scales_G1 = torch.logspace(-3, 2, 40).half().float().unsqueeze(1)
+    w = (picked_GE * scales_G1).view(-1)
+    assert torch.equal(unpack(*pack(w, grid), grid), w)
+
+
+def test_the_error_of_normal_weights_is_small() -> None:
+    """Relative to their energy: int8 below 1e-4, nf4 below int4, and int4 below the grid that wastes its 16th level."""
+    w = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    error = {}
+    for name in LEVELS:
+        grid = Grid(name)
+        error[name] = float((unpack(*pack(w, grid), grid) - w).square().mean())
+    step_G1 = w.view(-1, 64).abs().amax(1, keepdim=True) / 7
+    symmetric = float(((w.view(-1, 64) / step_G1).round() * step_G1 - w.view(-1, 64)).square().mean())
+    assert error["int8"] < 1e-4 < error["nf4"] < error["int4"] < symmetric < 0.02

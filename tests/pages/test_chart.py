@@ -1,0 +1,99 @@
+"""Charts: the arithmetic behind them, and what may not break them."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keyhole.pages.chart import BOTTOM, TOP, WIDTH, Series, chart, noisy, smooth, ticks
+from keyhole.pages.labels import NAME_HEIGHT, apart
+
+values = st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60)
+
+
+@given(values, st.integers(0, 20))
+def test_smoothing_stays_within_and_keeps_ends(y: list[float], reach: int) -> None:
+    """A running mean lies between the extremes, leaves both ends where they are, and is as long as its input."""
+    s = smooth(y, reach)
+    assert len(s) == len(y)
+    assert all(min(y) - 1e-6 <= value <= max(y) + 1e-6 for value in s)
+    assert s[0] == pytest.approx(y[0], abs=1e-6) and s[-1] == pytest.approx(y[-1], abs=1e-6)
+
+
+@given(st.floats(-5, 5), st.floats(-5, 5), st.integers(0, 9))
+def test_smoothing_keeps_straight_lines(a: float, b: float, reach: int) -> None:
+    """The window is symmetric, so a straight line comes out as it went in."""
+    y = [a + b * i for i in range(30)]
+    assert smooth(y, reach) == pytest.approx(y, abs=1e-6)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_and_round(low: float, span: float) -> None:
+    """Ticks do not pass the ends, and are evenly spaced by 1, 2, 2.5 or 5 times a power of ten."""
+    found = ticks(low, low + span)
+    assert all(low - 1e-6 * span <= tick <= low + span * (1 + 1e-6) for tick in found) and 2 <= len(found) <= 7
+    step = found[1] - found[0]
+    lead = step / 10 ** math.floor(math.log10(step) + 1e-6)
+    assert min(abs(lead - m) for m in (1, 2, 2.5, 5, 10)) < 1e-2 or abs(low) > 1e6 * span
+
+
+def points(svg: str) -> list[tuple[float, float]]:
+    pairs = " ".join(re.findall(r'points="([^"]*)"', svg)).split()
+    return [(float(x), float(y)) for x, y in (pair.split(",") for pair in pairs)]
+
+
+def height_of(svg: str) -> float:
+    return float(re.search(r'viewBox="0 0 \d+ (\d+)"', svg)[1])
+
+
+def test_every_point_is_inside_the_picture() -> None:
+    """A spike above the smoothed curve is cut, not drawn outside."""
+    y = [1.0] * 50
+    y[20] = 100.0
+    svg = chart([noisy("a", 0, [float(i) for i in range(50)], y)], "t", "x", "y")
+    assert len(points(svg)) == 100
+    assert all(0 <= x <= WIDTH and TOP - 0.1 <= y <= height_of(svg) - BOTTOM + 0.1 for x, y in points(svg))
+
+
+def test_non_finite_losses_are_left_out() -> None:
+    """A run that blew up still gets a chart."""
+    svg = chart([noisy("a", 0, [1.0, 2.0, 3.0, 4.0], [1.0, math.nan, math.inf, 2.0])], "t", "x", "y")
+    assert len(points(svg)) == 4 and "nan" not in svg and "inf" not in svg
+
+
+def test_nothing_to_draw() -> None:
+    """No curves, or an empty one, give axes and no error."""
+    assert "<svg" in chart([], "t", "x", "y")
+    assert "<svg" in chart([noisy("a", 0, [], [])], "t", "x", "y")
+
+
+@pytest.mark.parametrize("count", [1, 6, 12, 40])
+def test_names_stand_apart_in_a_column_beside_the_curves(count: int) -> None:
+    """Curves that end at the same value, at different steps, get names that cover neither each other nor a curve."""
+    lines = [Series(f"m{i}", i, [0.0, 1.0 + i % 3], [1.0, 0.0]) for i in range(count)]
+    svg = chart(lines, "t", "x", "y")
+    names = [(float(x), float(y)) for x, y in re.findall(r'class="name[^>]* x="([0-9.]+)" y="([0-9.]+)"', svg)]
+    assert len(names) == count and len({x for x, _ in names}) == 1
+    assert names[0][0] > max(x for x, _ in points(svg))
+    heights = sorted(y for _, y in names)
+    gaps = [b - a for a, b in zip(heights, heights[1:], strict=False)]
+    assert all(gap >= NAME_HEIGHT - 0.11 for gap in gaps)
+    assert TOP <= heights[0] and heights[-1] < height_of(svg) - BOTTOM
+
+
+@given(st.lists(st.floats(0, 300), max_size=12))
+def test_names_keep_their_order_and_stay_at_their_ends_where_they_can(heights: list[float]) -> None:
+    """Nothing moves that has room already."""
+    heights = sorted(heights)
+    placed = apart(heights, 0.0, 300.0)
+    assert placed == sorted(placed)
+    if all(b - a >= NAME_HEIGHT for a, b in zip(heights, heights[1:], strict=False)):
+        assert placed == heights
+
+
+def test_text_is_escaped() -> None:
+    """A name cannot break out of the picture."""
+    svg = chart([Series("<b>", 0, [1.0], [1.0])], "t", "x & y", "y")
+    assert "<b>" not in svg and "x &amp; y" in svg

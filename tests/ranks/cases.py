@@ -1,0 +1,159 @@
+"""Short runs of every method with gradients, in one process and on several ranks: what the tests compare."""
+
+import gc
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+import keyhole
+from keyhole.offload import arena
+from keyhole.plan import placement
+from keyhole.ranks import Ranks
+from keyhole.ranks.join import joined
+from tests.model.decoders import batch, config
+from tests.ranks.workers import micro_batches
+
+KEYS = ("grad_norm", "changed")
+STREAM = {"placement": "stream"}
+WIDE = {"eps": 1e-3}  # Adam divides by |g| + eps: with a small one, what is rounded differently in |g| is seen
+SUBSPACE = WIDE | {"d": 16, "r": 2, "alpha": 0.01, "check_freq": 2, "check_share": 1.0}
+ON_HOST = SUBSPACE | {"optimizer_on": "cpu", "threads": 1}
+ADAM = WIDE | {"threads": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """method: its class; how: the model is loaded; size: ranks; cut: blocks are several units; again: a second run must
+    have the same bits."""
+
+    family: str
+    method: type
+    lr: float
+    settings: dict[str, Any] = field(default_factory=dict)
+    how: dict[str, Any] = field(default_factory=dict)
+    size: int = 2
+    cut: bool = False
+    again: bool = False
+
+
+LOMO, ADALOMO, OFFLOAD, LSP = keyhole.LOMO, keyhole.AdaLOMO, keyhole.AdamOffload, keyhole.LSP
+SHARDS = {
+    "lomo": Case("llama", LOMO, 0.1),
+    "lomo, clipped": Case("llama", LOMO, 0.1, {"max_grad_norm": 0.5}, STREAM, size=4, cut=True),
+    "lomo, tied, decay": Case("qwen2", LOMO, 0.1, {"weight_decay": 0.1}, STREAM, again=True),
+    "lomo, learned positions": Case("gpt2", LOMO, 0.1, {"activations": "host", "clip_value": 1e-3}),
+    "lomo, experts, decay": Case("mixtral", LOMO, 0.1, {"weight_decay": 0.1, "weight_decay_on": "all"}),
+    "lomo, each tensor clipped": Case("llama", LOMO, 0.1, {"clip_group_norm": 0.05}, STREAM),
+    "lomo, bf16 at home": Case("llama", LOMO, 0.1, {}, STREAM | {"wire": "bf16"}),
+    "adalomo": Case("llama", ADALOMO, 1e-3, {"weight_decay": 0.01}, STREAM, size=4),
+    "adalomo, tied": Case("qwen2", ADALOMO, 1e-3, {"max_grad_norm": 1.0}),
+    "lomo-lora, clipped": Case("llama", keyhole.LOMOLoRA, 0.05, {"r": 4, "max_grad_norm": 0.5}),
+    "apollo-mini": Case("mistral", keyhole.APOLLOMini, 1e-4, {}, STREAM),
+    "adam-offload": Case("llama", OFFLOAD, 1e-3, ADAM | {"weight_decay": 0.1}),
+    "adam-offload, tied, clipped": Case(
+        "qwen2", OFFLOAD, 1e-3, ADAM | {"max_grad_norm": 0.5}, STREAM, size=4, cut=True
+    ),
+    "adam-offload, experts, two workers": Case(
+        "mixtral", OFFLOAD, 1e-3, ADAM | {"gpu_updates": True}, STREAM, again=True
+    ),
+    "adam-offload, monolithic": Case("gpt2", OFFLOAD, 1e-3, ADAM | {"schedule": "monolithic"}),
+    "lsp": Case("llama", LSP, 1e-3, SUBSPACE | {"optimizer_on": "gpu"}, STREAM),
+    "lsp, on the host, clipped": Case("qwen2", LSP, 1e-3, ON_HOST | {"max_grad_norm": 0.5}, size=4),
+    "lsp, experts, free": Case(
+        "mixtral", LSP, 1e-3, ON_HOST | {"kind": "free", "fit_steps": 5}, STREAM, cut=True, again=True
+    ),
+    "lsp, clipped on the device, decay": Case(
+        "gpt2", LSP, 1e-3, SUBSPACE | {"optimizer_on": "gpu", "max_grad_norm": 0.5, "weight_decay": 0.1}
+    ),
+}
+REPLICAS = {
+    "adamw, clipped": Case("llama", keyhole.AdamW, 1e-3, WIDE | {"max_grad_norm": 0.5, "weight_decay": 0.1}, size=4),
+    "sgd, tied": Case("qwen2", keyhole.SGD, 0.1, {"momentum": 0.9}),
+    "lora": Case("llama", keyhole.LoRA, 1e-3, {"r": 4}),
+    "lora, int4, dropout": Case("llama", keyhole.LoRA, 1e-3, {"r": 4, "dropout": 0.3}, STREAM | {"wire": "int4"}),
+    "galore": Case("llama", keyhole.GaLore, 1e-3, WIDE | {"rank": 4, "update_proj_gap": 2}),
+}
+CASES = SHARDS | REPLICAS
+
+
+def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
+    """Losses, norms and this rank's parts of the weights after three steps; the last has one micro-batch, which leaves
+    ranks without work."""
+    placement.UNIT_BYTES, usual = 4096 if case.cut else placement.UNIT_BYTES, placement.UNIT_BYTES
+    work = keyhole.Workload(case.method.name)
+    where = {"init": "random", "device": device, "dtype": "float32", "workload": work} | case.how
+    model = keyhole.load(config(case.family), ranks=ranks, seed=1, **where)
+    placement.UNIT_BYTES = usual
+    assert model.layout.has_cut_blocks == case.cut
+    method = case.method(model, case.lr, **case.settings)
+    numbers, before = [], getattr(ranks, "bytes_received", 0)
+    for step in range(3):
+        loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
+        told = method.metrics()
+        numbers += [loss.double(), *(torch.as_tensor(told.get(key, 0.0)).double() for key in KEYS)]
+    method.flush()
+    parts = [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()]
+    if model.addon is not None and ranks.is_leader:
+        parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.addon.params.items()]
+    found = {"numbers": torch.stack(numbers).cpu(), "parts": parts}
+    found["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
+    cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
+    found["received_bytes"] = getattr(ranks, "bytes_received", 0) - before
+    found["all_bytes"] = sum(t.shape.numel() for t in model.layout.tensors) * 4
+    found["cut_bytes"] = sum(model.engine.homes[page].nbytes for page in cut)
+    model.close()
+    return found
+
+
+def same_bits(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    pairs = zip(one["parts"], two["parts"], strict=True)
+    return torch.equal(one["numbers"], two["numbers"]) and all(torch.equal(a[2], b[2]) for a, b in pairs)
+
+
+def write_results(directory: Path, size: int, device: str = "cpu") -> int:
+    """Of the cases for so many ranks, in a file per rank, and the memory of some methods."""
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        found = {}
+        for name, case in CASES.items():
+            if case.size == size or device != "cpu":
+                found[name] = results(case, ranks, device)
+                found[name]["same"] = not case.again or same_bits(found[name], results(case, ranks, device))
+        if device == "cpu":
+            found |= {f"memory of {method.name}": memory(method, ranks) for method in (LOMO, OFFLOAD)}
+        torch.save(found, directory / f"{size} {ranks.rank}.pt")
+    return 0
+
+
+def memory(method: type, ranks: Ranks) -> dict[str, int]:
+    """Of a resident model and a step of the method, one micro-batch per rank: the peak of PyTorch's allocator on the
+    CPU, which is the device here, by its own count; bytes that were mapped for host memory; and bytes of what ranks
+    share out."""
+    gc.collect()
+    real, mapped = arena.host_memory, []
+    arena.host_memory = lambda size_bytes: mapped.append(size_bytes) or real(size_bytes)
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            shape = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+            made = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(method.name)}
+            model = keyhole.load(config("llama", **shape), ranks=ranks, **made)
+            own = {"threads": 1} if method is OFFLOAD else {}
+            method(model, 1e-3, **own).step([batch() for _ in range(ranks.size)])
+    finally:
+        arena.host_memory = real
+    events, counts = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    while events:
+        event = events.pop()
+        events += event.children
+        if event.tag == _EventType.Allocation:
+            about = event.extra_fields
+            counts.append((event.start_time_ns, about.total_allocated, about.alloc_size))
+    _, total, size = min(counts)
+    cut = sum(unit.numel * 4 for unit in model.layout.units if unit.kind in ("block", "head"))
+    model.close()
+    before = total - size
+    return {"device_bytes": max(count for _, count, _ in counts) - before, "host_bytes": sum(mapped), "cut_bytes": cut}

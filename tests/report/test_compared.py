@@ -1,0 +1,105 @@
+"""Runs side by side: what is told of each, whatever their files hold, and what the command does with them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keyhole.cli import main
+from keyhole.report import compared
+from keyhole.report import page as run_page
+from keyhole.report.compared import cells, name_runs, table
+from keyhole.report.curves import Curves
+from keyhole.report.story import Story, write_story
+from keyhole.report.view import View, read_view
+
+EVIL = "<script>alert(1)</script>\"'&"
+NAMES = st.sampled_from(
+    ["loss", "eval_loss", "eval_accuracy", "test_accuracy", "test_questions", "seconds", "tokens", EVIL]
+)
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+ENTRIES = st.lists(st.dictionaries(NAMES, VALUES).map(lambda entry: entry | {"step": 1}), max_size=12)
+
+
+def made(root: Path, name: str, losses: list[float], story: Story | None = None, **options: Any) -> Path:
+    """The output_dir of a run."""
+    run = root / name / "run"
+    run.mkdir(parents=True)
+    entries = [{"step": i, "loss": loss, "tokens": 10, "seconds": 0.1} for i, loss in enumerate(losses, 1)]
+    entries.append({"step": len(losses), "eval_loss": losses[-1] + 0.5, "eval_accuracy": 0.75})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + '{"step": 9, "lo')
+    (run / "config.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in options.items()))
+    if story is not None:
+        write_story(run / "report.json", story)
+        (run / "report.html").write_text("a page")
+    return root / name
+
+
+def test_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each run has a row and a curve, in its order; what differs in the settings is shown, what does not is not."""
+    story = Story(method="lomo", model="/models/opt", state="done", total=3)
+    made(tmp_path / "runs", "b", [3.0, 2.0, 1.0], story, method="lomo", model="/models/opt", seed=1, batch_size=4)
+    made(tmp_path / "runs", "a", [5.0, 4.0], None, method="zo", model="/models/opt", seed=2, batch_size=4, max_steps=8)
+    output = tmp_path / "page.html"
+    assert main(["report", str(tmp_path / "runs"), "-o", str(output)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].split()[:3] == ["a", "zo", "opt"] and "2 of 8" in printed[1] and "5.0000 -> 4.0000" in printed[1]
+    assert printed[2].split()[:4] == ["b", "lomo", "opt", "done"] and "loss 1.5000, accuracy 75.0" in printed[2]
+    page = output.read_text()
+    assert "<a href='runs/b/run/report.html'>b</a>" in page and "runs/a/run" not in page
+    heads = re.findall(r"<th class='left'>(\w+)</th>", page.partition("Settings that differ")[2])
+    assert heads == ["method", "seed", "max_steps"]
+    assert "lowest held-out loss at the last evaluation is <b>1.5000</b>, of <b>b</b>" in page
+    assert page.count('<polyline class="line c0') == page.count('<polyline class="line c1') > 0
+
+
+def test_runs_are_told_apart(tmp_path: Path) -> None:
+    """By as much of their paths as it takes; one that is named twice is one."""
+    places = [tmp_path / "x" / "out" / "run", tmp_path / "y" / "out" / "run"]
+    assert name_runs(places) == ["x/out", "y/out"] and name_runs(places[:1]) == ["out"]
+    one = made(tmp_path, "one", [1.0])
+    assert main(["report", str(one), str(one / "run"), "-o", str(tmp_path / "p.html")]) == 0
+    assert "1 run" in (tmp_path / "p.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["nothing"], "no run is here"),
+        (["run-a", "-o", "run-a"], "is a directory; name a file"),
+        (["run-a", "-o", "no/such/page.html"], "is not there, or not writable"),
+    ],
+)
+def test_mistakes_are_named(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path, "run-a", [1.0])
+    assert main(["report", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+@settings(max_examples=25)
+@given(ENTRIES, ENTRIES)
+def test_any_numbers_give_pages(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    """Whatever the lines of metrics.jsonl hold, both pages and the table are made, and names are text."""
+    views = []
+    for name, entries in ((EVIL, first), ("b", second)):
+        curves = Curves()
+        for entry in entries:
+            curves.add(entry)
+        views.append(View(name, Path("run"), Story(method=EVIL, model=EVIL, total=3), curves, settings={EVIL: name}))
+    for page in (compared.make_page(views, Path(".")), *map(run_page.make_page, views)):
+        assert "<script" not in page and page.endswith("</html>\n")
+    assert len(table(views)) == 3 and len(cells(views[0])) == len(compared.COLUMNS)
+
+
+def test_a_run_of_before_has_a_page(tmp_path: Path) -> None:
+    """Without run/report.json: from metrics and settings."""
+    view = read_view(made(tmp_path, "old", [2.0, 1.0], None, method="zo", model="m", max_steps=2) / "run")
+    page = run_page.make_page(view)
+    assert "zo on m" in page and "<b>Done</b>: 2 steps" in page and view.curves.steps == 2

@@ -1,0 +1,189 @@
+"""The page of a run: there from the start, the same as its files say, and never in the way."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from keyhole.config import TrainConfig, resolve
+from keyhole.config.schema import OffloadConfig
+from keyhole.errors import NonFinite
+from keyhole.report.curves import Curves
+from keyhole.report.page import make_page
+from keyhole.report.story import Story, read_story
+from keyhole.report.view import View, read_view
+from keyhole.training import loop, run_page
+from keyhole.training.run_page import EVERY_S, RunPage
+from keyhole.training.start import train
+from tests.training.runs import Make, losses
+
+
+def directory(config: TrainConfig) -> Path:
+    return Path(config.output_dir) / "run"
+
+
+def page(config: TrainConfig) -> str:
+    return (directory(config) / "report.html").read_text()
+
+
+def story(config: TrainConfig) -> Story:
+    found = read_story(directory(config) / "report.json")
+    assert found is not None
+    return found
+
+
+def test_there_before_the_first_step_and_up_to_date_after_the_last(
+    make: Make, tiny_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins with what was decided and ends with curves, a trace, the data, answers and the result; what the run
+    wrote is what `keyhole report` makes of its files."""
+    crossing = {
+        "placement": "stream",
+        "offload": OffloadConfig(reuse_slots=False),
+    }  # two units would stay in their slots
+    config, real, seen = make(method="lomo", eval_data=str(tiny_data), **crossing), loop.Run.step, []
+
+    def step(self: loop.Run, number: int) -> None:
+        seen.append(page(config))
+        real(self, number)
+
+    monkeypatch.setattr(loop.Run, "step", step)
+    assert train(config) == 0
+    assert "Running" in seen[0] and "http-equiv" in seen[0] and "What was decided" in seen[0] and "<dt>dtype" in seen[0]
+    last = page(config)
+    assert "<b>Done</b>: 6 steps" in last and "http-equiv" not in last
+    for heading in ("Curves", "Where the time of a step goes", "The data", "Sample answers", "What happened"):
+        assert f"<h2>{heading}</h2>" in last, heading
+    assert last == make_page(read_view(directory(config)))
+    told = story(config)
+    assert {lane for lane, *_ in told.spans} == {"upload", "compute", "write-back"} and told.traced_step == 3
+    assert told.measured["up_bytes"] > 0 and told.measured["down_bytes"] > 0
+    trained = [word for sample in told.samples for on, words in sample.runs if on for word in words]
+    assert "".join(trained).startswith("2<|end|>")
+    assert [row.expected for row in told.answers[-1].rows] == ["2", "6", "12"]
+
+
+def test_gradients_that_leave_have_a_lane(make: Make) -> None:
+    """A method whose moments are on the host sends gradients down."""
+    config = make(method="adam-offload", placement="stream", max_steps=3)
+    assert train(config) == 0
+    assert "gradients" in {lane for lane, *_ in story(config).spans} and ">gradients<" in page(config)
+
+
+def test_a_run_that_goes_on_has_one_page(make: Make, stop_after: Callable[..., None], tiny_data: Path) -> None:
+    """Stopped after step 3 and resumed: the curves have all steps, and the answers of before stay."""
+    config = make(eval_data=str(tiny_data), eval_steps=2)
+    stop_after(3, signal.SIGTERM)
+    assert train(config) == 130
+    assert "<b>Stopped</b> at step 3 of 6" in page(config) and "--resume" in page(config)
+    began = story(config).began
+    assert train(config, resume="") == 0
+    view = read_view(directory(config))
+    assert view.curves.steps == 6 and view.story.state == "done" and view.story.began == began
+    assert [each.step for each in view.story.answers] == [2, 4, 6]
+    assert page(config) == make_page(view)
+
+
+def test_a_page_that_cannot_be_made_changes_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The run ends well, with the same losses, and says once that its page failed."""
+    sound = make("sound")
+    train(sound)
+    capsys.readouterr()
+
+    def fail(view: View) -> str:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(run_page, "make_page", fail)
+    config = make("broken")
+    assert train(config) == 0
+    assert losses(config) == losses(sound)
+    assert capsys.readouterr().out.count("warning: run/report.html failed") == 1
+
+
+def test_a_failed_run_says_why(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ends a run is on its page, as text."""
+
+    def fail(self: loop.Run, step: int) -> None:
+        raise NonFinite("the loss is <nan>")
+
+    monkeypatch.setattr(loop.Run, "after_step", fail)
+    config = make()
+    with pytest.raises(NonFinite):
+        train(config)
+    assert "<b>Failed</b> at step 1 of 6" in page(config) and "the loss is &lt;nan&gt;" in page(config)
+
+
+def test_answers_of_a_task_come_with_its_score(tmp_path: Path) -> None:
+    """The first dev questions with what the model chose, what is right, and whether that is the same."""
+    made: dict[str, Any] = {"model": "demo", "task": "demo", "num_train": 16, "num_dev": 8, "num_eval": 4}
+    made |= {"method": "adamw", "output_dir": str(tmp_path / "out"), "device": "cpu", "max_steps": 1, "batch_size": 4}
+    config = resolve(TrainConfig(**made, sample_answers=2))[0]
+    assert train(config) == 0
+    (answers,) = story(config).answers
+    assert len(answers.rows) == 2
+    for row in answers.rows:
+        assert {row.said, row.expected} <= {" blue", " red"} and row.right is (row.said == row.expected)
+
+
+def test_no_answers_where_none_are_wanted(make: Make, tiny_data: Path) -> None:
+    """sample_answers: 0."""
+    config = make(max_steps=1, eval_data=str(tiny_data), sample_answers=0)
+    train(config)
+    assert story(config).answers == []
+
+
+def test_pages_are_written_beside_the_steps_and_not_often(tmp_path: Path) -> None:
+    """The clock decides: nothing before EVERY_S seconds, then a page by another thread, and the last one at the end."""
+    now = [0.0]
+    made = RunPage(View("n", tmp_path, Story(total=9, state="running"), Curves()), clock=lambda: now[0])
+    made.add({"step": 1, "loss": 1.0, "tokens": 1, "seconds": 1.0})
+    assert made.thread is None and not made.path.exists()
+    now[0] = EVERY_S
+    made.add({"step": 2, "loss": 1.0, "tokens": 1, "seconds": 1.0})
+    assert made.thread is not None
+    while made.wake.is_set():
+        made.thread.join(0.001)
+    assert "step 2 of 9" in made.path.read_text() and made.due_s == 2 * EVERY_S
+    made.ended("done")
+    made.close()
+    assert not made.thread.is_alive() and "<b>Done</b>" in made.path.read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["zo", "lomo", "adam-offload"])
+def test_a_step_is_traced_on_a_gpu(make: Make, method: str) -> None:
+    """Events of three streams: every lane has spans within the step, and the plan stands beside the measured peak."""
+    crossing = {"placement": "stream", "offload": OffloadConfig(reuse_slots=False), "device": "cuda"}
+    config = make(method=method, **crossing)
+    assert train(config) == 0
+    told = story(config)
+    assert {lane for lane, *_ in told.spans} >= {"upload", "compute"} and told.traced_step == 3
+    assert all(ms >= 0 and begin + ms <= 1e3 * told.traced_s * 3 for _, _, begin, ms in told.spans)
+    assert told.planned["device_bytes"] > 0 and told.measured["device_bytes"] > 0
+    assert "GPU, planned" in page(config) and "GPU, measured" in page(config)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "expected"),
+    [
+        ({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes"}]}, "Hi?", "Yes"),
+        ({"text": "Once upon a time there was a fox."}, "Once upon a ", "time there was a fox."),
+    ],
+)
+def test_chats_and_texts_are_answered(
+    make: Make, tmp_path: Path, row: dict[str, Any], prompt: str, expected: str
+) -> None:
+    """The model is asked what the data ask, up to the first answer; of a text, its opening."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    config = make(max_steps=1, train_data=str(file), eval_data=str(file), sample_answers=1)
+    assert train(config) == 0
+    (answer,) = story(config).answers[0].rows
+    assert prompt in answer.prompt and expected not in answer.prompt and answer.expected == expected
