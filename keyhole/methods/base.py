@@ -144,8 +144,8 @@ class Traits:
     device_bytes: str = "keyhole.methods.memory:forward_bytes"
     """(layout, streamed, work, room) -> DeviceBytes."""
     host_check: str | None = None
-    """(layout, streamed, element_bytes, cut=, ranks=): refuses state that host memory cannot hold; cut: of units that
-    ranks share out, what one keeps; ranks: those on this machine. None: the method keeps none there."""
+    """(layout, streamed, element_bytes, cut=, ranks=, of=): refuses state that host memory cannot hold; cut: of units
+    that ranks share out, what one keeps; ranks: those on this machine, of how many. None: it keeps none there."""
     step_work: str = "keyhole.methods.work:forward_work"
     """(layout, streamed, work, room, rates) -> StepWork: what a step asks of a machine (methods/work.py)."""
     steps: float = 1.0

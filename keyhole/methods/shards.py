@@ -80,16 +80,13 @@ class GradientParts:
         """Takes the sum, in float32, of a gradient of table or spine."""
         raise NotImplementedError  # abstract
 
-    def all_of(self, unit: Unit) -> torch.Tensor:
-        """The sum over the ranks of a unit's gradients, in float32; those here are forgotten."""
+    def forget(self, unit: Unit) -> None:
+        """Of a unit whose gradients have been used in another way."""
         begin, numel = self.place[unit.index]
-        flat = self.buffer[begin : begin + numel]
-        total = self.ranks.sum(flat)
-        flat.zero_()
-        return total
+        self.buffer[begin : begin + numel].zero_()
 
     def part_of(self, unit: Unit) -> torch.Tensor:
-        """The same, of this rank's part."""
+        """The sum over the ranks of a unit's gradients, this rank's part, in float32; those here are forgotten."""
         begin, numel = self.place[unit.index]
         flat = self.buffer[begin : begin + numel]
         part = self.ranks.sum_of_parts(flat)

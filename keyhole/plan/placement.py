@@ -310,7 +310,7 @@ def _check_state(layout: Layout, placed: Placement, costs: Costs) -> None:
     """State that a method keeps in host memory is refused before a weight is read."""
     if costs.row is not None and costs.row.host_check is not None:
         try:
-            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks}
+            about = {"cut": costs.cut(layout), "ranks": costs.work.local_ranks, "of": costs.work.ranks}
             imported(costs.row.host_check)(layout, placed.streamed, costs.room.formats.dtype.itemsize, **about)
         except UserError as error:
             raise refusals.DoesNotFit(str(error)) from error

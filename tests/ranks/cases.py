@@ -51,6 +51,7 @@ SHARDS = {
     "lomo, bf16 at home": Case("llama", LOMO, 0.1, {}, STREAM | {"wire": "bf16"}),
     "adalomo": Case("llama", ADALOMO, 1e-3, {"weight_decay": 0.01}, STREAM, size=4),
     "adalomo, tied": Case("qwen2", ADALOMO, 1e-3, {"max_grad_norm": 1.0}),
+    "adalomo, experts": Case("mixtral", ADALOMO, 1e-3, {"weight_decay": 0.1}, STREAM, cut=True),
     "lomo-lora, clipped": Case("llama", keyhole.LOMOLoRA, 0.05, {"r": 4, "max_grad_norm": 0.5}),
     "apollo-mini": Case("mistral", keyhole.APOLLOMini, 1e-4, {}, STREAM),
     "adam-offload": Case("llama", OFFLOAD, 1e-3, ADAM | {"weight_decay": 0.1}),

@@ -28,6 +28,7 @@ part waits on the device for its next gather, which is ordered behind the upload
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,14 +44,24 @@ LANDING = 16 * 2**20  # elements of a master that are on the device at a time
 
 class Exchange:
     """Takes gradients of pages out and brings their new weights back; becomes the engine's gate. pages: those that will
-    be rewritten. masters: by resident page, where its weights come from (None: its staging buffer)."""
+    be rewritten. masters: by resident page, where its weights come from (None: its staging buffer). slices: of pages
+    that are whole on every rank, what this one updates; `complete` makes them whole again, before they are next used,
+    and is called by all ranks alike."""
 
     def __init__(
-        self, engine: Engine, pages: list[int], pool: Workers, masters: dict[int, torch.Tensor] | None = None
+        self,
+        engine: Engine,
+        pages: list[int],
+        pool: Workers,
+        masters: dict[int, torch.Tensor] | None = None,
+        slices: dict[int, Span] | None = None,
+        complete: Callable[[int], None] = lambda page: None,
     ) -> None:
         self.engine, self.pool, self.cuda = engine, pool, engine.cuda
+        self.slices, self.complete = slices or {}, complete
+        self.incomplete: set[int] = set()  # of these, those that have been rewritten
         self.down = Downlink(engine)
-        self.staging = _staging(engine, pages)
+        self.staging = _staging(engine, {page: self.kept(page) for page in pages})
         self.source = self.staging if masters is None else self.staging | masters
         self.leaving: set[int] = set()  # gradients are on their way out, no job yet
         self.rewritten: set[int] = set()  # homes that change: a watch is to be told when they have
@@ -62,12 +73,23 @@ class Exchange:
             self.landing.record_stream(self.up)  # it may be dropped while something lands
         engine.gate = self
 
+    def kept(self, page: int) -> torch.Tensor:
+        """What this process rewrites of a page."""
+        kept = self.engine.kept(page)
+        return kept[slice(*self.slices[page])] if page in self.slices else kept
+
+    def will_change(self, page: int) -> None:
+        """The page's home is rewritten from here on; where ranks share it out, all of them say so."""
+        self.engine.before_change(page)
+        if page in self.slices:
+            self.incomplete.add(page)
+
     # -- out -------------------------------------------------------------------------------------------------------
 
     def put(self, page: int, begin: int, grad: torch.Tensor) -> None:
         """Sends a gradient to its place in the page's staging buffer. From here on the page is not ready."""
         if page not in self.leaving:
-            self.engine.before_change(page)
+            self.will_change(page)
         self.leaving.add(page)
         self.rewritten.add(page)
         buffer = self.staging[page][begin : begin + grad.numel()]
@@ -115,7 +137,7 @@ class Exchange:
         """To the device; nothing to do for a streamed page."""
         if page in self.engine.on_host:
             return
-        home, source = self.engine.kept(page).data, self.source[page]  # .data: or autograd, at work on a neighbour in
+        home, source = self.kept(page).data, self.source[page]  # .data: or autograd, at work on a neighbour in
         # the same memory, would take this for a change of that
         if not self.cuda:
             for begin, end in spans:
@@ -150,6 +172,9 @@ class Exchange:
             self.wait_s += time.perf_counter() - begin_s
         if self.cuda and page in self.uploaded and page not in self.engine.on_host:
             self.engine.compute.wait_event(self.uploaded[page])
+        if page in self.incomplete:
+            self.incomplete.discard(page)
+            self.complete(page)
         if page in self.rewritten:
             self.rewritten.discard(page)
             self.engine.changed(page, self.engine.compute if self.cuda and page not in self.engine.on_host else None)
@@ -159,6 +184,9 @@ class Exchange:
         self.pool.drain()
         if self.cuda:
             self.up.synchronize()
+        for page in sorted(self.incomplete):
+            self.complete(page)
+        self.incomplete.clear()
         while self.rewritten:
             self.engine.changed(self.rewritten.pop(), None)
 
@@ -171,14 +199,14 @@ def _bytes(flat: torch.Tensor) -> int:
     return flat.numel() * flat.element_size()
 
 
-def _staging(engine: Engine, pages: list[int]) -> dict[int, torch.Tensor]:
-    """Homes of streamed pages, and one piece of page-locked memory for all others."""
-    own = [page for page in pages if page not in engine.on_host]
-    sizes = [-(-_bytes(engine.kept(page)) // 256) * 256 for page in own]
+def _staging(engine: Engine, kept: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """What is kept of streamed pages, and one piece of page-locked memory for all others."""
+    own = [page for page in kept if page not in engine.on_host]
+    sizes = [-(-_bytes(kept[page]) // 256) * 256 for page in own]
     flat = arena.host_memory(sum(sizes)).fill_(0)
     if engine.cuda:
         arena.pin(flat, engine.device)
-    staging = {page: engine.kept(page) for page in pages if page in engine.on_host}
+    staging = {page: kept[page] for page in kept if page in engine.on_host}
     for page, piece in zip(own, arena.split(flat, sizes), strict=True):
-        staging[page] = piece[: _bytes(engine.kept(page))].view(engine.kept(page).dtype)
+        staging[page] = piece[: _bytes(kept[page])].view(kept[page].dtype)
     return staging

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 
+from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.lane import Lane, chunk_of
 from keyhole.methods.adam_offload.state import PART, AdamState, Part
 from keyhole.model.structure.layout import Unit
 from keyhole.offload import arena
-from keyhole.offload.engine import Engine
 from keyhole.ops.adam.device import adamw_, squares_of_host
 from keyhole.ops.adam.host import host_adamw_
 from keyhole.ops.backend import use_kernel
@@ -28,8 +28,9 @@ from keyhole.ops.backend import use_kernel
 class AdamLane:
     """Updates parts of units on the engine's device. Made by `open_lane`."""
 
-    def __init__(self, state: AdamState, engine: Engine, dtype: torch.dtype, squares: str | None) -> None:
-        self.state, self.engine, self.squares = state, engine, squares
+    def __init__(self, state: AdamState, exchange: Exchange, dtype: torch.dtype, squares: str | None) -> None:
+        self.state, self.exchange, self.engine, self.squares = state, exchange, exchange.engine, squares
+        engine = exchange.engine
         chunk = chunk_of(min(PART, max(unit.numel for unit in state.units)))
         self.lane = Lane([torch.float32] * 3 + [dtype], engine.device, chunk)
         self.scratch = torch.empty(0 if engine.cuda else chunk)
@@ -40,7 +41,7 @@ class AdamLane:
         """Begins the update of a part from its gradient in `page`; what is returned waits for its end. New weights go
         to the device's copy, or home to `page` where the unit is streamed."""
         streamed = unit.index in self.engine.on_host
-        home = None if streamed else self.engine.kept(unit.index).data[part.begin : part.end]
+        home = None if streamed else self.exchange.kept(unit.index).data[part.begin : part.end]
         how = {"step": part.step, "lr": lr, "clip": clip, "weight_decay": part.weight_decay, **self.state.rule}
 
         def change(begin: int, chunks: list[torch.Tensor]) -> None:
@@ -68,10 +69,11 @@ class AdamLane:
         self._numel = self._up = self._down = 0
 
 
-def open_lane(state: AdamState, engine: Engine, dtype: torch.dtype) -> tuple[AdamLane | None, str]:
+def open_lane(state: AdamState, exchange: Exchange, dtype: torch.dtype) -> tuple[AdamLane | None, str]:
     """The lane, or None, and the reason in words."""
+    engine = exchange.engine
     if not engine.cuda:
-        return AdamLane(state, engine, dtype, None), "the device updates a part of them"
+        return AdamLane(state, exchange, dtype, None), "the device updates a part of them"
     if not use_kernel(engine.device):
         return None, "the GPU cannot help: Triton is missing"
     squares = squares_of_host(engine.device, **state.rule)
@@ -81,4 +83,4 @@ def open_lane(state: AdamState, engine: Engine, dtype: torch.dtype) -> tuple[Ada
         for flat in state.flats:
             arena.unpin(arena.storage_of(flat))
         return None, "the GPU cannot help: the state in host memory could not be page-locked"
-    return AdamLane(state, engine, dtype, squares), "the GPU updates what it can meanwhile, in the same bits"
+    return AdamLane(state, exchange, dtype, squares), "the GPU updates what it can meanwhile, in the same bits"

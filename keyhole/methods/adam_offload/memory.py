@@ -29,18 +29,20 @@ from keyhole.methods.memory import reverse_bytes
 from keyhole.methods.work import StepWork, reverse_work
 from keyhole.model.backward.memory import ReverseBytes
 from keyhole.model.structure.layout import Layout
+from keyhole.offload.shards import part_numel
 
 LANE = 0.87
 SLACK_BYTES = GIB  # of host memory: Python, PyTorch and the CUDA driver
 
 
 def host_state_bytes(
-    layout: Layout, streamed: set[int], element_bytes: int, cut: dict[int, tuple[int, int]] | None = None
+    layout: Layout, streamed: set[int], element_bytes: int, cut: dict[int, tuple[int, int]] | None = None, of: int = 1
 ) -> int:
     """Host memory of adam-offload, without the homes of streamed units. cut: of units that ranks share out, the first
-    element and the number of those that are here."""
+    element and the number of those that are here; of: ranks, which share out the state of tables too."""
     units = [u for u in layout.units if any(t.param.requires_grad for t in u.tensors)]
-    here = {unit: numel for unit, (_, numel) in (cut or {}).items()}
+    here = {u.index: part_numel(u.numel, of) for u in layout.of_kind("table") if of > 1}
+    here |= {unit: numel for unit, (_, numel) in (cut or {}).items()}
     return sum(here.get(u.index, u.numel) * (12 if u.index in streamed else 12 + element_bytes) for u in units)
 
 
@@ -51,10 +53,11 @@ def check_host_state(
     loaded: bool = False,
     cut: dict[int, tuple[int, int]] | None = None,
     ranks: int = 1,
+    of: int = 1,
 ) -> None:
     """UserError with what is missing when weights and state will not fit. loaded: the weights are there already; ranks:
     processes that will each take so much of this machine's memory."""
-    state, here = host_state_bytes(layout, streamed, element_bytes, cut), cut or {}
+    state, here = host_state_bytes(layout, streamed, element_bytes, cut, of), cut or {}
     weights = element_bytes * sum(here.get(u.index, (0, u.numel))[1] for u in layout.units if u.index in streamed)
     needed, slack = ranks * (state + (0 if loaded else weights)), 0 if loaded else ranks * SLACK_BYTES
     available = host_memory().available_bytes

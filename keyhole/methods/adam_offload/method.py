@@ -33,6 +33,7 @@ On several ranks each keeps and updates a part of the units: shards.py.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from keyhole.methods.adam_offload.exchange import Exchange
 from keyhole.methods.adam_offload.gpu_updates import open_lane
 from keyhole.methods.adam_offload.jobs import UpdateJobs
 from keyhole.methods.adam_offload.memory import check_host_state
-from keyhole.methods.adam_offload.shards import AdamParts
+from keyhole.methods.adam_offload.shards import AdamParts, make_whole, own_ranges
 from keyhole.methods.adam_offload.state import AdamState, AdamStep
 from keyhole.methods.base import Method, checked_rate
 from keyhole.methods.dropout import ModelDropout
@@ -95,7 +96,7 @@ class AdamOffload(Method):
         if model.sharded:
             shards.check("adam_offload", compile, activations)
         model.attach(self)
-        cut = {page: (begin, part.numel()) for page, (begin, part) in model.engine.parts().items()}
+        cut, slices = own_ranges(model)
         check_host_state(model.layout, model.engine.on_host, model.dtype.itemsize, loaded=True, cut=cut)
         self.reverse = Reverse(model, activations=activations, fused=not compile, compiled=compile)
         self.dropout = ModelDropout(model, seed, model_dropout)
@@ -105,11 +106,13 @@ class AdamOffload(Method):
         rule = {"beta1": beta1, "beta2": beta2, "eps": eps}
         self.state = AdamState(model.layout, rule, decay, self.pool.threads, cut)
         masters = {u.index: self.state.of(u)[0] for u in self.state.units if u.index not in model.engine.on_host}
-        self.exchange = Exchange(model.engine, [u.index for u in self.state.units], self.pool, masters)
+        pages = [unit.index for unit in self.state.units]
+        again = {"slices": slices, "complete": partial(make_whole, model, slices)} if slices else {}
+        self.exchange = Exchange(model.engine, pages, self.pool, masters, **again)
         self._end = weakref.finalize(self, _end, self.pool, model.engine)
         for unit in self.state.units:
-            self.state.start(unit, self.exchange.staging[unit.index].copy_(model.engine.kept(unit.index)))
-        self.lane, self.who = open_lane(self.state, model.engine, model.dtype) if helped else (None, "")
+            self.state.start(unit, self.exchange.staging[unit.index].copy_(self.exchange.kept(unit.index)))
+        self.lane, self.who = open_lane(self.state, self.exchange, model.dtype) if helped else (None, "")
         if model.engine.cuda and masters and self.lane is None:
             arena.pin(arena.storage_of(self.state.flats[0]), model.device)
         self.updates = UpdateJobs(self.state, self.exchange, self.lane)
@@ -258,6 +261,8 @@ class AdamOffload(Method):
         for unit in self.state.units:
             self.updates.write(unit)
             self.exchange.send_back(unit.index, [(0, self.state.kept[unit.index][1])])
+            if unit.index in self.exchange.slices:
+                self.exchange.will_change(unit.index)
         self.exchange.drain()
         self.model.engine.invalidate()
 

@@ -7,17 +7,46 @@ A unit's summed gradient (methods/shards.py), this rank's part of it, goes where
 Norms are of whole tensors: each rank takes those of its pieces, and a few numbers per unit are gathered, so that all
 ranks clip by the same norm and agree on what is not finite. Which tensors have a gradient is agreed on as well.
 
-Bytes per rank and parameter of a unit that is shared out, N ranks, weights of b bytes: 12 / N of state and b / N of
-weights or gradient in host memory, b / N on the device where it is resident. Table and spine are whole on every rank.
+The table is whole on every rank, but its state is not: each rank updates its part of a chunk, in place, and before the
+chunk is next used the parts are gathered (Exchange calls `make_whole`, at the same point on all ranks). The spine, a
+few vectors, is updated whole by everybody.
+
+Bytes per rank and parameter, N ranks, weights of b bytes: 12 / N of state, and of what is shared out b / N of weights
+or gradient in host memory, b / N on the device where it is resident. Over the network a table takes 2 b (N - 1) / N.
 """
 
 from typing import Any
 
 import torch
 
+from keyhole.methods.adam_offload.exchange import Span
 from keyhole.methods.shards import GradientParts
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.offload.shards import part_numel
+
+
+def own_ranges(model: Model) -> tuple[dict[int, tuple[int, int]], dict[int, Span]]:
+    """Of this rank: the first element and the number of those that it updates, of units that are not whole its own; and
+    [begin, end) of them in the homes of tables."""
+    cut = {page: (begin, part.numel()) for page, (begin, part) in model.engine.parts().items()}
+    slices: dict[int, Span] = {}
+    for unit in model.layout.of_kind("table") if model.sharded else ():
+        numel = part_numel(unit.numel, model.ranks.size)
+        begin, end = (min(rank * numel, unit.numel) for rank in (model.ranks.rank, model.ranks.rank + 1))
+        slices[unit.index], cut[unit.index] = (begin, end), (begin, end - begin)
+    return cut, slices
+
+
+@torch.no_grad()
+def make_whole(model: Model, slices: dict[int, Span], page: int) -> None:
+    """The home of a table's chunk <- the parts of all ranks."""
+    home, (begin, end) = model.engine.homes[page].data, slices[page]
+    part = home.new_zeros(part_numel(home.numel(), model.ranks.size))
+    part[: end - begin] = home[begin:end]
+    whole = home.new_empty(part.numel() * model.ranks.size)
+    model.ranks.gather_into(whole, part)
+    home.copy_(whole[: home.numel()])
 
 
 class AdamParts(GradientParts):
@@ -26,6 +55,15 @@ class AdamParts(GradientParts):
     def __init__(self, model: Model, method: Any) -> None:
         super().__init__(model)
         self.method = method
+
+    def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
+        unit = self.method.state.trained[tensor.start].unit
+        if unit.index in self.method.exchange.slices:
+            padded = grad.new_zeros(part_numel(unit.numel, self.ranks.size) * self.ranks.size)
+            padded[: grad.numel()] = grad.reshape(-1)
+            self._send(unit, [tensor.start], self.ranks.sum_of_parts(padded))
+        else:
+            super().gradient(tensor, w, grad)
 
     def whole(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         self.method.gradient(tensor, w, grad)
@@ -41,7 +79,7 @@ class AdamParts(GradientParts):
     def _send(self, unit: Unit, starts: list[int], part: torch.Tensor) -> None:
         """The pieces of tensors with a gradient leave, and their norms become those of all ranks."""
         method, step = self.method, self.method.current
-        self.model.engine.before_change(unit.index)  # on every rank, also where none of its elements are
+        method.exchange.will_change(unit.index)  # on every rank, also where none of its elements are
         norms_K, first = step.norms(starts)[0], step.slots[starts[0]]
         own_K = torch.zeros_like(norms_K)
         for start in starts:

@@ -40,6 +40,10 @@ class AdaLOMO(LOMO):
         return True
 
     @property
+    def shares_matrices(self) -> bool:
+        return self.clip_value is None and self.clip_group_norm is None
+
+    @property
     def surveys(self) -> int:
         """After LOMO's, sums over the gradient of a table, then over its update."""
         return super().surveys + 2

@@ -138,6 +138,11 @@ class LOMO(UpdateSink, Method):
         """Whether the rule needs all of a tensor's gradient, not some of its elements."""
         return self.clip_group_norm is not None
 
+    @property
+    def shares_matrices(self) -> bool:
+        """Whether ranks can nevertheless update matrices by parts (matrix_parts.py)."""
+        return False
+
     def backward(self, loss: torch.Tensor) -> None:
         """Instead of loss.backward(), in a loop of your own over model.module: differentiates and updates."""
         self.reverse.check_loss(loss)

@@ -3,13 +3,14 @@
 
     w_r <- the rule of one process on this rank's elements of a unit       by their indices, so rounding is the same
 
-and the part goes home. A rule that looks at whole tensors (row and column sums, norms) gets the whole gradient of a
-unit on every rank, and all of them make the same update of the whole unit in their slot; again only the part goes home.
-The state of such a rule is the same on all ranks.
+and the part goes home. A rule that looks at whole tensors (row and column sums, norms) has these sums added up over the
+ranks where it can (matrix_parts.py: AdaLOMO's matrices); else every rank gets the whole gradient of a tensor, and all
+of them make the same update of it in their slot; again only the part goes home. The state of such a rule is the same
+on all ranks.
 
 Squares (the norm), counts of changed weights and the mark of what is not finite are added up at the end of a reverse.
 Ranks ask each other which tensors have a gradient only where that makes a difference: where weights decay, or a rule
-keeps state. For a rule of whole tensors gradients travel once more, in float32.
+keeps state. Whole gradients travel twice, the second time in float32.
 """
 
 from collections.abc import Iterator
@@ -19,10 +20,13 @@ from typing import Any
 
 import torch
 
+from keyhole.methods.lomo import matrix_parts
+from keyhole.methods.lomo.matrix_parts import Piece
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
 from keyhole.methods.shards import GradientParts
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.weights.homes import view
 
 
 class Shards(GradientParts):
@@ -53,23 +57,46 @@ class Shards(GradientParts):
     def finished(self, unit: Unit) -> bool:
         if unit.index not in self.place:
             return self.sink.finished(unit)
-        w, method = self.model.engine.on_device(unit.index), self.method
+        method = self.method
         asks = bool(method.weight_decay.rate or method.groups or method.whole_tensors)
-        if method.whole_tensors:
-            grads = self.all_of(unit)
-            for tensor in self.with_gradient(unit, asks):
-                place = slice(tensor.start - unit.start, tensor.stop - unit.start)
-                self.sink.gradient(tensor, w[place].view(tensor.shape), grads[place].view(tensor.shape))
+        tensors, updates = self.with_gradient(unit, asks), self.sink is method
+        if updates and method.whole_tensors:
+            by_parts = [t for t in tensors if method.shares_matrices and len(t.shape) == 2 and not _is_chunk(t)]
+            self._whole(unit, [t for t in tensors if t not in by_parts])
+            if by_parts:
+                matrix_parts.update(method, self._pieces(unit, by_parts), self.ranks, self.changed)
+            else:
+                self.forget(unit)
             return self.sink.finished(unit)
-        part = self.part_of(unit)
-        first = unit.start + self.ranks.rank * part.numel()
         with self._own_sums():
-            for tensor in self.with_gradient(unit, asks):
-                lo, hi = max(tensor.start, first), min(tensor.stop, first + part.numel())
-                if lo < hi:
-                    piece = replace(tensor, start=lo, shape=torch.Size((hi - lo,)))
-                    self.sink.gradient(piece, w[lo - unit.start : hi - unit.start], part[lo - first : hi - first])
+            for piece in self._pieces(unit, tensors):
+                if piece.begin < piece.end:
+                    tensor = piece.tensor
+                    own = replace(
+                        tensor, start=tensor.start + piece.begin, shape=torch.Size((piece.end - piece.begin,))
+                    )
+                    self.sink.gradient(own, piece.w.view(-1)[piece.begin : piece.end], piece.grad)
         return self.sink.finished(unit)
+
+    def _whole(self, unit: Unit, tensors: list[FlatTensor]) -> None:
+        """Every rank gets the whole gradients of these tensors, and updates them in its slot."""
+        if not tensors:
+            return
+        w = self.model.engine.on_device(unit.index)
+        total = self.ranks.sum(torch.cat([self._view(tensor, unit).reshape(-1) for tensor in tensors]))
+        for tensor, grad in zip(tensors, total.split([t.shape.numel() for t in tensors]), strict=True):
+            self.sink.gradient(tensor, view(w, tensor, unit.start), grad.view(tensor.shape))
+
+    def _pieces(self, unit: Unit, tensors: list[FlatTensor]) -> list[Piece]:
+        """This rank's elements of these tensors, with their gradients, added up over the ranks."""
+        w, part = self.model.engine.on_device(unit.index), self.part_of(unit)
+        first, found = unit.start + self.ranks.rank * part.numel(), []
+        for tensor in tensors:
+            lo = min(max(tensor.start, first), tensor.stop)
+            hi = max(lo, min(tensor.stop, first + part.numel()))
+            own = part[lo - first : hi - first] if lo < hi else part[:0]
+            found.append(Piece(tensor, lo - tensor.start, hi - tensor.start, view(w, tensor, unit.start), own))
+        return found
 
     @contextmanager
     def _own_sums(self) -> Iterator[None]:
@@ -85,8 +112,6 @@ class Shards(GradientParts):
     def add_up(self) -> None:
         """At the end of a reverse: sums over all ranks."""
         method = self.method
-        if method.whole_tensors:  # every rank has seen all
-            return
         found = torch.stack([self.squares.double(), self.changed.double(), method.bad.double()])
         squares, changed, bad = self.ranks.gather(found).sum(dim=0)
         method.sum_squares += squares.to(method.sum_squares.dtype)
@@ -94,3 +119,8 @@ class Shards(GradientParts):
         method.bad.copy_(bad > 0)
         for own in (self.squares, self.changed):
             own.zero_()
+
+
+def _is_chunk(tensor: FlatTensor) -> bool:
+    """Of a table in several chunks, whose sums are over all of them (table.py)."""
+    return tensor.shape.numel() != tensor.param.shape.numel()

@@ -35,6 +35,11 @@ class TableUpdate:
         self.grad_squares, self.weight_squares, self.update_squares = (state["row"].new_zeros(()) for _ in range(3))
         self.row_factor_R: torch.Tensor | None = None  # rsqrt(row / mean(row)), once the moments are those of this step
 
+    @property
+    def first_sums(self) -> list[torch.Tensor]:
+        """What the first turn adds up."""
+        return [self.rows_R, self.columns_C, self.grad_squares, self.weight_squares]
+
     def add_gradient(self, first: int, w: torch.Tensor, grad: torch.Tensor) -> None:
         """The first time; first: the chunk's first row."""
         for at, (w_SC, grad_SC) in _slices(w, grad):

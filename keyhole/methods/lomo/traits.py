@@ -96,7 +96,6 @@ ADALOMO = Traits(
     sane_rates=(1e-5, 5e-3),
     announces="pages",
     ranks="shards",
-    exchanged=lambda width: 3.0,  # pieces in 16 bits, their sums in 32
     steps=1.1,
     faults=lambda own, run: _faults("adalomo", own, run),
     demo=Demo(lr=1e-2),

@@ -175,7 +175,7 @@ def test_memory_that_is_refused_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("keyhole.methods.adam_offload.gpu_updates.squares_of_host", lambda *args, **more: "apart")
     monkeypatch.setattr(arena, "pin", lambda flat, device: len(pinned) < 2 and not pinned.add(flat.data_ptr()))
     monkeypatch.setattr(arena, "unpin", lambda flat: pinned.discard(flat.data_ptr()))
-    engine = SimpleNamespace(cuda=True, device=torch.device("cpu"))
-    lane, why = open_lane(method.state, engine, torch.float32)
+    exchange = SimpleNamespace(engine=SimpleNamespace(cuda=True, device=torch.device("cpu")))
+    lane, why = open_lane(method.state, exchange, torch.float32)
     assert lane is None and "page-locked" in why and not pinned
     method.close()

@@ -192,9 +192,9 @@ class Factors:
         if index is None or not merged or not self._learned(index):
             return home
         a, v = (torch.cat(rows) for rows in zip(*self._learned(index), strict=True))
-        whole = home.clone()
+        whole = home.to(self.now.device, copy=True)  # a CPU would take minutes for a large model
         self._add(self.parts.matrices[index], whole, a, v, self.steps)
-        return whole
+        return whole.to(home.device)
 
     def _learned(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(a, v) of a matrix that its home lacks, oldest first, when no fold is left to be done."""
