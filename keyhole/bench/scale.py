@@ -16,12 +16,13 @@ network.
         NVLink    3 W (min(N, K) - 1) / min(N, K)     two gathers and one exchange of gradients
         network   3 W (1 - K / N) per machine, if N > K
       where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adalomo, adam-offload), 3 for rules
-      of whole tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp, which sends compressed numbers.
+      of whole tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp: compressed numbers.
       An optimizer on the host moves 3 W / N more over PCIe where weights are resident, W / N where they are streamed,
       and 26 bytes per parameter through the memory of its machine
 
-    gradients added up (baselines: each rank has all weights; forward and backward)
+    gradients added up (baselines, lora: each rank has all weights; forward and backward)
         compute   6 P T / F + 3 W / M          NVLink, network: as for shards, 3 W of gradients and no weights
+                                               (lora: next to nothing); PCIe, streamed: 2 W up
 
     floor = max of compute, of each link and of host memory: with perfect overlap shorter ones hide behind the longest
 

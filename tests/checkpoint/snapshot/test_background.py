@@ -83,7 +83,7 @@ NO_POOL = [case for case in CASES if case[0] in ("zo", "adamw", "adam-offload")]
 def test_a_snapshot_is_the_save_bit_for_bit(
     tiny_model: Path, tmp_path: Path, method: str, placement: str, dtype: str, pool: str
 ) -> None:
-    """Three steps, a snapshot, three more steps meanwhile: the files of a run that stopped and saved after three."""
+    """Two steps, a snapshot, two more steps meanwhile: the files of a run that stopped and saved after two."""
     compare(tiny_model, tmp_path, (method, placement, dtype, "cpu"), None if pool == "half" else 0)
 
 
@@ -115,16 +115,16 @@ def test_the_same_on_a_gpu(
 def compare(tiny_model: Path, tmp_path: Path, how: tuple[str, ...], pool_bytes: int | None) -> None:
     model, opt = make(tiny_model, *how)
     background = Background(model, opt, pool_bytes)
-    for step in range(3):
+    for step in range(2):
         opt.step(batch(step))
     background.begin(tmp_path / "background", ABOUT, lambda step: True)
-    for step in range(3, 6):
+    for step in range(2, 4):
         opt.step(batch(step))
     done = background.wait()
     assert done.error is None and model.engine.watch is None
     assert done.snapshot.peak_bytes <= background.pool_bytes and done.snapshot.copied_bytes == 0
     reference, waits = make(tiny_model, *how)
-    for step in range(3):
+    for step in range(2):
         waits.step(batch(step))
     waits.flush()
     state = waits.state_dict()
@@ -134,7 +134,7 @@ def compare(tiny_model: Path, tmp_path: Path, how: tuple[str, ...], pool_bytes: 
     ours, theirs = contents(tmp_path / "background"), contents(tmp_path / "waited")
     assert ours.keys() == theirs.keys() and [n for n in ours if ours[n] != theirs[n]] == []
     verify(tmp_path / "background")
-    for step in range(3, 6):  # and the run itself went on undisturbed
+    for step in range(2, 4):  # and the run itself went on undisturbed
         waits.step(batch(step))
     opt.flush()
     waits.flush()
