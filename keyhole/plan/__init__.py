@@ -3,6 +3,7 @@
 placement.py   which units stay on the device, and which are streamed
 dtype.py       which dtype a model is computed in
 outside.py     what of a model is not its blocks, for the start block
+experts.py     how experts are moved, for the start block
 refusals.py    what a budget that is too small is told
 
 The byte formulas are beside the code they describe: model/forward/memory.py, model/backward/memory.py, and memory.py

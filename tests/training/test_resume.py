@@ -95,3 +95,13 @@ def test_a_run_from_before_weight_decay_spared_norms_keeps_its_rule() -> None:
     assert apply_changes(old, replace(CONFIG, weight_decay=0.1, weight_decay_on="all")) == []
     old.config["weight_decay"] = 0.0
     assert apply_changes(old, CONFIG) == []
+
+
+def test_a_run_from_before_expert_units_goes_on_either_way() -> None:
+    """Whole stacks, as it had, or experts one by one; within a newer run it cannot change."""
+    old = state()
+    assert old.config["expert_units"]
+    with pytest.raises(UserError, match="expert_units: the run has true, the config now says false"):
+        apply_changes(old, replace(CONFIG, expert_units=False))
+    del old.config["expert_units"]
+    assert apply_changes(old, replace(CONFIG, expert_units=False)) == apply_changes(old, CONFIG) == []

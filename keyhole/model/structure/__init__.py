@@ -7,6 +7,7 @@ skeleton.py    its module, without the weights
 reach.py       what a forward on tokens reaches, found without weights
 added_loss.py  losses that its config asks for beside that of the tokens
 find.py        its blocks, and layers of special kinds
+experts.py     its stacks of experts that are computed one expert at a time
 layout.py      its parameters as one flat array, cut into units
 tokenizer.py   its tokenizer
 """
