@@ -65,6 +65,7 @@ def load(
     tf32: bool = False,
     graphs: bool = True,
     reverse_graphs: bool = True,
+    expert_units: bool = True,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,
@@ -81,6 +82,7 @@ def load(
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
     steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
+    expert_units=False has large stacks of experts computed and moved whole (docs/methods.md).
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
@@ -102,14 +104,17 @@ def load(
         workload = _shared_work(workload or Workload(), ranks)
         choice = choose_dtype(dtype, config, device, workload.method)
         dtype = choice.dtype
-        if forms_in(directory):
+        beside = find_factors(directory) if adapter and init == "pretrained" and directory is not None else None
+        weights = directory if beside is None else beside.weights()
+        wire = beside.wire if beside is not None and wire is None else wire
+        if forms_in(weights):
             forget_quantization(config)
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
             torch.default_generator.manual_seed(seed)
-            module = build(config, dtype, trust_remote_code)
+            module = build(config, dtype, trust_remote_code, expert_units=expert_units)
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
-        formats, said = choose_format(module, directory if init == "pretrained" else None, dtype, wire)
+        formats, said = choose_format(module, weights if init == "pretrained" else None, dtype, wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
@@ -134,10 +139,8 @@ def load(
             _pin(loaded, touch=True)
             fill_random(loaded, std, seed)
         else:
-            if directory is None:
+            if weights is None:
                 raise UserError('a config object has no weights: pass init="random", or a model directory')
-            beside = find_factors(directory) if adapter else None
-            weights = directory if beside is None else beside.weights()
             fresh = fill_from(loaded, weights, dtype, fresh_head=head is not None)
             fill_random(loaded, std, seed, only=fresh)
             if fresh:
@@ -150,7 +153,7 @@ def load(
             saved = SavedAdapter(loaded, directory / "adapter")
             placed.adapter = saved.path
             placed.reasons.append(str(saved))
-        if init != "random" and beside is not None:
+        if beside is not None:
             placed.reasons.append(beside.add_to(loaded))
         return loaded
 

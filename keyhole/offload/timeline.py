@@ -3,8 +3,8 @@
 A span is a pair of moments. On a GPU they are timing events recorded on the stream where the work is enqueued, so
 measuring adds no wait; on a CPU, where everything happens in turn, they are readings of the clock. The engine marks the
 lanes: `upload` and `write-back` are its copies, `compute` what the caller's stream does from the moment a page has
-arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. What methods send
-to the CPU besides (downlink.py) is `gradients`. A step that is launched as one graph has no lanes.
+arrived until the next one is asked for, or the sweep ends. A gap in `compute` is a wait for an upload. What methods
+send to the CPU besides (downlink.py) is `gradients`. A step that is launched as one graph has no lanes.
 
 Open the JSON file in a trace viewer (ui.perfetto.dev or chrome://tracing).
 """

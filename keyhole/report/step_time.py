@@ -1,5 +1,5 @@
-"""Where the time of a step goes: its trace as a drawing, a lane each for upload, compute, write-back, and gradients that
-go to the CPU.
+"""Where the time of a step goes: its trace as a drawing, a lane each for upload, compute, write-back, and gradients
+that go to the CPU.
 
 A span is one unit's copy or one unit's work. Lanes work at the same time, so a step is bound by the lane that has no
 gaps. The share of a lane is its busy time over the time of the step; spans that overlap within a lane count once. More

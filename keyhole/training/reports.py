@@ -51,8 +51,7 @@ class Reports:
 
     def show(self, entry: Entry) -> None:
         """To the page, the trackers and the user."""
-        if self._try("run/report.html", lambda: self.page.add(entry), AGAIN):
-            self.failing.discard("run/report.html")
+        self._try("run/report.html", lambda: self.page.add(entry), AGAIN)
         for each in list(self.trackers):
             if not self._try(f"report_to: {each.name}", partial(each.write, entry), "it gets nothing more"):
                 self.trackers.remove(each)

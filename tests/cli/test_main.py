@@ -65,7 +65,17 @@ SURFACE = {
     },
     "bench lomo": {"--only", "--table", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
     "bench lsp": {"--only", "--table", "--out", "--quick", "--steps", "--warm-up", "--time-limit"},
-    "bench scale": {"--model", "--tokens", "--tflops", "--memory", "--pcie", "--nvlink", "--network", "--gpus"},
+    "bench scale": {
+        "--model",
+        "--tokens",
+        "--tflops",
+        "--memory",
+        "--pcie",
+        "--nvlink",
+        "--network",
+        "--gpus",
+        "--host",
+    },
     "bench memory": {"--only", "--table", "--out", "--quick", "--time-limit"},
     "bench layers": {
         "--models",

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +105,15 @@ def test_a_run_of_before_has_a_page(tmp_path: Path) -> None:
     view = read_view(made(tmp_path, "old", [2.0, 1.0], None, method="zo", model="m", max_steps=2) / "run")
     page = run_page.make_page(view)
     assert "zo on m" in page and "<b>Done</b>: 2 steps" in page and view.curves.steps == 2
+
+
+def test_no_torch_is_needed(tmp_path: Path) -> None:
+    """The command starts at once, also where torch is broken."""
+    place = made(tmp_path, "one", [2.0, 1.0], Story(method="zo", model="m", total=2))
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['transformers'] = None\n"
+        f"from keyhole.cli import main; sys.exit(main(['report', {str(place)!r}, '-o', {str(tmp_path / 'p.html')!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "2.0000 -> 1.0000" in done.stdout and (tmp_path / "p.html").exists()

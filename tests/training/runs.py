@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from keyhole.config import TrainConfig
 from keyhole.methods.baselines.traits import SGDConfig
+from keyhole.methods.lora.traits import LoRAConfig
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.report.entries import read_metrics
@@ -46,6 +47,20 @@ VARIANTS = {
         "zo": ZOConfig(rank=2, refresh=2),
     },
     "zo-low-rank-kept": {"method": "zo", "learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=2, fold=False)},
+    "zo-low-rank-int4": {
+        "method": "zo",
+        "learning_rate": 1e-2,
+        "placement": "stream",
+        "wire": "int4",
+        "zo": ZOConfig(rank=2, refresh=2, fold=False),
+    },
+    "lora-int4": {
+        "method": "lora",
+        "learning_rate": 1e-2,
+        "placement": "stream",
+        "wire": "int4",
+        "lora": LoRAConfig(r=2, dropout=0.2),
+    },
     "lomo-streamed-bf16": {"method": "lomo", "learning_rate": 1e-2, "placement": "stream", "dtype": "bfloat16"},
     "adalomo-streamed": {"method": "adalomo", "learning_rate": 1e-3, "placement": "stream"},
     "galore": {"method": "galore", "learning_rate": 1e-3},

@@ -47,8 +47,9 @@ def _fold_kernel(
     for lane in range(_LANES):
         row = (strip * _LANES + lane) * _LANE_ROWS + tl.arange(0, _LANE_ROWS)
         mask = (row < m)[:, None] & (column < n)[None, :]
-        a, v = tl.load(a_ptr + row, row < m, 0.0).to(tl.float32), tl.load(v_ptr + column, column < n, 0.0)
-        total = a[:, None] * v.to(tl.float32)[None, :]
+        a = tl.load(a_ptr + row, row < m, 0.0).to(tl.float32)
+        v = tl.load(v_ptr + column, column < n, 0.0).to(tl.float32)
+        total = a[:, None] * v[None, :]
         for i in range(1, r):
             a = tl.load(a_ptr + i * m + row, row < m, 0.0).to(tl.float32)
             v = tl.load(v_ptr + i * n + column, column < n, 0.0).to(tl.float32)

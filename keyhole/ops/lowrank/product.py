@@ -21,7 +21,7 @@ import torch
 from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
-ROWS_IN, DEPTH = 16, 256
+ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs: each must have many loads under way
 ROWS_OUT, COLUMNS = 32, 128
 LEAST = 16  # columns of tl.dot
 
@@ -94,7 +94,8 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
     depth = DEPTH if x_MI.element_size() == 2 else DEPTH // 2
     flags = {"ROWS": ROWS_IN, "DEPTH": max(LEAST, depth * LEAST // wide), "RANK": wide, "PRECISION": "ieee"}
     with on_device(x_MI):
-        _narrow_kernel[(-(-rows // ROWS_IN),)](x_MI, v_rI, p_Mr, rows, width, rank, **flags, num_warps=4)
+        options = {"num_warps": 4, "num_stages": STAGES, "enable_fp_fusion": False}
+        _narrow_kernel[(-(-rows // ROWS_IN),)](x_MI, v_rI, p_Mr, rows, width, rank, **flags, **options)
     return p_Mr
 
 
@@ -109,6 +110,6 @@ def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None
     strides = b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
     grid = (-(-rows // ROWS_OUT), -(-width // COLUMNS), looks)
     with on_device(p_LMr):
-        tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": 4}
+        tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
         _widen_kernel[grid](p_LMr, b_LrO, bias_LO, y_LMO, rows, width, rank, *strides, **tile)
     return y_LMO

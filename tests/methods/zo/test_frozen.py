@@ -75,3 +75,42 @@ def test_a_sample_moves_across_the_end_of_a_period() -> None:
         method.step(batch(seed=t))
     assert not method.factors.now[: method.factors.parts.a_numel].any()
     assert not torch.equal(method.factors.sample(tensor), before)
+
+
+def test_a_light_checkpoint_is_a_model_over_the_base_it_was_trained_on(
+    tiny_model: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    """Its losses are those of the merged model: the original weights are packed as the run had them."""
+    from keyhole.config import TrainConfig
+    from keyhole.methods.zo.traits import ZOConfig
+    from keyhole.training.start import train
+
+    own = ZOConfig(rank=2, refresh=2, fold=False)
+    where = {"model": str(tiny_model), "train_data": str(tiny_data), "output_dir": str(tmp_path / "out")}
+    how = {"device": "cpu", "wire": "int4", "learning_rate": 1e-3, "max_steps": 3, "batch_size": 4, "zo": own}
+    assert train(TrainConfig(method="zo", **where, **how)) == 0
+    light = keyhole.load(tmp_path / "out" / "checkpoint-3", device="cpu")
+    merged = keyhole.load(tmp_path / "out", device="cpu")
+    assert light.formats.name == "int4" and merged.formats.name is None
+    one = batch()
+    torch.testing.assert_close(light.nll(one)[0], merged.nll(one)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_factors_are_an_adapter_beside_the_base(name: str, tmp_path: Path) -> None:
+    """merge=False: the rank is that of all periods; peft and keyhole.load compute what we evaluate."""
+    peft = pytest.importorskip("peft")
+    model = load(name=name, wire="int4")
+    _, method = steps(model, merge=False)
+    method.flush()
+    model.save_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    both = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    assert both.peft_config["default"].r == 3 * HOW["rank"]  # two periods of two steps, and one step
+    nll_B, count_B = model.nll(batch(seed=9))
+    expected = both(**batch(seed=9)).loss * count_B.sum()
+    torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-5, atol=1e-4)
+    again = keyhole.load(tmp_path / "out", device="cpu")
+    torch.testing.assert_close(again.nll(batch(seed=9))[0], nll_B, rtol=1e-5, atol=1e-4)
+    with pytest.raises(UserError, match="merge=False"):
+        keyhole.ZO(load(), merge=False)

@@ -33,6 +33,7 @@ class SavedFactors:
     seed: int
     steps: int
     original: str | None  # the model whose weights they belong to; None: those of the directory
+    wire: str | None = None  # the format that these weights had: factors belong to them as they were rounded
 
     def weights(self) -> Path:
         """Where the weights are."""
@@ -73,6 +74,7 @@ def _read(directory: Path, config: dict[str, Any], method: dict[str, Any]) -> Sa
     if light and not isinstance(config.get("model"), str):
         raise UserError(f"model: {directory} holds no weights, and {STATE} does not say whose factors these are")
     try:
-        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, config["model"] if light else None)
+        original, wire = (config["model"], config.get("wire")) if light else (None, None)
+        return SavedFactors(directory, filled(ZOConfig(**own)), seed, steps, original, wire)
     except (KeyError, TypeError) as error:
         raise UserError(f"model: {directory / STATE} was edited: {error}") from error

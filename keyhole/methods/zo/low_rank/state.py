@@ -3,7 +3,7 @@
 A checkpoint holds the weights as they are at home, after the last fold, and in the method's tensors what was learned
 since: `factors` (all A of the period, and the vectors), and of kept periods `kept`, their A one below the other. V is
 drawn again. So a run goes on in the middle of a period, to the bit, and a checkpoint costs 4 n bytes more (OPT-13B,
-rank 2: 15 MB). Where all factors are kept, blocks never change: then a checkpoint is *light*. It holds no model, but
+rank 2: 22 MB). Where all factors are kept, blocks never change: then a checkpoint is *light*. It holds no model, but
 beside the factors the homes of the units that do change (spine, table, head), and a run goes on from the original one.
 
 A journal has the scalars of every step, from which A of any period can be made again: an update of A is elementwise and
