@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import keyhole
 from keyhole.offload import arena
@@ -132,8 +132,8 @@ def write_results(directory: Path, size: int, device: str = "cpu") -> int:
 
 def memory(method: type, ranks: Ranks) -> dict[str, int]:
     """Of a resident model and a step of the method, one micro-batch per rank: the peak of PyTorch's allocator on the
-    CPU, which is the device here, by its own count; bytes that were mapped for host memory; and bytes of what ranks
-    share out."""
+    CPU, which is the device here, by its own count, the lowest of a few steps (gloo lets go of what was sent when its
+    threads get to it); bytes that were mapped for host memory; and bytes of what ranks share out."""
     gc.collect()
     gc.disable()  # what waits for the collector then waits on any number of ranks
     real, mapped = arena.host_memory, []
@@ -143,20 +143,29 @@ def memory(method: type, ranks: Ranks) -> dict[str, int]:
             shape = {"num_hidden_layers": 24, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
             made = {"init": "random", "device": "cpu", "dtype": "float32", "workload": keyhole.Workload(method.name)}
             model = keyhole.load(config("llama", **shape), ranks=ranks, **made)
-            own = {"threads": 1} if method is OFFLOAD else {}
-            method(model, 1e-3, **own).step([batch() for _ in range(ranks.size)])
+            made_of_it = method(model, 1e-3, **({"threads": 1} if method is OFFLOAD else {}))
+            for step in range(3):
+                with record_function(f"step {step}"):
+                    made_of_it.step([batch() for _ in range(ranks.size)])
+                ranks.barrier()
     finally:
         gc.enable()
         arena.host_memory = real
-    events, counts = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    roots = sorted(profiler.profiler.kineto_results.experimental_event_tree(), key=lambda root: root.start_time_ns)
+    first = min(next(counts for root in roots if (counts := _counts([root]))))
+    peaks = [max(total for _, total, _ in _counts([root])) for root in roots if root.name.startswith("step ")]
+    assert len(peaks) == 3
+    cut = sum(unit.numel * 4 for unit in model.layout.units if unit.kind in ("block", "head"))
+    model.close()
+    return {"device_bytes": min(peaks) - first[1] + first[2], "host_bytes": sum(mapped), "cut_bytes": cut}
+
+
+def _counts(events: list[Any]) -> list[tuple[int, int, int]]:
+    """(when, bytes allocated then, by how much that changed) of all allocations among these events and below."""
+    found, events = [], list(events)
     while events:
         event = events.pop()
         events += event.children
         if event.tag == _EventType.Allocation:
-            about = event.extra_fields
-            counts.append((event.start_time_ns, about.total_allocated, about.alloc_size))
-    _, total, size = min(counts)
-    cut = sum(unit.numel * 4 for unit in model.layout.units if unit.kind in ("block", "head"))
-    model.close()
-    before = total - size
-    return {"device_bytes": max(count for _, count, _ in counts) - before, "host_bytes": sum(mapped), "cut_bytes": cut}
+            found.append((event.start_time_ns, event.extra_fields.total_allocated, event.extra_fields.alloc_size))
+    return found

@@ -77,9 +77,10 @@ def falls_with_ranks(two: dict, four: dict) -> None:
     for method, place, times in (("lomo", "device", 1), ("adam-offload", "device", 1), ("adam-offload", "host", 4)):
         before, after = two[f"memory of {method}"], four[f"memory of {method}"]
         fell = before[f"{place}_bytes"] - after[f"{place}_bytes"]
+        # on the device what an exchange needs falls as well, and gloo may still hold up to three of the 24 blocks
+        least, most = (0.97, 1.03) if place == "host" else (0.7, 2.0)
         share = fell / (times * before["cut_bytes"] / 4)
-        # what an exchange needs falls as well; gloo may still hold a unit that was sent, one of 24
-        assert 0.8 < share < 1.35, (method, place, before, after)
+        assert least < share < most, (method, place, before, after)
 
 
 def test_every_method_is_here() -> None:
