@@ -17,22 +17,30 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 	tests/training/test_rundir.py tests/training/test_metrics.py tests/demo/test_report.py tests/compare/test_file.py \
 	tests/compare/test_page.py tests/bench/zo/test_cases.py tests/cli/test_arguments.py tests/cli/test_train.py \
 	tests/hostile/test_settings.py tests/pages tests/hf/test_refusals.py tests/hub/test_push.py tests/harness/test_run.py
-PYTEST := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Bytecode is kept whatever the environment says: both workers, and every process that a test starts, import the same files
+PYTEST := PYTHONDONTWRITEBYTECODE= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test check lint fix docs setup clean
+.PHONY: demo test check run-tests lint style types fix docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/keyhole demo
 
-test: lint
-	$(PYTEST)
+test: style  # types are checked beside the tests: the first time takes half a minute of one core
+	$(MAKE) --no-print-directory -j 2 types run-tests
 
-check: lint  # before every commit: the core tests of every package, in two minutes
-	$(PYTEST) $(CORE)
+check: style  # before every commit: the core tests of every package, in two minutes
+	$(MAKE) --no-print-directory -j 2 types run-tests TESTS="$(CORE)"
 
-lint: $(STAMP)
+run-tests: $(STAMP)
+	$(PYTEST) $(TESTS)
+
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 fix: $(STAMP)  # what ruff can repair by itself

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all is imported: imports make no garbage worth a walk through all that is there
 settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
 settings.load_profile("keyhole")
 
@@ -91,16 +92,21 @@ def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
 
 
+kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
+
+
 @pytest.fixture(autouse=True)
 def noise_drawn_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is drawn once a test: z is a pure function of (seed, step, direction, elements), which tests/ops holds it
-    to, and a step asks for it to perturb, the next one to update, and both again in the streamed twin."""
+    """Noise is drawn once a test, that of small tensors once a session: z is a pure function of (seed, step, direction,
+    elements), which tests/ops holds it to; a step asks for it to perturb, the next one to update, and both again in the
+    streamed twin and in the next test."""
     zo = sys.modules.get("keyhole.ops.zo.flat")
     if zo is None or "tests/ops" in str(request.path):
         return
-    draw = lru_cache(maxsize=1024)(zo.chunk_noise_reference)
+    small, large = kept_small(zo.chunk_noise_reference), lru_cache(maxsize=1024)(zo.chunk_noise_reference)
 
     def drawn(start: int, n: int, **options: Any) -> Any:
+        draw = small if n <= 16384 else large
         return draw(start, n, **dict(sorted(options.items()))).clone()  # callers use up what they are given
 
     monkeypatch.setattr(zo, "chunk_noise_reference", drawn)
@@ -131,5 +137,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made is never garbage: collections during the tests need not look at it again."""
+    gc.enable()
     gc.collect()
     gc.freeze()

@@ -4,6 +4,7 @@ Every value is written, defaults too: a later version with other defaults must n
 """
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ _Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper,
 def dump(value: Any) -> str:
     """Plain data as block YAML, keys in the order given, lines never folded."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+
+
+def to_node(value: Any) -> yaml.MappingNode:
+    """What a reader of `dump(value)` would compose, without the text between."""
+    return _Dumper(io.StringIO(), sort_keys=False).represent_data(value)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from keyhole.config import rules
-from keyhole.config.dump import to_yaml
+from keyhole.config.dump import to_dict, to_node
 from keyhole.config.faults import MOST_SHOWN, Finding, refuse, suggest_key, suggest_value
 from keyhole.config.fields import sections, settings
 from keyhole.config.schema import TrainConfig
@@ -66,7 +66,8 @@ def read_limited(path: Path) -> str:
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """The same checks and defaults for a config made in Python; resolving twice changes nothing."""
-    return parse_config(to_yaml(config), source="TrainConfig", where="")
+    faults: list[Finding] = []
+    return build_config(open_sections(to_node(to_dict(config)), "", "", faults), "TrainConfig", faults)
 
 
 def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, 
 def parse_config(
     text: str, overrides: Iterable[str] = (), *, source: str = "config", where: str | None = None
 ) -> tuple[TrainConfig, list[str]]:
-    """Reads config text: the work behind load_config and resolve. `where` stands in for line numbers."""
+    """Reads config text: the work behind load_config. `where` stands in for line numbers."""
     faults: list[Finding] = []
     entries = open_sections(compose(text, source), "", where, faults)
     for word in overrides:

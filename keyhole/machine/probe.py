@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ LINK_PROBE_BYTES = 64 * 2**20
 def versions() -> dict[str, str | None]:
     """Installed versions; None = not installed."""
     found: dict[str, str | None] = {"keyhole": keyhole.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return found | {name: installed_version(name) for name in PACKAGES}
+
+
+@cache
+def installed_version(name: str) -> str | None:
+    """Read once per process: it is a search through directories, and a file of a hundred kilobytes to parse."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def gpus() -> list[dict[str, Any]]:

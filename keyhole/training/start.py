@@ -23,6 +23,7 @@ from keyhole.data.settings import DataSettings
 from keyhole.data.sources import check_sources
 from keyhole.disk.weight_files import weight_files
 from keyhole.errors import UserError
+from keyhole.machine.collector import no_collector
 from keyhole.methods import METHODS
 from keyhole.model.structure.source import check_directory
 from keyhole.ranks import Ranks
@@ -95,7 +96,7 @@ def train(config: TrainConfig, *, resume: str | None = None, dry_run: bool = Fal
             base = BaseHash(config.model)
             opened.callback(base.stop)
             request = replace(request, base=base.result)
-        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules):
+        with parts.waiting.phase(IMPORTS, now=HEAVY not in sys.modules), no_collector():
             from keyhole.training import build
         job = build.find_job(request)
         code = build.dry_run(job) if dry_run else build.build_run(job, lock).go()
@@ -132,8 +133,8 @@ def follow(config: TrainConfig, resume: str | None, parts: Parts) -> int:
     """The same on another rank than the leader: it does what the leader says, and touches no file of the run."""
     directory, parts = rundir.RunDir(Path(config.output_dir)), replace(parts, waiting=Waiting(silent=True))
     request = check_request(config, directory, resume, parts)
-    from keyhole.training import build
-
+    with no_collector():
+        from keyhole.training import build
     return build.build_run(build.find_job(request), Lock(directory.lock)).go()
 
 

@@ -1,9 +1,8 @@
 """A comparison as a whole: what is chosen, what survives a kill, what a failure costs, what is read once."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from keyhole.disk import weight_files
 from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
 from tests.compare.comparisons import TEXT, cell, run, table, write
+from tests.training.children import server
 
 
 @pytest.fixture(scope="module")
@@ -64,27 +64,27 @@ def test_nothing_but_numbers_stays(undisturbed: tuple[Path, dict[str, int]]) -> 
     assert {path.name for path in out.iterdir()} >= {"table.json", "table.md", "report.html", "runs", "results"}
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from keyhole.training import loop
-from tests.compare.comparisons import run
-real, steps = loop.Run.step, []
-def step(self, number):
-    steps.append(number)
-    if len(steps) == int(sys.argv[3]):
-        os.kill(os.getpid(), signal.SIGKILL)
-    real(self, number)
-loop.Run.step = step
-run(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
+def killed(path: Path, out: Path, at: int) -> None:
+    """A comparison whose process dies before this step of all its steps."""
+    real, steps = loop.Run.step, []
+
+    def step(self: loop.Run, number: int) -> None:
+        steps.append(number)
+        if len(steps) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(self, number)
+
+    loop.Run.step = step
+    run(path, out)
 
 
 def test_killed_in_the_middle_and_resumed(undisturbed: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
     """A comparison whose process was killed inside its second run ends with the same table."""
     path, out = write(tmp_path / "small.yaml"), tmp_path / "out"
-    child = subprocess.run([sys.executable, "-c", KILLED, str(path), str(out), "7"], check=False, capture_output=True)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    child = server.Process(target=killed, args=(path, out, 7))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     assert len(list((out / "results").glob("*.json"))) == 2, "zero-shot and the first run"
     assert run(path, out) == 0
     assert table(out) == table(undisturbed[0])

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.eval import conversation as chat_module
 from keyhole.eval.conversation import Conversation, talk
+from tests.training.children import command
 
 
 def load(directory: Path, **options: str) -> keyhole.Model:
@@ -136,12 +136,12 @@ def test_interrupts_and_errors_on_a_terminal(tiny_model: Path, monkeypatch: pyte
 
 def test_the_command_works_with_pipes(tiny_model: Path) -> None:
     """Lines in, answers out, nothing else on standard output; the end of the input is the end."""
-    command = [sys.executable, "-m", "keyhole", "chat", str(tiny_model), "--max-new-tokens", "4", "placement=stream"]
-    done = subprocess.run(command, input=b"Hi\nHi again\n", capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr.decode()
+    words = ["chat", str(tiny_model), "--max-new-tokens", "4", "placement=stream"]
+    code, printed, said = command(words, b"Hi\nHi again\n")
+    assert code == 0, said.decode()
     model, out = load(tiny_model), io.StringIO()
     talk(Conversation(model, max_new_tokens=4), io.StringIO("Hi\nHi again\n"), out)
-    assert done.stdout.decode() == out.getvalue()
+    assert printed.decode() == out.getvalue()
 
 
 def test_a_line_that_is_too_long_does_not_end_the_conversation(tiny_model: Path, capsys) -> None:

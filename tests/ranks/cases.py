@@ -135,6 +135,7 @@ def memory(method: type, ranks: Ranks) -> dict[str, int]:
     CPU, which is the device here, by its own count; bytes that were mapped for host memory; and bytes of what ranks
     share out."""
     gc.collect()
+    gc.disable()  # what waits for the collector then waits on any number of ranks
     real, mapped = arena.host_memory, []
     arena.host_memory = lambda size_bytes: mapped.append(size_bytes) or real(size_bytes)
     try:
@@ -145,6 +146,7 @@ def memory(method: type, ranks: Ranks) -> dict[str, int]:
             own = {"threads": 1} if method is OFFLOAD else {}
             method(model, 1e-3, **own).step([batch() for _ in range(ranks.size)])
     finally:
+        gc.enable()
         arena.host_memory = real
     events, counts = list(profiler.profiler.kineto_results.experimental_event_tree()), []
     while events:

@@ -38,7 +38,7 @@ def test_one_process_answers_itself() -> None:
 def test_only_the_ranks_touch_torch_distributed() -> None:
     """No other file of the package imports it, or uses it by way of torch."""
     found = set()
-    for path in PACKAGE.rglob("*.py"):
+    for path in [path for path in PACKAGE.rglob("*.py") if "distributed" in path.read_text()]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
@@ -53,6 +53,7 @@ def _lonely(config: object) -> None:
 
     from keyhole.training.start import train
 
+    sys.modules.pop("keyhole.ranks.group", None)  # the server has it, for the children that are ranks
     assert train(config) == 0
     sys.exit(3 if "keyhole.ranks.group" in sys.modules or torch.distributed.is_initialized() else 0)
 

@@ -8,16 +8,31 @@ no limit on file sizes touches.
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from keyhole.config import TrainConfig
 
-IMPORTS = ["matplotlib.pyplot", "keyhole.training.build", "transformers.models.llama.modeling_llama"]
+IMPORTS = ["tests.training.imported"]
 LIMIT_S = 120.0
 server = multiprocessing.get_context("forkserver")
 server.set_forkserver_preload(IMPORTS)
+
+
+def command(words: list[str], given: bytes) -> tuple[int, bytes, bytes]:
+    """`keyhole WORDS` with this on its standard input: exit code, standard output, standard error."""
+    with tempfile.TemporaryDirectory() as directory:
+        paths = [Path(directory) / name for name in ("in", "out", "err")]
+        paths[0].write_bytes(given)
+        process = server.Process(target=_command, args=(words, paths))
+        process.start()
+        process.join(LIMIT_S)
+        process.kill()
+        process.join()
+        return process.exitcode, paths[1].read_bytes(), paths[2].read_bytes()
 
 
 class Child:
@@ -46,6 +61,19 @@ class Child:
     def kill(self) -> None:
         self.process.kill()
         self.end()
+
+
+def _command(words: list[str], paths: list[Path]) -> None:
+    for stream, path in enumerate(paths):
+        os.dup2(os.open(path, os.O_RDONLY if stream == 0 else os.O_WRONLY | os.O_CREAT), stream)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(stream, "w" if stream else "r", encoding="utf-8", closefd=False) for stream in range(3)
+    )
+    from keyhole.cli import main
+
+    code = main(words)
+    sys.stdout.flush()
+    sys.exit(code)
 
 
 def _live(config: TrainConfig, arrange: Callable[[], None] | None, writer: Connection) -> None:

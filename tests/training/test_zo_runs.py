@@ -26,7 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "low rank, auto": {"learning_rate": "auto", "zo": ZOConfig(rank=2, refresh=4, fold=False)},
     "auto": {"learning_rate": "auto"},
     "auto, meazo": {"learning_rate": "auto", "zo": ZOConfig(estimator="meazo"), "lr_scheduler_type": "linear"},
-    "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo"), "dtype": "bfloat16"},
+    "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
 }
 STEPS = 6
 

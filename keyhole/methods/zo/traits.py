@@ -128,6 +128,7 @@ ZO = Traits(
     fill=filled,
     light=_keeps_factors,
     whole_blocks=lambda own: own.compile,
+    by_expert=lambda own: not own.compile,
     advice=_advice,
     faults=_faults,
     demo=Demo(steps=300, lr=1.5e-3, batch_size=32),

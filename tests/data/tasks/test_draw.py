@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keyhole.data.run import load_data
@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@settings(max_examples=30)
 @given(
     train=st.one_of(st.none(), st.integers(1, 80)),
     dev=st.integers(0, 80),

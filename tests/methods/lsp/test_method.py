@@ -71,13 +71,13 @@ CASES += [(name, "cpu", 0.7) for name in SIX] + [("qwen2", "cpu", None), ("qwen2
 
 @pytest.mark.parametrize("name, where, clip", CASES)
 def test_streamed_equals_resident(name: str, where: str, clip: float | None) -> None:
-    """Losses and weights, to the bit, with two micro-batches; in six families with projectors that are learned, and
+    """Losses and weights, to the bit; in six families with two micro-batches and projectors that are learned, and
     change in the last step."""
     resident = load(name)
     runs, other = [], streamed(resident, slot_count=2)
     for model in (resident, other):
         opt = LSP(model, optimizer_on=where, max_grad_norm=clip, learn=name in SIX, **SOON)
-        runs.append((train(opt, 3 if name in SIX else 2, 2), weights(model), float(opt.norm)))
+        runs.append((train(opt, *((3, 2) if name in SIX else (2, 1))), weights(model), float(opt.norm)))
         opt.close()
     assert runs[0][0] == runs[1][0] and runs[0][2] == runs[1][2]
     assert all(torch.equal(runs[0][1][key], runs[1][1][key]) for key in runs[0][1])

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import keyhole
-from keyhole.methods.zo.defaults import DEFAULTS, SEARCH_STEPS
+from keyhole.methods.zo import rate_search
+from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate
 from keyhole.model.batch import loss_rows, to_device
@@ -69,16 +70,19 @@ def test_losses_of_rows_add_up(candidates: bool) -> None:
 
 
 @pytest.mark.parametrize("estimator", DEFAULTS)
-def test_nothing_moves_until_a_rate_is_found_by_which_it_learns(estimator: str) -> None:
+def test_nothing_moves_until_a_rate_is_found_by_which_it_learns(
+    estimator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With every estimator: weights are still for the whole search, and then the loss of the batch falls."""
     model, half = load(), batch(rows=4)
     one = {name: torch.cat([x, x]) for name, x in half.items()}  # halves that agree: what is learnt is this batch
     before = weights(model)
     opt = keyhole.ZO(model, "auto", estimator=estimator, eps=EPS, weight_decay=0.1)
-    for _ in range(SEARCH_STEPS):
+    monkeypatch.setattr(rate_search, "STEPS", 8)
+    for _ in range(8):
         assert opt.rate == 0.0
         opt.step(one)
     opt.flush()
     assert equal(before, weights(model)) and opt.rate > 0 and len(opt.news()) == 1 and not opt.news()
-    losses = [float(opt.step(one)) for _ in range(40)]
+    losses = [float(opt.step(one)) for _ in range(20)]
     assert sum(losses[-5:]) < sum(losses[:5])

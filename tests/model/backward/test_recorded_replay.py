@@ -87,7 +87,7 @@ def trained(name: str, records: bool, micro_batches: int) -> tuple[list[float], 
     model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3, wire=wire)
     method, losses = METHODS[name](model), []
     recorded = recording(method) if records else None
-    for step in range(7):
+    for step in range(6):
         method.lr = 1e-2 * (8 - step) / 8
         batches = [batch(rows=2, length=(6, 9)[step % 2], seed=10 * step + i) for i in range(micro_batches)]
         losses.append(float(method.step(batches)))

@@ -41,7 +41,7 @@ from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 
@@ -79,7 +79,8 @@ class Factors:
             raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
         device = model.device
         self.now = torch.zeros(self.parts.numel, device=device)
-        self.looks = torch.empty(2 * pairs, self.parts.numel, device=device)
+        wide = -(-self.parts.numel // ALIGN) * ALIGN  # so that every look begins where memory moves in wide pieces
+        self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
         self.kept: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # by matrix: v [k r, I] and a [k r, O] of earlier periods
