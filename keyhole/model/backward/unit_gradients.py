@@ -50,9 +50,9 @@ class UnitGradients:
 
     def __init__(self, layout: Layout, dtype: torch.dtype, recorded: RecordedBlocks) -> None:
         self.recorded = recorded
-        self.buffer = torch.empty(
-            block_bytes(layout, dtype.itemsize) // dtype.itemsize, dtype=dtype, device=recorded.device
-        )
+        numel = block_bytes(layout, dtype.itemsize) // dtype.itemsize
+        trains = any(tensor.param.requires_grad for tensor in layout.tensors)
+        self.buffer = torch.zeros(numel if trains else 0, dtype=dtype, device=recorded.device)  # it is compared: no nan
         begins: dict[int, int] = {}
         for unit in reversed(layout.of_kind("block")):
             begins[unit.block] = unit.start

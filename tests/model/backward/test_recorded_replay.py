@@ -76,12 +76,15 @@ METHODS: dict[str, Callable[[Any], Any]] = {
     "lsp": lambda model: keyhole.LSP(model, d=8, r=2, check_freq=3, optimizer_on="gpu"),
     "lsp clipped": lambda model: keyhole.LSP(model, d=8, r=2, learn=False, max_grad_norm=0.5, optimizer_on="gpu"),
     "lomo-lora": lambda model: keyhole.LOMOLoRA(model, r=2),
+    "lora": lambda model: keyhole.LoRA(model, r=2, activations="block"),
+    "lora int4": lambda model: keyhole.LoRA(model, r=2, activations="block"),
 }
 
 
 def trained(name: str, records: bool, micro_batches: int) -> tuple[list[float], list[torch.Tensor], Any]:
     """Losses, weights and the recorder after steps on batches of two lengths, with a rate that changes."""
-    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3)
+    wire = "int4" if "int4" in name else None
+    model = keyhole.load(config("llama"), init="random", device="cpu", dtype="float32", seed=3, wire=wire)
     method, losses = METHODS[name](model), []
     recorded = recording(method) if records else None
     for step in range(6):
