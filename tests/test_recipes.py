@@ -52,7 +52,8 @@ def test_the_page_has_what_the_recipe_says(name: str) -> None:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.plans) for name in PLANS.for_cards()]
 )
 def test_the_planner_says_that_it_fits(name: str) -> None:
-    """Within gpu_memory and the machine's RAM, and the numbers in its head are today's, within 5 %."""
+    """Within gpu_memory and the machine's RAM, and the numbers in its head are today's (`python scripts/recipe_plans.py
+    --write` renews them): memory within 5 %, pace within 15 %."""
     row = PLANS.plan_of(name)
     config, _ = load_config(recipes()[name])
     assert row.fits and row.gpu_bytes <= config.gpu_memory * 1.001, row.missing
@@ -61,4 +62,4 @@ def test_the_planner_says_that_it_fits(name: str) -> None:
     gpu, host, seconds = (float(number) for number in found.groups()[:3])
     assert row.gpu_bytes / GIB == pytest.approx(gpu, rel=0.05, abs=0.06)
     assert row.host_bytes / GIB == pytest.approx(host, rel=0.05, abs=0.6)
-    assert row.step_seconds == pytest.approx(seconds, rel=0.05)
+    assert row.step_seconds == pytest.approx(seconds, rel=0.15)
