@@ -65,6 +65,7 @@ def load(
     tf32: bool = False,
     graphs: bool = True,
     reverse_graphs: bool = True,
+    expert_units: bool = True,
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,
@@ -81,6 +82,7 @@ def load(
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
     steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
+    expert_units=False has large stacks of experts computed and moved whole (docs/methods.md).
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
@@ -109,7 +111,7 @@ def load(
             forget_quantization(config)
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
             torch.default_generator.manual_seed(seed)
-            module = build(config, dtype, trust_remote_code)
+            module = build(config, dtype, trust_remote_code, expert_units=expert_units)
         if not is_classifier(config) and directory is not None and (directory / "generation_config.json").exists():
             module.generation_config = read_generation_config(directory)
         formats, said = choose_format(module, weights if init == "pretrained" else None, dtype, wire)

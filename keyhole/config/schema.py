@@ -77,6 +77,8 @@ class RunConfig:
     """Format of the weights at rest and on the link; int8, int4, nf4 = blocks frozen (docs/base.md); null = dtype."""
     tf32: bool = False
     """Products of float32 in TF32 on the GPU: several times faster, with 10 bits of mantissa instead of 23."""
+    expert_units: bool = True
+    """Large stacks of experts are computed and moved one expert at a time; false = as whole stacks, by one product."""
     device: str | None = None
     """cpu, cuda or cuda:N; null = the first GPU, or the CPU where there is none."""
     placement: Literal["resident", "stream", "auto"] = "resident"

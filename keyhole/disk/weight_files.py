@@ -250,5 +250,5 @@ def _damaged(where: Path) -> Iterator[None]:
     """A context whose ValueErrors are the fault of a file."""
     try:
         yield
-    except (ValueError, IndexError, RuntimeError) as error:
-        raise UserError(f"model: {where}: {_first_line(error)}") from error
+    except (ValueError, IndexError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise UserError(f"model: {where}: its quantised weights cannot be read: {_first_line(error)}") from error

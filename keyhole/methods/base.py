@@ -181,6 +181,8 @@ class Traits:
     """Forward passes per micro-batch."""
     whole_blocks: Callable[[Any], bool] = lambda settings: False
     """Whether blocks must not be cut into smaller units."""
+    by_expert: Callable[[Any], bool] = lambda settings: False
+    """Whether large stacks of experts may be cut into experts, which come and go one by one."""
     advice: Callable[[Any], Advice] = lambda settings: Advice()
     """What would lower the memory of a step."""
     faults: Callable[[Any, RunSettings], Iterator[Fault]] = lambda settings, run: iter(())

@@ -28,7 +28,7 @@ from keyhole.ranks import Ranks
 class GradientParts:
     """A sink in front of a method's, for a model whose units are sharded."""
 
-    accumulates, by_factors, surveys, update_key = False, False, 0, None
+    accumulates, by_factors, by_expert, surveys, update_key = False, False, False, 0, None
 
     def __init__(self, model: Model) -> None:
         self.model, self.ranks = model, model.ranks

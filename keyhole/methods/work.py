@@ -6,8 +6,10 @@ For N parameters that a token meets (of experts, those it is routed to), M token
                  where only block inputs were kept: 8 N M per micro-batch. Attention: 2 T M H per block and pass (half
                  of the scores are masked), and as the other products in reverse.
     touched      bytes of elementwise kernels: activations (below), and what the method does with weights
-    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step
-    kernels      launches by the host
+    up, down     bytes over the link: a streamed unit comes up once per sweep, and goes home once per step; experts that
+                 are units only if some token of the step meets them: if each chooses a share p, (1 - p)^M are missed
+    kernels      launches by the host; of a layer that is computed by experts, EXPERT per expert that a pass meets
+                 (counted in the code, not fitted)
 
 Elementwise kernels of an eager block read and write about FORWARD_H tensors of the hidden width and FORWARD_W of the
 widest matrix side, per token, forward, and BACKWARD times as many in reverse (a norm in fp32 with its casts is most of
@@ -46,6 +48,7 @@ class Launches:
 
 
 SWEPT, RECORDED, PLAIN = Launches(150, 980), Launches(20, 140), Launches(150, 300)
+EXPERT = Launches(25, 60)  # of one expert
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,24 @@ def home_bytes(layout: Layout, units: Iterable[int], room: Room) -> int:
     return sum(room.formats.home_bytes(layout.units[i]) for i in units)
 
 
+def met_bytes(layout: Layout, units: Iterable[int], work: Workload, room: Room) -> float:
+    """Home bytes of units; of experts that are units, of those that some token of the step meets."""
+    experts = [i for i in units if layout.units[i].expert is not None]
+    others = home_bytes(layout, set(units) - set(experts), room)
+    return others + met_share(work, work.passes) * home_bytes(layout, experts, room)
+
+
+def met_share(work: Workload, passes: int = 1) -> float:
+    """Of a layer's experts, those that some token of so many passes meets, if tokens choose evenly."""
+    return float(1 - (1 - work.experts) ** (work.tokens * passes))
+
+
+def _expert_launches(layout: Layout, work: Workload) -> tuple[float, float]:
+    """(forward, reverse) of layers that are computed by experts, per pass."""
+    met = met_share(work) * sum(experts.count for experts in layout.experts)
+    return met * EXPERT.forward, met * EXPERT.reverse
+
+
 def _widths(layout: Layout) -> tuple[int, int]:
     hidden = int(layout.table.shape[1])
     matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
@@ -87,7 +108,7 @@ def _widths(layout: Layout) -> tuple[int, int]:
 
 def met_numel(layout: Layout, experts: float = 1.0) -> float:
     """Parameters that a token meets: the blocks' and the head's, of stacks of experts [E, rows, columns] its share."""
-    stacks = sum(t.shape.numel() for u in layout.of_kind("block") for t in u.tensors if len(t.shape) == 3)
+    stacks = sum(t.shape.numel() for t in layout.tensors if t.block is not None and len(t.shape) == 3)
     met = sum(u.numel for u in layout.of_kind("block")) + sum(u.numel for u in layout.head_units)
     return met - (1 - experts) * stacks
 
@@ -127,8 +148,12 @@ def forward_work(layout: Layout, streamed: set[int], work: Workload, room: Room,
     return StepWork(
         products=work.passes * forward_flops(layout, work),
         touched=work.passes * share * activation_bytes(layout, work, room),
-        up=home_bytes(layout, streamed, room),
-        kernels=work.passes * layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward,
+        up=met_bytes(layout, streamed, work, room),
+        kernels=work.passes
+        * (
+            layout.block_count * kernels * (RECORDED if recorded else SWEPT).forward
+            + (0 if _is_compiled(work) else _expert_launches(layout, work)[0])
+        ),
     )
 
 
@@ -171,7 +196,8 @@ def reverse_work(
     again = 1.0 - _kept_share(layout, streamed, work, room)
     launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
-    home = home_bytes(layout, streamed, room)
+    home = met_bytes(layout, streamed, work, room)
+    expert_forward, expert_reverse = (0.0, 0.0) if plain or _is_compiled(work) else _expert_launches(layout, work)
     largest = max((room.formats.home_bytes(layout.units[i]) for i in streamed), default=0)
     held = min(home, (slot_count(layout) - 1) * largest)
     kept = work.passes * work.tokens * layout.table.shape[1] * room.formats.dtype.itemsize * layout.block_count
@@ -182,9 +208,11 @@ def reverse_work(
         up=(1 + reverses) * home - reverses * held + reverses * kept,
         down=float(kept),
         kernels=work.passes
-        * layout.block_count
-        * (launches.forward + reverses * (again * launches.forward + launches.reverse))
-        * kernels,
+        * (
+            layout.block_count * kernels * (launches.forward + reverses * (again * launches.forward + launches.reverse))
+            + expert_forward
+            + reverses * (again * expert_forward + expert_reverse)
+        ),
         host_bytes=kept,
     )
 

@@ -32,6 +32,7 @@ from keyhole.model.attached import Addon, Attached, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward.binding import Binding
+from keyhole.model.forward.experts import compute_by_expert
 from keyhole.model.forward.fused_relu import fuse_relu
 from keyhole.model.forward.generate import Generation
 from keyhole.model.forward.graphs import BlockGraphs
@@ -53,6 +54,7 @@ from keyhole.offload.engine import Engine
 from keyhole.ops.autocast import without_autocast
 from keyhole.ops.loss import RunningChoice, RunningNLL
 from keyhole.ranks import Ranks
+from keyhole.weak import weakly
 
 T = TypeVar("T")
 Serve = Callable[[Unit | None, Callable[[int], None]], None]
@@ -100,12 +102,14 @@ class Model:
         self.head = ClassificationHead(module) if self.classifies else Head(module)
         self.embedding = module.get_input_embeddings()
         self.conductor: Conductor | None = None
+        self.expert_gradients: Any = None  # who differentiates experts, while a reverse lasts (backward/experts.py)
         self.lens: Lens | None = None  # what weights are seen through, in `seen_through`
         self.addon: Addon | None = None
         self.factors: Factors | None = None  # what was learned beside the weights of linear layers
         self.factored: set[int] = set()  # ids of modules that ask for it
         self._deferred: list[tuple[weakref.ref[Attached], Callable[[], None]]] = []  # methods that defer updates
         self._lockstep = Lockstep(self.device)
+        self._lockstep.expect = weakly(self.expect)
         weakref.finalize(self, self._lockstep.close)
         self.patches, self.changes = Patches(), changes or Changes()
         self._put_back = weakref.finalize(self, _put_back, self.patches, self.changes)
@@ -116,11 +120,17 @@ class Model:
         self.call_others: Callable[[str], None] = lambda what: None  # of a leader: has other ranks write their parts
         self.binding = Binding(self.homes, self.head, keep_views=engine.reuse_slots)
         self._scratch: dict[str, torch.Tensor] = {}
+        self._stack_pages: dict[str, set[int]] = {}  # of stacks of experts that are cut, by their names
+        for unit in layout.units:
+            if unit.expert is not None:
+                self._stack_pages.setdefault(unit.tensors[0].name, set()).add(unit.index)
         self._keeps_packed_apart = False  # known only once the model was asked
         install_hooks(self)
         self.tiles = compute_in_tiles(self)
+        compute_by_expert(self)
         fuse_relu(self)
-        if graphs and self.device.type == "cuda" and layout.block_count and not layout.has_cut_blocks:
+        is_recordable = layout.block_count and not layout.has_cut_blocks and not layout.experts
+        if graphs and self.device.type == "cuda" and is_recordable:
             self.graphs = BlockGraphs(self, find_blocks(module))
 
     def __repr__(self) -> str:
@@ -254,6 +264,11 @@ class Model:
                 return passes.run([lambda b=b: self.hidden(b) for b in batches], serve)
             finally:
                 passes.rows = None
+
+    def expect(self, units: list[Unit]) -> None:
+        """The units of a stack of experts that the sweep visits next, in order: the router has chosen."""
+        among = set().union(*{id(unit.tensors[0]): self._stack_pages[unit.tensors[0].name] for unit in units}.values())
+        self.engine.expect(among, [unit.index for unit in units])
 
     def acquire_weights(self, unit: Unit, place: int = 0) -> torch.Tensor:
         """The unit's weights on the device, in the dtype of compute, to be read. Release the unit afterwards."""

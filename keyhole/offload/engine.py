@@ -15,7 +15,8 @@ Three CUDA streams work at once, ordered by events alone; the host never waits:
     download   waits for: the kernels before commit;                              then copies slot -> home
 
 The order of pages is known ahead: it is that of the last sweep of the same name. As soon as a slot is free, the next
-page is uploaded, also past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value.
+page is uploaded, also past the end of a sweep into the next one. A wrong guess costs a wait, never a wrong value. Where
+the caller learns in the middle of a sweep which of some pages it needs (experts), it says so: `expect`.
 
 A free slot keeps its page until the memory is needed (slots.py). Others may write homes, or must know when homes change
 (protocols.py). A resident page is acquired and committed like any other, so that they learn of it too.
@@ -106,6 +107,20 @@ class Engine:
         if self.visited and learn:
             self.orders[name] = self.visited
 
+    def expect(self, among: set[int], pages: list[int]) -> None:
+        """Of the pages `among`, those that come next in this sweep are just these, in this order."""
+        end = self.cursor
+        while end < len(self.order) and self.order[end] in among:
+            end += 1
+        self.order = self.order[: self.cursor] + [page for page in pages if page in self.streamed] + self.order[end:]
+        known = 0
+        while known < len(self.ahead) and [self.ahead[known].page] == self.order[self.cursor + known :][:1]:
+            known += 1
+        for slot in list(self.ahead)[known:]:
+            self.ahead.remove(slot)
+            self.free.add(slot)
+        self._prefetch()
+
     def acquire(self, page: int, changes: bool = True) -> torch.Tensor:
         """The page on the device. changes=False: it will only be read. `arrival` sees the page first and may change it
         (an update that has been due since the last use): if it says so, the page goes home."""
@@ -127,8 +142,9 @@ class Engine:
         self.visited.append(page)
         if self.order[self.cursor : self.cursor + 1] == [page]:
             self.cursor += 1
-        elif page in self.order:
-            self.cursor = self.order.index(page) + 1
+        elif page in self.order:  # rather one that is still to come: a page may be there several times
+            begin = self.cursor if page in self.order[self.cursor :] else 0
+            self.cursor = self.order.index(page, begin) + 1
         self._prefetch()
         slot.intact = slot.intact and not changes and self.arrival is None and self.gate is None
         if self.cuda:

@@ -9,7 +9,8 @@ A unit is a whole block when that is a small copy, else a run of its matrices of
 larger copy is no faster (the link is within 2 % of its best rate), and slots and work buffers are what fills a small
 GPU. When even that is too large for the budget, a unit is a run of at most the size of the largest matrix: a smaller
 one would need the same slots, and three slots of small units are not far enough ahead. A matrix that alone exceeds
-find.TILE_NUMEL elements is cut by rows where the method allows it. Compiled zeroth-order passes want whole blocks.
+find.TILE_NUMEL elements is cut by rows where the method allows it, a stack of experts that exceeds a unit into experts.
+Compiled zeroth-order passes want whole blocks.
 
 Resident units are spread evenly between streamed ones, by bytes: while a resident unit is computed, the link works
 ahead, but only as far as there are slots. Whole blocks in turn would need slots for a block; single units do not.
@@ -37,6 +38,7 @@ from keyhole.model.weights.format import Wire
 from keyhole.offload.shards import part_numel
 from keyhole.plan import refusals
 from keyhole.plan.dtype import check_trainable
+from keyhole.plan.experts import expert_lines
 from keyhole.plan.outside import outside_lines
 
 UNIT_BYTES = 256 * MIB
@@ -138,6 +140,14 @@ class Costs:
         return (self.row is None or self.row.sweep == "forward") and not self.room.formats.packs
 
     @property
+    def may_cut_experts(self) -> bool:
+        """Experts may come one by one where the method says so; never of a packed format, nor where ranks shard."""
+        sharded = self.row is not None and self.row.ranks == "shards" and self.work.ranks > 1
+        if self.room.formats.packs or sharded:
+            return False
+        return self.row is None or self.row.by_expert(self.work.settings or self.row.settings())
+
+    @property
     def keeps_blocks_whole(self) -> bool:
         return self.row is not None and self.row.whole_blocks(self.work.settings or self.row.settings())
 
@@ -202,24 +212,24 @@ def _place(
     return layout, placed
 
 
-Find = Callable[[nn.Module, int | None, bool], Layout]
+Find = Callable[[nn.Module, int | None, bool, bool], Layout]
 
 
 def fit(module: nn.Module, costs: Costs, budget: int | None, find: Find = find_layout) -> tuple[Layout, set[int]]:
     """The cut and the streamed units. Of the cuts that fit the budget, the one that streams the fewest bytes (a finer
     one needs smaller slots and buffers, so more may stay); at a tie the coarser, which has fewer, larger copies. find:
     makes a layout, or remembers it."""
-    formats, cut_rows = costs.room.formats, costs.may_cut_rows
-    largest_matrix = max(u.numel for u in find(module, 1, cut_rows).of_kind("block"))
+    formats, cut = costs.room.formats, (costs.may_cut_rows, costs.may_cut_experts)
+    largest_matrix = max(u.numel for u in find(module, 1, *cut).of_kind("block"))
     cuts = (None,) if costs.keeps_blocks_whole else (UNIT_BYTES // formats.dtype.itemsize, largest_matrix)
     if budget is None:
-        layout = find(module, cuts[0], cut_rows)
+        layout = find(module, cuts[0], *cut)
         tables = {u.index for u in layout.units if u.kind in ("table", "head")}
         small = sum(formats.home_bytes(layout.units[i]) for i in tables) <= TABLES_BYTES
         return layout, {u.index for u in layout.units[1:]} - (tables if small else set())
     found: list[tuple[int, Layout, set[int]]] = []
     for max_unit_numel in cuts:
-        layout = find(module, max_unit_numel, cut_rows)
+        layout = find(module, max_unit_numel, *cut)
         streamed = {u.index for u in layout.units[1:]}
         smallest = costs.of(layout, streamed)
         if smallest.total <= budget:
@@ -333,7 +343,11 @@ def _reasons(
     head = f"{'tied to' if layout.tied else 'apart from'} the embedding, in {len(layout.head_units)} row chunks"
     lines = [
         f"units: {layout.block_count} x {layout.block_class}"
-        + (f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB or one matrix" if cut > 1 else "")
+        + (
+            f", each cut in {cut} so that a unit is about {UNIT_BYTES // MIB} MiB, one matrix or one expert"
+            if cut > 1
+            else ""
+        )
         + (f"; head {head}" if layout.head_units else "; the head of a classifier stays on the device"),
         f"placement: {placement}: {about(total - away)} of weights on the device, {about(away)} "
         f"streamed in {len(placed.streamed)} units through {placed.slot_count} slots",
@@ -341,6 +355,7 @@ def _reasons(
     if formats.frozen is not None:
         lines.append(formats.frozen.describe(blocks))
     lines += outside_lines(module, layout)
+    lines += expert_lines(layout, placed.streamed, costs.may_cut_experts, formats.dtype.itemsize)
     if layout.tiled_layers:
         lines.append(
             f"row tiles: {layout.tiled_layers} linear layers of more than {TILE_NUMEL >> 20} Mi weights are computed "

@@ -57,11 +57,13 @@ class Question:
     methods: tuple[str, ...] = tuple(METHODS)
     layouts: dict[Any, Layout] = field(default_factory=dict, repr=False, compare=False)  # found so far
 
-    def find(self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
+    def find(
+        self, module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
+    ) -> Layout:
         """A layout, found once: it takes a tenth of a second of a large model, and rows share them."""
-        key = (id(module), max_unit_numel, cut_rows)
+        key = (id(module), max_unit_numel, cut_rows, cut_experts)
         if key not in self.layouts:
-            self.layouts[key] = find_layout(module, max_unit_numel, cut_rows)
+            self.layouts[key] = find_layout(module, max_unit_numel, cut_rows, cut_experts)
         return self.layouts[key]
 
     @property
@@ -165,7 +167,8 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
             and question.gpu_bytes is not None
             and costs.of(layout, streamed).total > question.gpu_bytes
         ):
-            smallest = question.find(question.module, _largest_matrix(question, costs), costs.may_cut_rows)
+            largest, cut = _largest_matrix(question, costs), (costs.may_cut_rows, costs.may_cut_experts)
+            smallest = question.find(question.module, largest, *cut)
             layout, streamed = smallest, {unit.index for unit in smallest.units[1:]}
         if placement == "auto" and streamed == everything:
             return None
@@ -175,7 +178,8 @@ def plan_row(question: Question, traits: Traits, placement: str, wire: str | Non
 def _largest_matrix(question: Question, costs: Costs) -> int | None:
     if costs.keeps_blocks_whole:
         return None
-    return max(u.numel for u in question.find(question.module, 1, costs.may_cut_rows).of_kind("block"))
+    layout = question.find(question.module, 1, costs.may_cut_rows, costs.may_cut_experts)
+    return max(u.numel for u in layout.of_kind("block"))
 
 
 def make_row(

@@ -225,7 +225,7 @@ def load_model(
         where |= {"device": ranks.device(config.device), "ranks": ranks}
     source = weights_source(config, choice)
     how = {"dtype": config.dtype or AUTO, "wire": config.wire, "tf32": config.tf32, **asdict(config.offload)}
-    how |= _head(config, data)
+    how |= {"expert_units": config.expert_units, **_head(config, data)}
     how["adapter"] = source == config.model  # of a checkpoint, adapters are in the method's state
     return load(source, seed=config.seed, workload=workload(config, data), **how, **where)
 
@@ -283,7 +283,7 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     hf_config, device = read_config(source, **_head(config, data)), choose_device(config.device)
     check_loss(hf_config)
     chosen = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
-    module = build(hf_config, chosen.dtype)
+    module = build(hf_config, chosen.dtype, expert_units=config.expert_units)
     directory = Path(source) if Path(source).is_dir() else None
     formats, said = choose_format(module, directory, chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))

@@ -57,7 +57,7 @@ def ask(request: PlanRequest, say: Callable[[str], None] = lambda text: None) ->
     rates, device, gpu_bytes, ram_bytes = _machine(request, say)
     named = request.is_config or any(word.startswith("method=") for word in asked.overrides)
     choice = choose_dtype(config.dtype or AUTO, hf_config, device, config.method)
-    module = build(hf_config, choice.dtype)
+    module = build(hf_config, choice.dtype, expert_units=config.expert_units)
     question = Question(
         module=module,
         dtype=choice.dtype,

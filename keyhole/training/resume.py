@@ -55,6 +55,8 @@ def apply_changes(state: State, config: TrainConfig, done: int | None = None, ba
     former = {"weight_decay_on": "all"} if state.config.get("weight_decay") or now["weight_decay"] else {}
     former["pad_to_multiple_of"] = BEFORE
     for key in sorted(now.keys() | state.config.keys()):
+        if key == "expert_units" and key not in state.config:  # of a run from before the key: as the config says
+            continue
         default = settings()[key].default if key in settings() else None
         before, after = state.config.get(key, former.get(key, default)), now.get(key, default)
         if before == after or (key == "pad_to_multiple_of" and after == AUTO):  # auto: as the run began

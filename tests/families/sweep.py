@@ -62,13 +62,19 @@ Of the {count} causal language models that Transformers {transformers} knows, {p
 things on a CPU (PyTorch {torch}):
 
 - one step of LOMO in float32 is one step of torch's SGD on the same module from Transformers, every weight to 1e-5;
-- two steps of LOMO on a model that is streamed in single matrices give the bits of the resident one;
+- two steps of LOMO on a model that is streamed in single matrices and experts give the bits of the resident one;
 - so do two steps of ZO.
 
 Encoders (BERT and its kin) are built as decoders, and of an encoder-decoder (BART) its decoder alone. *Refused* is an
 error that says why; *failed* is what does not work today; *not built*: no tiny config was found. Parts that tokens
 never reach (towers, attention to an encoder) are frozen, and the start block says so. `pytest -m families
 tests/families` compares this table with what is installed.
+
+**Mixtures of experts.** Experts are units of their own ([methods.md](methods.md#mixtures-of-experts)) in the modules
+that Transformers marks with `use_experts_implementation`: Mixtral, Qwen2, 3, 3.5 and Next MoE, OLMoE, gpt-oss (with its
+biases), DeepSeek V2 to V4, GLM-4 MoE, MiniMax, Granite MoE, Phi-MoE, Jamba, Nemotron-H, LFM2 MoE and some thirty more;
+in this table their stacks count as large, whatever their size. Llama 4, DBRX, JetMoE and LongCat compute their experts
+in ways of their own: there a stack, or all of them, is one unit, and the start block says so.
 
 | type | result |
 |---|---|

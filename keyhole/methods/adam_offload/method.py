@@ -63,7 +63,7 @@ class AdamOffload(Method):
     """Exact AdamW with its state in host memory. `lr` may be changed between steps."""
 
     name = "adam-offload"
-    accumulates, by_factors, surveys, update_key = False, False, 0, None  # as a sink
+    accumulates, by_factors, by_expert, surveys, update_key = False, False, False, 0, None  # as a sink
 
     def __init__(
         self,

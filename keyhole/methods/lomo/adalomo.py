@@ -7,8 +7,8 @@ For a matrix [R, C] with gradient g (ops/adalomo/matrix.py has the equations in 
     w <- round(w - lr max(1e-3, rms(w)) (u + weight_decay w))
 
 The two norms, of the update and of the weight, are taken over one tensor at a time ("grouped"), so they need no second
-reverse. Vectors keep a full second moment. A table that is visited in chunks of rows (embedding, head) is one tensor as
-well: table.py. Everything else is LOMO's.
+reverse. Vectors keep a full second moment. An expert of a large stack is a matrix of its own. A table that is visited
+in chunks of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
 """
 
 from typing import Any
@@ -74,9 +74,18 @@ class AdaLOMO(LOMO):
         return moment_decay(self.step_count)
 
     def _moments_of(self, tensor: FlatTensor, device: torch.device) -> dict[str, torch.Tensor]:
-        if tensor.name not in self.moments:
-            self.moments[tensor.name] = ops.adalomo_state(tensor.shape, device)
-        return self.moments[tensor.name]
+        """Of an expert: its part of those of its stack."""
+        whole = self.tensors[id(tensor.param)] if self._is_expert(tensor) else tensor
+        if whole.name not in self.moments:
+            self.moments[whole.name] = ops.adalomo_state(whole.shape, device)
+        state = self.moments[whole.name]
+        if whole is tensor:
+            return state
+        expert = (tensor.start - whole.start) // tensor.shape.numel()
+        return {key: value[expert] for key, value in state.items()}
+
+    def _is_expert(self, tensor: FlatTensor) -> bool:
+        return self.tensors[id(tensor.param)].experts > 0
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
         return False
@@ -85,7 +94,7 @@ class AdaLOMO(LOMO):
         self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float, scale: Any
     ) -> None:
         how = self._rounding_of(tensor, w)
-        if tensor.shape != self.tensors[id(tensor.param)].shape:
+        if tensor.shape != self.tensors[id(tensor.param)].shape and not self._is_expert(tensor):
             self._bound_elements(grad)
             self.tables[id(tensor.param)].change(self._first_row(tensor), w, grad, lr, weight_decay, how)
             return

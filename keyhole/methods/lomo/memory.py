@@ -5,7 +5,7 @@ touched     the gradient of a matrix is written by its product and read by the u
             column (adalomo, apollo-mini) goes over the gradient once more for its sums, and over the weight for its
             norm: b + w. Kahan rounding reads and writes 2 bytes more.
 products    two reverses where the norm of the whole gradient clips, or float16 scales the loss
-down        every streamed unit, once
+down        every streamed unit, once; of experts that are units, those that some token met
 """
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.lomo.traits import LOMO, LOMO_LORA, LOMOConfig
-from keyhole.methods.work import StepWork, home_bytes, reverse_work, trained_numel
+from keyhole.methods.work import StepWork, met_bytes, reverse_work, trained_numel
 from keyhole.model.structure.layout import Layout
 
 ADAPTER_ELEMENTS = 2  # that an adapter reads and writes per input and output of its layer, per pass, in 16 bit
@@ -28,7 +28,7 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     per_weight = 2 * b + 2 * w + (4 if own.rounding == "kahan" else 0)
     per_weight += 0 if work.method in (LOMO.name, LOMO_LORA.name) else b + w
     kahan = 2 * numel if own.rounding == "kahan" else 0
-    found = found.plus(touched=per_weight * numel, down=home_bytes(layout, streamed, room), saved_bytes=kahan)
+    found = found.plus(touched=per_weight * numel, down=met_bytes(layout, streamed, work, room), saved_bytes=kahan)
     if work.method == LOMO_LORA.name:
         found = found.plus(touched=4 * work.passes * adapter_bytes(layout, work.tokens))
     return found

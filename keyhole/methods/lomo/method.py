@@ -91,10 +91,9 @@ class LOMO(UpdateSink, Method):
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
         self.norm: torch.Tensor | None = None
-        matrices = [t for u in model.layout.of_kind("block") for t in u.tensors if len(t.shape) == 2]
-        largest = (
-            max((t.shape.numel() for t in matrices), default=0) if fused and (activations != "none" or compile) else 0
-        )
+        matrices = [t.matrix for u in model.layout.of_kind("block") for t in u.tensors if len(t.matrix) == 2]
+        offers = (fused and (activations != "none" or compile)) or model.layout.experts
+        largest = max((shape.numel() for shape in matrices), default=0) if offers else 0
         self.buffer = torch.empty(largest, dtype=model.dtype, device=device)
         self.compensation: dict[str, torch.Tensor] = {}  # Kahan's
         self.table_squares: dict[int, torch.Tensor] = {}

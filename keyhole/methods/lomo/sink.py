@@ -26,6 +26,7 @@ class UpdateSink:
     method's."""
 
     accumulates = by_factors = False
+    by_expert = True
     model: Model
     lr: float
     weight_decay: WeightDecay
@@ -79,10 +80,20 @@ class UpdateSink:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        """Updates one tensor."""
+        """Updates one tensor; of a stack of experts each as the matrix that it is."""
+        if tensor.experts and w.dim() == 3:
+            for e, met in enumerate(grad.flatten(1).any(dim=1).tolist()):
+                expert = tensor.expert(e)
+                if met or not self.unmet(expert):
+                    self.gradient(expert, w[e], grad[e])
+            return
         self.received.add(tensor.name)
         lr, weight_decay = self._rates(tensor)
         self._rule(tensor, w, grad.contiguous(), lr, weight_decay, self._scale_of(tensor, grad))
+
+    def unmet(self, tensor: FlatTensor) -> bool:
+        """An expert that no token met is left alone, weights and state, unless its weights decay."""
+        return self._rates(tensor)[1] == 0
 
     def finished(self, unit: Unit) -> bool:
         """The unit's weights have changed."""
@@ -148,7 +159,7 @@ class UpdateSink:
 class NormSink:
     """The sink of the first of two reverses: adds up squares and changes nothing."""
 
-    accumulates, by_factors, surveys = False, False, 0
+    accumulates, by_factors, by_expert, surveys = False, False, True, 0
 
     def __init__(self, method: UpdateSink) -> None:
         self.method = method
@@ -165,6 +176,9 @@ class NormSink:
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
         ops.sum_squares_(grad.contiguous(), self.method.sum_squares, self.method.scale, offset=tensor.start)
+
+    def unmet(self, tensor: FlatTensor) -> bool:
+        return True
 
     def finished(self, unit: Unit) -> bool:
         return False

@@ -73,6 +73,7 @@ _ALIKE: dict[str, Any] = {
     "step_work": "keyhole.methods.lomo.memory:step_work",
     "wires": ("fp32", "bf16", "fp16"),
     "underflow_safe": True,
+    "by_expert": lambda own: not own.compile,
     "advice": host_activations,
 }
 LOMO = Traits(

@@ -105,8 +105,6 @@ def use_products(layer: Any) -> None:
 class AdapterRecompute(Recompute):
     """Runs a block again; the last of its linear layers with an adapter leaves out its product."""
 
-    saved_per_call = 2
-
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
         self.layers = [m for m in block.modules() if hasattr(m, "lora_A") and type(m.base_layer) is nn.Linear]
@@ -116,6 +114,5 @@ class AdapterRecompute(Recompute):
 
     @staticmethod
     def _counted(layer: Any, leave_out: int | None, counts: Counts, x: torch.Tensor) -> torch.Tensor:
-        index, counts.calls = counts.calls, counts.calls + 1
-        counts.saved_before_last = counts.saved
+        index = counts.called(saves=2)
         return adapted_forward(layer, x, leave_out=index == leave_out)

@@ -45,6 +45,7 @@ LORA = Traits(
     wires=("fp32", "bf16", "fp16"),
     frozen_wires=lambda own: ("int8", "int4", "nf4"),
     keeps_base=True,
+    by_expert=lambda own: True,
     faults=_faults,
     advice=host_activations,
     demo=Demo(lr=1e-2),

@@ -97,7 +97,7 @@ class Check:
     """A sink that measures the bias of projectors and fits new ones, and changes no weight. targets: by the first
     element; moments_of: where Adam's moments of a target are. found, biases: by name, before and after fits."""
 
-    accumulates, by_factors, surveys, update_key = True, True, 0, None
+    accumulates, by_factors, by_expert, surveys, update_key = True, True, False, 0, None
 
     def __init__(self, learning: Learning, targets: dict[int, Target], step_count: int, moments_of: MomentsOf) -> None:
         self.learning, self.targets, self.moments_of = learning, targets, moments_of

@@ -65,7 +65,7 @@ class SubspaceUpdates:
     """The optimizer of all targets, by unit. on_device: units whose moments are there; threads: of updates on the
     CPU; share: the part of the moments that is here (shards.py)."""
 
-    by_factors, update_key = True, None
+    by_factors, by_expert, update_key = True, False, None
     accumulates, surveys = True, 0  # in S: every product of a linear layer is wanted (model/backward/reverse.py)
 
     def __init__(

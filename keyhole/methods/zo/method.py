@@ -83,6 +83,7 @@ class ZO(Method):
         rank: int | None = None,
         refresh: int = 50,
         fold: bool = True,
+        merge: bool = True,
     ) -> None:
         if estimator not in DEFAULTS:
             raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
@@ -95,6 +96,8 @@ class ZO(Method):
         if clip is not None and not usual.clips:
             raise UserError(f"zo: clip {clip} has no meaning with {estimator}, which scales by a spread; leave it out")
         low_rank = rank is not None
+        if not merge and (fold or not low_rank):
+            raise UserError("zo: merge=False saves factors beside the weights, which needs rank=... and fold=False")
         if low_rank and (rank < 1 or refresh < 1 or compile or weight_decay):
             raise UserError(
                 f"zo: rank {rank} and refresh {refresh} must be at least 1, with compile=False and weight_decay=0: a "
@@ -129,7 +132,7 @@ class ZO(Method):
         self.spines = torch.empty((max(map(len, pairs)), 2, layout.spine.numel), dtype=dtype, device=device)
         self.factors: Factors | None = None
         if low_rank:
-            how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding}
+            how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
             self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
             self.update.beside = self.factors.bring_home
         self.recorded = RecordedSteps(self)

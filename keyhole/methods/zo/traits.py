@@ -39,6 +39,8 @@ class ZOConfig:
     """zo.rank: steps of a period, for which V is kept (U is drawn every step)."""
     fold: bool = True
     """zo.rank: at the end of a period, add what it learned to the weights; false = keep the factors of every period, so that weights never change."""  # noqa: E501
+    merge: bool = True
+    """zo.fold=false: save the model with all factors added; false = the weights as they were, and the factors in adapter/, as peft reads them."""  # noqa: E501
 
 
 def filled(own: ZOConfig) -> ZOConfig:
@@ -87,6 +89,8 @@ def _keeps_factors(own: ZOConfig) -> bool:
 
 
 def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
+    if not own.merge and not _keeps_factors(own):
+        yield "zo.merge", "false needs factors that are kept; set zo.rank and zo.fold=false, or zo.merge=true"
     if own.rank is None:
         if not own.fold:
             yield "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"
@@ -124,6 +128,7 @@ ZO = Traits(
     fill=filled,
     light=_keeps_factors,
     whole_blocks=lambda own: own.compile,
+    by_expert=lambda own: not own.compile,
     advice=_advice,
     faults=_faults,
     demo=Demo(steps=300, lr=1.5e-3, batch_size=32),

@@ -6,7 +6,8 @@ coef needs the losses, and they are known only when every unit has been passed. 
 more trip of every unit over the link; so it waits here, and a unit gets it on the first of these occasions:
 
     the next step       fused with the perturbation, one pass over w: `perturb`
-    the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`
+    the end of a step   for units that no pass visits, such as the table of an untied model: `apply_to_rest`; experts
+                        that no token met wait until one does
     a flush             when someone wants to see the weights
 
 An update is elementwise, and its noise is a function of (seed, step, element): it can be made again at any time. So a
@@ -224,7 +225,7 @@ class Update:
         engine = self.model.engine
         for unit in self._own_units():
             owed = self.owed(unit)
-            if not owed or not (everywhere or self.write_back.is_due(unit, owed[-1].step)):
+            if not owed or not (everywhere or self.write_back.brings(unit, owed[-1].step, len(owed))):
                 continue
             if not self._must_go(unit) or not self.model.writes(unit.index):
                 self.at_home[unit.index] = len(self.waiting)

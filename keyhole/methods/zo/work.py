@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
-from keyhole.methods.work import StepWork, forward_work, home_bytes, unpacked_bytes
+from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.structure.layout import Layout
 
@@ -36,8 +36,8 @@ def step_work(layout: Layout, streamed: set[int], work: Workload, room: Room, ra
     copies = 2 * room.formats.dtype.itemsize * layout.numel * pairs
     noise = NOISE * layout.numel * pairs
     found = found.plus(touched=(1 + pairs) * at_home + copies + 2 * noise)  # noise of this step, and of the update
-    home = home_bytes(layout, streamed, room)
-    blocks = home_bytes(layout, (i for i in streamed if layout.units[i].kind == "block"), room)
+    home = met_bytes(layout, streamed, work, room)
+    blocks = met_bytes(layout, [i for i in streamed if layout.units[i].kind == "block"], work, room)
     compute_s = found.products / rates.products_at(work.tokens, room.formats.dtype.itemsize)
     compute_s += found.touched / rates.device_memory
     waits = rates.gpu_bytes is not None and rates.link_seconds(home, home) * (1 - START) > compute_s

@@ -15,6 +15,11 @@ GPU waits for the link; so unless told otherwise we look at how much of a step i
     less than STOP, CALM times on end        every step again
 
 (A step in which the host was slow, because a kernel was compiled, say, is a calm one too: it is no reason.)
+An expert that no token of a step met (model/forward/experts.py) has no part in the losses, but in the update: MeZO's is
+that of all weights. It need not come for that: it is owed the update like any unit that stays away, and gets it when it
+is next met, or when it is owed UNMET of them. (An update of a unit on the GPU takes a twentieth to a fiftieth of the
+time that the unit takes over the link, up and down.)
+
 Which one it is never shows in the weights: the same updates are applied in the same order. Only blocks wait. Table,
 head and spine go home every step: the table is read by rows on the host. So does a unit that a checkpoint waits for.
 
@@ -30,6 +35,7 @@ from keyhole.offload.stalls import Stalls
 
 EVERY = 4
 SHARED_EVERY = 8
+UNMET = 32
 START, STOP, CALM = 0.25, 0.02, 4
 
 
@@ -73,6 +79,12 @@ class WriteBack:
         if not self.may_wait(unit) or self.is_awaited(unit):
             return True
         return (step + unit.index) % self.every == 0
+
+    def brings(self, unit: Unit, step: int, owed: int) -> bool:
+        """Whether a unit that was not visited in a step comes for the updates that it is owed."""
+        if unit.expert is None or not self.may_wait(unit) or self.is_awaited(unit):
+            return self.is_due(unit, step)
+        return owed >= UNMET and unit.index not in self.engine.shared
 
     def describe(self) -> list[str]:
         """For the start block."""

@@ -4,6 +4,7 @@ For b bytes an element, M tokens of one micro-batch, m micro-batches, L blocks, 
 
     homes        the spine and every resident unit                                          b x their elements
     slots        of the block at work, of the next one, and one more                        2 k + 1 units, k a block
+                 where experts are units: of an expert, and of the next one                 k + 4, if that is more
     gradients    one matrix and its neighbour on the way; with m > 1 those of one block     b x ...
                  (lsp: methods/lsp/memory.py)
     kept         block inputs: L m M H on the device, or three of them when they wait in host memory
@@ -18,6 +19,7 @@ with two gradients of them in flight. HIDDEN and WIDE count these, as measured o
 Activations and logits are never alive together.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from keyhole.model.forward.head import HEAD_TOKENS
@@ -26,6 +28,7 @@ from keyhole.model.structure.layout import CHUNK_ROWS, Layout
 from keyhole.model.weights.format import Wire
 
 HIDDEN, WIDE = 18, 6
+HELD = 2  # units of experts that are on the device at the same time (experts.py)
 
 
 @dataclass(frozen=True)
@@ -55,9 +58,17 @@ class ReverseBytes:
 
 
 def slot_count(layout: Layout) -> int:
-    """All units of a block are needed at once; those of the next are on their way meanwhile."""
-    of_a_block = -(-len(layout.of_kind("block")) // max(1, layout.block_count))
-    return 2 * of_a_block + 1
+    """All units of a block are needed at once, and of its experts one; those of the next are on their way meanwhile."""
+    own = of_a_block(layout)
+    return max(2 * own + 1, own + 2 * HELD) if layout.has_expert_units else 2 * own + 1
+
+
+def of_a_block(layout: Layout) -> int:
+    """Units of a block, without those of experts."""
+    if not layout.has_expert_units:
+        return -(-len(layout.of_kind("block")) // max(1, layout.block_count))
+    own = Counter(unit.block for unit in layout.of_kind("block") if unit.expert is None)
+    return max(own.values(), default=0)
 
 
 def reverse_bytes(
@@ -76,13 +87,14 @@ def reverse_bytes(
     blocks = layout.of_kind("block")
     matrices = [t for u in blocks for t in u.tensors if len(t.shape) > 1]
     wide = max((max(t.shape[-2:]) for t in matrices), default=hidden)
-    largest = max((t.shape.numel() for t in matrices), default=0)
+    largest = max((t.matrix.numel() for t in matrices), default=0)
     block = sum(u.numel for u in blocks) // max(1, layout.block_count)
     rows = min(CHUNK_ROWS, layout.table.shape[0])
     at_once = min(tokens, HEAD_TOKENS)
     kept_blocks = 3 if on_host else layout.block_count
     kept, activations = b * kept_blocks * passes * tokens * hidden, int(b * tokens * (HIDDEN * hidden + WIDE * wide))
-    scratch = b * block if formats.packs or formats.plain != formats.dtype else 0
+    at_work = (of_a_block(layout) + HELD) * layout.largest_unit_numel if layout.has_expert_units else block
+    scratch = b * at_work if formats.packs or formats.plain != formats.dtype else 0
     return ReverseBytes(
         homes=sum(formats.home_bytes(u) for u in layout.units if u.index not in streamed),
         slots=slot_count(layout) * max((formats.home_bytes(layout.units[i]) for i in streamed), default=0) + scratch,

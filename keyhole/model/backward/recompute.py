@@ -10,14 +10,15 @@ The output of the last product of a second run is of no interest: backward needs
 after the last product of most blocks nothing is saved (a residual is added, and that is all). `Recompute` learns in the
 first reverse which call of a linear layer that is, and from then on leaves that product out: a fifth of the work of the
 second run of a Llama block. It counts what is saved in every run; if something is saved after that call, the block is
-run once more with nothing left out.
+run once more with nothing left out. A layer of experts (experts.py) counts as one product: where it is the last, its
+experts need not come for the second run.
 Legend: M tokens, O outputs, I inputs.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -63,39 +64,51 @@ class _Call:
         return self.receiver(weight, dy_MO, x_MI, self.counts.uses[id(weight)] == 1)
 
 
+class Counted(Protocol):
+    """What runs layers of experts: where it counts its calls, and which of all calls is left out."""
+
+    counts: "Counts | None"
+    leave_out: int | None
+
+
 class Recompute:
     """Runs one block again, its linear layers offering their gradients."""
-
-    saved_per_call = 1  # tensors that a layer saves for backward
 
     def __init__(self, block: nn.Module) -> None:
         self.layers = [m for m in block.modules() if type(m) is nn.Linear]
         self.last_product: dict[bool, int | None] = {}  # the call that can be left out, by block.training
         self.block = block
 
-    def run(self, call: Callable[[], Any], receiver: Receiver) -> Any:
-        """call(), with every linear layer offering its gradient to the receiver."""
+    def run(self, call: Callable[[], Any], receiver: Receiver, experts: "Counted | None" = None) -> Any:
+        """call(), with every linear layer offering its gradient to the receiver. experts: what runs layers of experts,
+        if there are any."""
         mode = self.block.training
         leave_out, counts = self.last_product.get(mode), Counts()
         hooks = torch.autograd.graph.saved_tensors_hooks(counts.save, _same)
-        with self._offering(receiver, leave_out, counts), hooks:
+        with self._offering(receiver, leave_out, counts, experts), hooks:
             output = call()
-        nothing_saved_after = counts.calls and counts.saved == counts.saved_before_last + self.saved_per_call
+        nothing_saved_after = counts.calls and counts.saved == counts.saved_before_last + counts.saved_by_last
         last = counts.calls - 1 if nothing_saved_after else None
         self.last_product[mode] = last
         if leave_out is not None and leave_out != last:
-            with self._offering(receiver, None, Counts()):
+            with self._offering(receiver, None, Counts(), experts):
                 return call()
         return output
 
     @contextmanager
-    def _offering(self, receiver: Receiver, leave_out: int | None, counts: "Counts") -> Iterator[None]:
+    def _offering(
+        self, receiver: Receiver, leave_out: int | None, counts: "Counts", experts: "Counted | None"
+    ) -> Iterator[None]:
+        if experts is not None:
+            experts.counts, experts.leave_out = counts, leave_out
         before = [layer.__dict__.get("forward") for layer in self.layers]
         for layer in self.layers:
             layer.forward = self.wrapped(layer, receiver, leave_out, counts)
         try:
             yield
         finally:
+            if experts is not None:
+                experts.counts = experts.leave_out = None
             for layer, forward in zip(self.layers, before, strict=True):
                 if forward is None:
                     del layer.forward
@@ -108,11 +121,16 @@ class Recompute:
 
 
 class Counts:
-    """Calls of linear layers, and tensors saved for backward."""
+    """Calls of linear layers and layers of experts, and tensors saved for backward."""
 
     def __init__(self) -> None:
-        self.calls = self.saved = self.saved_before_last = 0
+        self.calls = self.saved = self.saved_before_last = self.saved_by_last = 0
         self.uses: Counter[int] = Counter()  # of a weight
+
+    def called(self, saves: int) -> int:
+        """Another product begins, which will save so many tensors; returns how many were before it."""
+        self.calls, self.saved_before_last, self.saved_by_last = self.calls + 1, self.saved, saves
+        return self.calls - 1
 
     def save(self, x: torch.Tensor) -> torch.Tensor:
         self.saved += 1
@@ -125,8 +143,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 def _forward(layer: nn.Linear, receiver: Receiver, leave_out: int | None, counts: Counts) -> Callable:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        index, counts.calls = counts.calls, counts.calls + 1
-        counts.saved_before_last = counts.saved
+        index = counts.called(saves=1)
         counts.uses[id(layer.weight)] += 1
         return _Linear.apply(x, layer.weight, layer.bias, _Call(receiver, index == leave_out, counts))
 

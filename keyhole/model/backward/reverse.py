@@ -11,7 +11,9 @@ So at any time the gradients of at most one block exist; with one micro-batch, a
 gradients (recompute.py), those of at most one matrix.
 
 Over the link per step: each block up twice, and down once if the sink changed it. Clipping by the exact global norm
-adds one more reverse, which changes nothing: up three times.
+adds one more reverse, which changes nothing: up three times. Experts that are units of their own come and go inside a
+block (experts.py): those that tokens met twice up, and once more per further reverse; in the first step, and where a
+block saves something behind its experts, once more per reverse.
 """
 
 import math
@@ -29,7 +31,9 @@ from keyhole.machine.settings import expandable_segments
 from keyhole.model.backward.activation_store import ActivationStore
 from keyhole.model.backward.compiled import Compiled
 from keyhole.model.backward.compiled_linear import offers_go_to
+from keyhole.model.backward.experts import ExpertGradients
 from keyhole.model.backward.kept_blocks import KeptBlocks
+from keyhole.model.backward.memory import HELD
 from keyhole.model.backward.recompute import Recompute
 from keyhole.model.backward.recorded import RecordedBlocks
 from keyhole.model.backward.recorded_visits import RecordedVisits
@@ -41,7 +45,7 @@ from keyhole.model.batch import DeviceBatch
 from keyhole.model.forward.binding import rows_view
 from keyhole.model.model import Model
 from keyhole.model.structure.find import find_blocks
-from keyhole.model.structure.layout import Unit
+from keyhole.model.structure.layout import FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 from keyhole.weak import weakly
@@ -67,7 +71,9 @@ class Reverse:
         second_run: Callable[[nn.Module], Recompute] = Recompute,
     ) -> None:
         self.blocks = find_blocks(model.module)
-        self.units_of = {i: [u for u in model.layout.of_kind("block") if u.block == i] for i in range(len(self.blocks))}
+        own = [u for u in model.layout.of_kind("block") if u.expert is None]
+        self.units_of = {i: [u for u in own if u.block == i] for i in range(len(self.blocks))}
+        self.most_units = max(map(len, self.units_of.values()), default=0)
         _check(model, activations, self.units_of)
         if model.device.type == "cuda":  # activations of many sizes come and go: pieces that fit nothing add up
             expandable_segments(model.changes)
@@ -81,7 +87,7 @@ class Reverse:
         self.store = ActivationStore(model.device, to_host=activations == "host")
         self.vocabulary = VocabularyGradients(model)
         records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
-        records = records and model.reverse_graphs and not model.sharded
+        records = records and model.reverse_graphs and not model.sharded and not model.layout.experts
         self.visits: RecordedVisits | None = None
         if records:
             recorded = RecordedBlocks(model.device, len(self.blocks))
@@ -96,6 +102,11 @@ class Reverse:
         ] = {}  # id(param) -> the units that hold its rows, while `walk` hands them over
         self._offered: set[int] = set()  # parameters of it whose gradient a compiled reverse has offered
         self._tensor = {id(t.param): t for t in self.layout.tensors}
+        self.experts = ExpertGradients(self) if self.layout.experts else None
+        self._stacks: dict[int | None, list[FlatTensor]] = {}  # of experts, by block
+        for tensor in self.layout.tensors:
+            if tensor.experts:
+                self._stacks.setdefault(tensor.block, []).append(tensor)
         for tensor in self.layout.tensors:
             if tensor.param.requires_grad:
                 tensor.param.register_post_accumulate_grad_hook(weakly(self._accumulated))
@@ -120,8 +131,10 @@ class Reverse:
         order = blocks + head + [page for one in rounds for page in one]
         with self.model.engine.sweep(f"train with {reverses}", order):
             try:
+                self.model.expert_gradients = self.experts
                 yield
             finally:
+                self.model.expert_gradients = None
                 self._forget()
                 self.model.binding.bind_homes()
 
@@ -253,7 +266,9 @@ class Reverse:
                 self._param_at[tensor.param.data_ptr()] = tensor.param
 
     def _run_again(self, block: int, call: Callable[[], Any]) -> Any:
-        return call() if self.recompute is None else self.recompute[block].run(call, self._offer)
+        if self.experts is not None:
+            self.experts.forget_calls(block)
+        return call() if self.recompute is None else self.recompute[block].run(call, self._offer, self.experts)
 
     @torch.no_grad()
     def _offer(self, weight: nn.Parameter, dy_MO: torch.Tensor, x_MI: torch.Tensor, used_once: bool) -> bool:
@@ -290,6 +305,8 @@ class Reverse:
 
     def _release_block(self, block: int, done: bool) -> None:
         """done: no gradient of the block is still to come."""
+        if done and self.experts is not None:
+            self.experts.finish_block(self._stacks.get(block, []))
         for unit in self.units_of[block]:
             if done:
                 for tensor in unit.tensors:
@@ -349,6 +366,8 @@ class Reverse:
         self._sink = None
         if self.visits is not None:
             self.visits.leave()
+        if self.experts is not None:
+            self.experts.drop()
         for tensor in self.layout.tensors:
             tensor.param.grad = None
 
@@ -362,6 +381,7 @@ def _check(model: Model, activations: str, units_of: dict[int, list[Unit]]) -> N
     if activations == "none" and engine.streamed:
         raise UserError("activations: none keeps graphs that need all weights on the device; use block or host")
     needed = max((sum(u.index in engine.streamed for u in units) for units in units_of.values()), default=0)
+    needed += HELD if any(u.expert is not None and u.index in engine.streamed for u in model.layout.units) else 0
     if engine.slot_count < needed:
         raise UserError(
             f"slot_count: {engine.slot_count} is too few: a block has {needed} streamed units, and a reverse needs all "

@@ -32,6 +32,10 @@ class Sink(Protocol):
     all that changes from step to step on the device; then they may be recorded (unit_gradients.py). None: they may
     not."""
 
+    by_expert: bool
+    """True: each matrix of a large stack of experts is handed over as a tensor of its own (experts.py); the sink is an
+    ExpertSink. False: a stack is one tensor."""
+
     def updated(self, tensors: list[FlatTensor]) -> None:
         """A recording has done what `gradient` does with these tensors on the device."""
 
@@ -48,10 +52,18 @@ class Sink(Protocol):
         """All gradients of the unit were handed over. True: its weights have changed, and must go home."""
 
 
+class ExpertSink(Sink, Protocol):
+    """A sink that takes experts one by one."""
+
+    def unmet(self, tensor: FlatTensor) -> bool:
+        """No token met this expert: its gradient is zero. True: then nothing is to be done; False: `gradient` is wanted
+        all the same."""
+
+
 class Nothing:
     """The sink of a model none of whose own weights is trained: there is nothing to receive, and nothing changes."""
 
-    accumulates, by_factors, surveys = False, False, 0
+    accumulates, by_factors, by_expert, surveys = False, False, False, 0
     update_key: Hashable | None = None
 
     def updated(self, tensors: list[FlatTensor]) -> None:

@@ -46,7 +46,7 @@ def has_room(model: Model) -> bool:
 class UnitGradients:
     """A sink in front of another one. The buffer holds one block: finish it before the next."""
 
-    accumulates = True
+    accumulates, by_expert = True, False
 
     def __init__(self, layout: Layout, dtype: torch.dtype, recorded: RecordedBlocks) -> None:
         self.recorded = recorded

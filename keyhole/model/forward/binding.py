@@ -6,6 +6,8 @@ weights, perturbed or in another slot. The spine's parameters are pointed with t
 pass is resumed, those inside a block when the pass enters that block.
 """
 
+import math
+
 import torch
 from torch import nn
 
@@ -15,10 +17,11 @@ from keyhole.model.weights.homes import Homes, view
 
 
 def rows_view(unit: Unit, flat: torch.Tensor) -> torch.Tensor:
-    """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory."""
+    """[R, H]: the rows of a matrix that a unit holds (a chunk of a table, a tile), from its flat memory. Of an expert:
+    a stack of one."""
     first, last = unit.rows
-    width = unit.tensors[0].shape[1]
-    return flat[: (last - first) * width].view(last - first, width)
+    shape = (last - first, *unit.tensors[0].shape[1:])
+    return flat[: math.prod(shape)].view(shape)
 
 
 class Binding:

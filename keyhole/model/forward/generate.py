@@ -49,6 +49,9 @@ class Generation:
         self.unit = unit  # only now: where that failed, nothing is held, and its error must be seen
         self.model.binding.bind(unit, weights, self.spine)
 
+    def will_meet(self, units: list[Unit]) -> None:
+        self.model.expect(units)
+
     def rows(self, index: int, ids_M: torch.Tensor) -> torch.Tensor:
         return self.model.table_rows(ids_M).to(self.model.dtype)
 

@@ -31,6 +31,9 @@ class RunningPass(Protocol):
     def meet(self, unit: Unit) -> None:
         """Returns when the unit is bound for this pass."""
 
+    def will_meet(self, units: list[Unit]) -> None:
+        """Announces the units of experts that the pass will meet next."""
+
 
 class Conductor(Protocol):
     """Decides what parameters point to while passes run: lockstep.py for several passes, generate.py for one."""

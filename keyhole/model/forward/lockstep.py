@@ -12,6 +12,9 @@ concurrency, and the order of the work is the same every time. Passing the turn 
     conductor:  serve(unit, resume)  ->  prepare weights, resume(pass) for each, ...
     pass i:                              ... runs through the unit, meets the next one, returns the turn
 
+Passes differ in the experts that they meet (forward/experts.py). Each meets its own in ascending order; the lowest that
+any pass waits for is served first, and other units only when no pass waits for an expert: so each is served once.
+
 PyTorch keeps the grad mode, the current stream and (2.13) the compiler's settings per thread, so each pass takes them
 from the conductor. CUDA libraries keep handles and compiled plans per thread too (cuDNN's attention plan takes 90 ms to
 build), so the threads stay from step to step. On a GPU all of them are pinned to one core while a run lasts: they do
@@ -87,6 +90,11 @@ def pin_again(*_: Any) -> None:
         os.sched_setaffinity(0, _cores.pinned)
 
 
+def _turn_of(unit: Any) -> tuple[int, int]:
+    """Experts ascending; of one, its upper matrix first."""
+    return unit.expert, unit.index
+
+
 class _Abandoned(BaseException):
     """Raised inside a pass that will not be resumed, so that it unwinds."""
 
@@ -106,6 +114,7 @@ class Pass:
         """Gives the thread something to run; it starts when it gets the turn."""
         self.run = run
         self.unit: Any = None  # that it holds or waits for; None: it has not entered any
+        self.ahead: list[Any] = []  # units of experts that it has announced
         self.result: Any = None
         self.error: BaseException | None = None
         self.done = run is None
@@ -138,6 +147,10 @@ class Pass:
         if self.conductor.abandoned:
             raise _Abandoned
 
+    def will_meet(self, units: list[Any]) -> None:
+        """Announces the units of experts that the pass is about to meet."""
+        self.ahead = units
+
 
 class Lockstep:
     """Runs passes in lockstep; `current` is the pass that has the turn. Threads are kept between runs."""
@@ -148,6 +161,7 @@ class Lockstep:
         self.passes: list[Pass] = []
         self.current: Pass | None = None
         self.abandoned = self.block_at_once = self.steady = False
+        self.expect: Callable[[list[Any]], None] = lambda units: None  # told the experts that passes will meet
 
     def thread_state(self) -> Any:
         """A context that gives the calling thread the conductor's core, grad mode and stream."""
@@ -192,11 +206,22 @@ class Lockstep:
         try:
             _pin(self.core, self.free)
             while waiting := [one for one in everyone if not one.done]:
-                self._serve(waiting[0].unit, waiting, serve)
+                self._serve(self._next(waiting), waiting, serve)
             return [one.result for one in everyone]
         finally:
             self._abandon(everyone)
             _unpin()
+
+    def _next(self, waiting: list[Pass]) -> Any:
+        """The unit to serve: the lowest expert that a pass waits for, or what the first pass waits for."""
+        inside = [one for one in waiting if getattr(one.unit, "expert", None) is not None]
+        if not inside:
+            return waiting[0].unit
+        if any(one.ahead for one in inside):
+            self.expect(sorted({unit.index: unit for one in inside for unit in one.ahead}.values(), key=_turn_of))
+            for one in inside:
+                one.ahead = []
+        return min((one.unit for one in inside), key=_turn_of)
 
     def _serve(self, unit: Any, waiting: list[Pass], serve: Callable[[Any, Callable[[int], None]], None]) -> None:
         here = {one.index: one for one in waiting if one.unit is unit}

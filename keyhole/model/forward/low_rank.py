@@ -19,6 +19,7 @@ another shape is one that such passes cannot run (`NotByRows`).
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -81,6 +82,9 @@ class Factors(Protocol):
 
     def as_saved(self, tensor: FlatTensor, home: torch.Tensor, merged: bool = True) -> torch.Tensor:
         """A parameter with all that was learned; merged=False: of matrices, what is at home."""
+
+    def write_files(self, path: Path) -> None:
+        """Adds files to a model directory, for what is not in its weights."""
 
     def sample(self, tensor: FlatTensor) -> torch.Tensor | None:
         """What is learned of a parameter beside its home; None: nothing is."""

@@ -69,10 +69,10 @@ def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: in
 
 
 def launched_as_graphs(layout: Layout, tokens: int) -> bool:
-    """Whether blocks are whole and small enough (model/forward/graphs.py)."""
+    """Whether blocks are whole and small enough (model/forward/graphs.py), with no router that the host reads."""
     blocks = layout.of_kind("block")
     small = 2 * max((u.numel for u in blocks), default=0) * tokens <= SMALL_FLOP
-    return small and len(blocks) == layout.block_count > 0
+    return small and len(blocks) == layout.block_count > 0 and not layout.experts
 
 
 def logits_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:

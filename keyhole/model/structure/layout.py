@@ -15,17 +15,19 @@ So the layout must not depend on the device, the budget or the placement, only o
 Blocks are found by their structure (find.py). A block may be cut further, into runs of consecutive leaf modules, when
 one block is too large a transfer for the budget; that changes where units begin and end, never an element's index. A
 very large matrix of a linear layer may be cut by rows (model/forward/row_tiles.py computes with it); such a layer's
-bias, which all of its rows need, belongs to the spine.
+bias, which all of its rows need, belongs to the spine. Large stacks of experts are cut into experts (experts.py), with
+their biases in the spine too: a pass holds the matrix of one expert at a time.
 
 Each tensor starts at a multiple of ALIGN elements, which costs at most ALIGN - 1 elements of padding per tensor.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from keyhole.model.structure.experts import Experts, expert_units, find_experts
 from keyhole.model.structure.find import Stack, find_blocks, leaves_of, relu_pair, row_tiles, stacks_outside
 
 ALIGN = 64
@@ -41,10 +43,22 @@ class FlatTensor:
     shape: torch.Size
     param: nn.Parameter = field(repr=False, compare=False)
     block: int | None = None  # the block it belongs to; None outside of the blocks
+    experts: int = 0  # how many matrices of experts a stack has that is computed one expert at a time; 0: it is none
 
     @property
     def stop(self) -> int:
         return self.start + self.shape.numel()
+
+    def expert(self, index: int) -> "FlatTensor":
+        """The matrix of one expert of a stack, as a tensor of its own."""
+        shape = self.shape[1:]
+        name, start = f"{self.name}[{index}]", self.start + index * shape.numel()
+        return replace(self, name=name, start=start, shape=shape, experts=0)
+
+    @property
+    def matrix(self) -> torch.Size:
+        """The shape that is computed and updated at a time: its own, or that of one expert."""
+        return self.shape[1:] if self.experts else self.shape
 
 
 @dataclass
@@ -58,8 +72,9 @@ class Unit:
     stop: int
     tensors: list[FlatTensor]
     modules: list[nn.Module] = field(default_factory=list, repr=False)  # entering one of these needs the unit
-    rows: tuple[int, int] | None = None  # row range, for chunks of a table and tiles of a matrix
+    rows: tuple[int, int] | None = None  # range of the first axis, for chunks of a table, tiles of a matrix, experts
     block: int | None = None
+    expert: int | None = None  # of a stack of experts: which one it is
 
     @property
     def numel(self) -> int:
@@ -84,6 +99,7 @@ class Layout:
     tiled_layers: int = 0  # linear layers that are computed in row tiles
     fused_relu: bool = False  # blocks take a ReLU within the product before it
     stacks_outside: list[Stack] = field(default_factory=list)  # lists of modules whose weights are in the spine
+    experts: list[Experts] = field(default_factory=list)  # modules that are computed one expert at a time
 
     def of_kind(self, kind: str) -> list[Unit]:
         return [unit for unit in self.units if unit.kind == kind]
@@ -107,6 +123,11 @@ class Layout:
         return len(self.of_kind("block")) > self.block_count
 
     @property
+    def has_expert_units(self) -> bool:
+        """Whether experts are units of their own."""
+        return any(unit.expert is not None for unit in self.units)
+
+    @property
     def largest_unit_numel(self) -> int:
         return max(unit.numel for unit in self.units[1:])
 
@@ -115,7 +136,7 @@ def _runs(leaves: list[nn.Module], owned: set[int], max_numel: int | None) -> li
     """Consecutive leaves gathered into runs of at most max_numel elements; one run when max_numel is None."""
     runs, size = [], 0
     for leaf in leaves:
-        numel = sum(p.numel() for p in leaf.parameters() if id(p) in owned)
+        numel = sum(_numel(p) for p in leaf.parameters() if id(p) in owned)
         if numel == 0:
             continue
         if not runs or (max_numel is not None and size + numel > max_numel):
@@ -138,9 +159,12 @@ def _block_of(blocks: list[nn.Module], in_blocks: set[int]) -> dict[int, int]:
     }
 
 
-def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True) -> Layout:
+def find_layout(
+    module: nn.Module, max_unit_numel: int | None = None, cut_rows: bool = True, cut_experts: bool = True
+) -> Layout:
     """The layout of an HF decoder, which may be on the meta device: no weights are needed. max_unit_numel: blocks are
-    cut into units of so many elements or one leaf (None: not cut). cut_rows: then large matrices are cut too."""
+    cut into units of so many elements or one leaf (None: not cut). cut_rows: then large matrices are cut too;
+    cut_experts: and stacks of experts that are larger than a unit."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tied parameter once, by its first name
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     table_p = embedding.weight if isinstance(embedding, nn.Embedding) else None
@@ -149,9 +173,14 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
     tables = {id(p) for p in (table_p, head_p)}
     uses = Counter(id(p) for block in blocks for leaf in leaves_of(block) for p in leaf.parameters())
     large = [leaf for block in blocks for leaf in leaves_of(block) if row_tiles(leaf)]
+    leaves = [leaf for block in blocks for leaf in leaves_of(block)] if expert_units(module) else []
+    experts = {id(leaf): found for leaf in leaves if (found := find_experts(leaf))}
     outside = tables | {id(leaf.bias) for leaf in large}
+    outside |= {id(bias) for found in experts.values() for bias in found.biases}
     in_blocks = {p for p, count in uses.items() if count == 1 and p not in outside}  # a shared one goes to the spine
-    builder = _Builder(names, _block_of(blocks, in_blocks))
+    experts = {key: one for key, one in experts.items() if all(id(stack) in in_blocks for stack in one.stacks)}
+    counts = {id(stack): one.count for one in experts.values() for stack in one.stacks}
+    builder = _Builder(names, _block_of(blocks, in_blocks), counts)
     spine = [p for p in module.parameters() if id(p) not in in_blocks and id(p) not in tables]
     builder.unit("spine", "spine", spine, [])
     if table_p is not None:
@@ -163,6 +192,9 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
             name = f"block {i}" if len(runs) == 1 else f"block {i}.{j}"
             if cut_rows and len(runs) > 1 and len(run) == 1 and (tiles := row_tiles(run[0])):
                 builder.rows("block", name, params[0], tiles)
+            elif cut_experts and len(runs) > 1 and id(run[0]) in experts and sum(map(_numel, params)) > max_unit_numel:
+                for stack in params:
+                    builder.experts(name, stack)
             else:
                 builder.unit("block", name, params, [block] if len(runs) == 1 else run)
     tied = head_p is table_p
@@ -171,20 +203,36 @@ def find_layout(module: nn.Module, max_unit_numel: int | None = None, cut_rows: 
     kind = type(blocks[0]).__name__ if blocks else "none"
     fused = any(relu_pair(block) for block in blocks)
     outside = stacks_outside(module, blocks)
-    return Layout(builder.tensors, builder.units, builder.end, len(blocks), kind, tied, len(large), fused, outside)
+    return Layout(
+        builder.tensors,
+        builder.units,
+        builder.end,
+        len(blocks),
+        kind,
+        tied,
+        len(large),
+        fused,
+        outside,
+        [*experts.values()],
+    )
+
+
+def _numel(param: nn.Parameter) -> int:
+    return param.numel()
 
 
 class _Builder:
     """Places tensors one after the other and closes units."""
 
-    def __init__(self, names: dict[int, str], block_of: dict[int, int]) -> None:
-        self.names, self.block_of = names, block_of
+    def __init__(self, names: dict[int, str], block_of: dict[int, int], experts: dict[int, int]) -> None:
+        self.names, self.block_of, self.expert_count = names, block_of, experts
         self.tensors: list[FlatTensor] = []
         self.units: list[Unit] = []
         self.end = 0
 
     def _place(self, param: nn.Parameter) -> FlatTensor:
-        tensor = FlatTensor(self.names[id(param)], self.end, param.shape, param, self.block_of.get(id(param)))
+        of_block, experts = self.block_of.get(id(param)), self.expert_count.get(id(param), 0)
+        tensor = FlatTensor(self.names[id(param)], self.end, param.shape, param, of_block, experts)
         self.tensors.append(tensor)
         self.end = -(-tensor.stop // ALIGN) * ALIGN
         return tensor
@@ -202,10 +250,17 @@ class _Builder:
     def rows(self, kind: str, name: str, param: nn.Parameter, ranges: list[tuple[int, int]]) -> None:
         """A matrix cut by rows, one unit per range; every unit but the last ends where the next begins."""
         tensor = self._place(param)
-        row_count, width = param.shape
+        row_count, width = param.shape[0], param.shape[1:].numel()
         for first, last in ranges:
             start = tensor.start + first * width
             stop = tensor.start + last * width if last < row_count else self.end
             unit = Unit(len(self.units), f"{name} rows {first}-{last}", kind, start, stop, [tensor])
             unit.rows, unit.block = (first, last), tensor.block
             self.units.append(unit)
+
+    def experts(self, name: str, stack: nn.Parameter) -> None:
+        """A stack cut into experts."""
+        first, kind = len(self.units), self.names[id(stack)].rpartition(".")[2]
+        self.rows("block", f"{name} {kind}", stack, [(e, e + 1) for e in range(stack.shape[0])])
+        for expert, unit in enumerate(self.units[first:]):
+            unit.expert = expert

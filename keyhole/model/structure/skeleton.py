@@ -149,9 +149,10 @@ def auto_class(config: Any) -> Any:
     return AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
 
 
-def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False, *, expert_units: bool = True) -> nn.Module:
     """The module for a config, in evaluation mode (no dropout), its matrices not yet in memory. What a forward on
-    tokens does not reach is frozen (reach.py); keyhole_untried says why that could not be found out, if so."""
+    tokens does not reach is frozen (reach.py); keyhole_untried says why that could not be found out, if so.
+    expert_units: large stacks of experts are computed and moved one expert at a time (experts.py)."""
     check_model(config)
     if getattr(config, "quantization_config", None):
         raise UserError("model: config.json has a quantization_config; keyhole trains plain weights: dequantize first")
@@ -174,6 +175,7 @@ def build(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> n
             buffer.data = buffer.data.float()
     module.eval()
     module.keyhole_untried = mark_use(module)
+    module.keyhole_expert_units = expert_units
     return module
 
 

@@ -7,6 +7,7 @@ the device that computes: a CPU packs only 0.2 G elements per second. A frozen u
 tensor, a large one in pieces of PIECE elements, so that no more than a piece is ever there unpacked.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
 import torch
@@ -45,11 +46,15 @@ class Homes:
         """parts: of sharded pages, this rank's part, and at which element of the unit it begins."""
         self.foreign, self.parts = foreign, parts or {}
         self.layout, self.flats, self.formats, self.device = layout, flats, formats, device
+        self._starts = [unit.start for unit in layout.units]
         self._gathered: dict[int, tuple[torch.Tensor, set[str]]] = {}  # packed units that are being filled
 
     def unit_of(self, tensor: FlatTensor) -> Unit:
         """The unit in which the tensor starts (a table continues into the next ones)."""
-        return next(u for u in self.layout.units if u.start <= tensor.start < u.stop)
+        found = bisect_right(self._starts, tensor.start) - 1
+        while self.layout.units[found].numel == 0:  # a spine may hold no tensor
+            found -= 1
+        return self.layout.units[found]
 
     def is_packed(self, tensor: FlatTensor) -> bool:
         return self.flats[self.unit_of(tensor).index].dtype == PACKED

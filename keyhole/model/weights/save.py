@@ -77,8 +77,9 @@ def write_files(model: Any, path: Path, merged: bool = True) -> None:
                 file.seek(place.offset)
                 for piece in pieces(tensor.detach()):
                     file.write(piece)
-    if model.addon is not None:
-        model.addon.write_files(path)
+    for beside in (model.addon, model.factors):
+        if beside is not None:
+            beside.write_files(path)
 
 
 @contextmanager
@@ -102,8 +103,9 @@ def _write_by_transformers(model: Any, path: Path, merged: bool = True) -> None:
         model.module.save_pretrained(path, state_dict=tensors, max_shard_size=SHARD_BYTES)
     if model.tokenizer is not None:
         model.tokenizer.save_pretrained(path)
-    if model.addon is not None:
-        model.addon.write_files(path)
+    for beside in (model.addon, model.factors):
+        if beside is not None:
+            beside.write_files(path)
 
 
 def names_on_disk(model: Any) -> dict[str, str] | None:

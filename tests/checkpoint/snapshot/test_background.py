@@ -22,6 +22,9 @@ from keyhole.checkpoint.snapshot.source import READY, WAITING, Segment, Source
 from keyhole.checkpoint.state import verify
 from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
+from keyhole.model.structure import experts
+from keyhole.plan import placement as placement_of
+from tests.model.decoders import config
 
 ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
 STREAMING = {"zo", "lomo", "adalomo"}
@@ -36,10 +39,13 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+rows = batch
+
+
 def make(tiny_model: Path, method: str, placement: str, dtype: str, device: str = "cpu") -> tuple[keyhole.Model, Any]:
     how = {"dtype": "bfloat16", "wire": "fp8"} if dtype == "fp8" else {"dtype": dtype}
     how |= {"chaos": random.Random(7)} if placement == "stream" else {}
-    model = keyhole.load(tiny_model, device=device, placement=placement, **how)
+    model = keyhole.load(tiny_model, device=device, placement=placement, workload=keyhole.Workload(method), **how)
     return model, METHODS[method].load()(model, 1e-3)
 
 
@@ -79,6 +85,19 @@ def test_a_snapshot_is_the_save_bit_for_bit(
 ) -> None:
     """Two steps, a snapshot, two more steps meanwhile: the files of a run that stopped and saved after two."""
     compare(tiny_model, tmp_path, (method, placement, dtype, "cpu"), None if pool == "half" else 0)
+
+
+@pytest.mark.parametrize("method", ["zo", "lomo"])
+def test_a_snapshot_of_experts_that_nobody_met(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts as units, of which two tokens meet a few: those that are owed updates come home for the snapshot."""
+    monkeypatch.setattr(experts, "STACK_NUMEL", 0)
+    monkeypatch.setattr(placement_of, "UNIT_BYTES", 4)
+    keyhole.load(config("gpt_oss", num_local_experts=8), init="random", device="cpu").save_pretrained(
+        tmp_path / "model"
+    )
+    assert make(tmp_path / "model", method, "stream", "float32")[0].layout.has_expert_units
+    monkeypatch.setattr(f"{__name__}.batch", lambda step: {k: v[:1, :2] % 90 for k, v in rows(step).items()})
+    compare(tmp_path / "model", tmp_path, (method, "stream", "float32", "cpu"), None)
 
 
 @pytest.mark.gpu

@@ -94,3 +94,23 @@ def test_a_light_checkpoint_is_a_model_over_the_base_it_was_trained_on(
     assert light.formats.name == "int4" and merged.formats.name is None
     one = batch()
     torch.testing.assert_close(light.nll(one)[0], merged.nll(one)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_factors_are_an_adapter_beside_the_base(name: str, tmp_path: Path) -> None:
+    """merge=False: the rank is that of all periods; peft and keyhole.load compute what we evaluate."""
+    peft = pytest.importorskip("peft")
+    model = load(name=name, wire="int4")
+    _, method = steps(model, merge=False)
+    method.flush()
+    model.save_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    both = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    assert both.peft_config["default"].r == 3 * HOW["rank"]  # two periods of two steps, and one step
+    nll_B, count_B = model.nll(batch(seed=9))
+    expected = both(**batch(seed=9)).loss * count_B.sum()
+    torch.testing.assert_close(nll_B.sum(), expected, rtol=1e-5, atol=1e-4)
+    again = keyhole.load(tmp_path / "out", device="cpu")
+    torch.testing.assert_close(again.nll(batch(seed=9))[0], nll_B, rtol=1e-5, atol=1e-4)
+    with pytest.raises(UserError, match="merge=False"):
+        keyhole.ZO(load(), merge=False)

@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ import torch
 from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts, Vector, find_parts, vector_at
+from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.update import Pending
 from keyhole.model.forward.low_rank import Added, Share, install, install_by_look
 from keyhole.model.model import Model
-from keyhole.model.structure.layout import FlatTensor, Unit
+from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 from keyhole.model.weights.format import PACKED
 from keyhole.model.weights.homes import view
 
@@ -58,17 +60,27 @@ class Factors:
     """Of one model. noise: seed, distribution. The model holds it, and adds to its linear layers what it says."""
 
     def __init__(
-        self, model: Model, noise: dict[str, Any], *, rank: int, refresh: int, fold: bool, rounding: str, pairs: int
+        self,
+        model: Model,
+        noise: dict[str, Any],
+        *,
+        rank: int,
+        refresh: int,
+        fold: bool,
+        rounding: str,
+        pairs: int,
+        merge: bool = True,
     ) -> None:
         self.model, self.noise, self.rounding = weakref.proxy(model), noise, rounding
-        self.rank, self.refresh, self.folds = rank, refresh, fold
+        self.rank, self.refresh, self.folds, self.merges = rank, refresh, fold, merge
         self.parts: Parts = find_parts(model, rank)
         self.units = {unit.index for unit in model.layout.of_kind("block")}
         if fold and any(model.engine.homes[i].dtype == PACKED for i in self.units):
             raise UserError("wire: weights that are packed are not rounded anew by zo.rank; set zo.fold=false")
         device = model.device
         self.now = torch.zeros(self.parts.numel, device=device)
-        self.looks = torch.empty(2 * pairs, self.parts.numel, device=device)
+        wide = -(-self.parts.numel // ALIGN) * ALIGN  # so that every look begins where memory moves in wide pieces
+        self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
         self.kept: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # by matrix: v [k r, I] and a [k r, O] of earlier periods
@@ -189,14 +201,19 @@ class Factors:
             if vector.tensor is tensor:
                 return vector_at(self.now, vector).to(home)
         index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
-        if index is None or not merged or not self._learned(index):
+        if index is None or not merged or not self.merges or not self.learned(index):
             return home
-        a, v = (torch.cat(rows) for rows in zip(*self._learned(index), strict=True))
+        a, v = (torch.cat(rows) for rows in zip(*self.learned(index), strict=True))
         whole = home.to(self.now.device, copy=True)  # a CPU would take minutes for a large model
         self._add(self.parts.matrices[index], whole, a, v, self.steps)
         return whole.to(home.device)
 
-    def _learned(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def write_files(self, path: Path) -> None:
+        """Adds the factors to a model directory, where they are not in its weights."""
+        if not self.merges:
+            write_factors(self, path)
+
+    def learned(self, index: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(a, v) of a matrix that its home lacks, oldest first, when no fold is left to be done."""
         matrix, learned = self.parts.matrices[index], []
         if self.kept:
@@ -240,7 +257,7 @@ class Factors:
                     raise UserError("zo.fold=false: weights that are packed are frozen; save the model and load that")
                 self.arrive(unit, w, awaited=True)
                 for matrix in self.parts.matrices_of(unit):
-                    if learned := self._learned(self.by_layer[id(matrix.layer)]):
+                    if learned := self.learned(self.by_layer[id(matrix.layer)]):
                         a, v = (torch.cat(rows) for rows in zip(*learned, strict=True))
                         first = 0 if unit.rows is None else unit.rows[0]
                         self._add(matrix, _inside(unit, w, matrix), a, v, self.steps, first)

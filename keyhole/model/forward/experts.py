@@ -1,0 +1,120 @@
+"""Mixtures of experts, computed one expert at a time: only that expert's matrices need be on the device.
+
+For hidden states x_TH, the router's choice of k experts per token and their weights r_Tk (structure/experts.py says
+which modules these are):
+
+    y_TH = sum over chosen experts e, in ascending order, of    r[t, e] down_e(act(up_e(x[t])))    for its tokens t
+
+which is what Transformers computes, within rounding: it has all experts in one product of groups, where we go through
+the experts that some token of the pass has met. Sums are in float32. An expert that nobody met is not touched.
+
+Where the stacks are cut into units (plan/placement.py), a pass meets the upper matrix of an expert, then the lower one,
+then those of the next expert. Passes in lockstep meet different experts; all wait for the router's last word, and then
+experts come in ascending order, each once, for the passes that have met it (lockstep.py). From that moment on the order
+is known, and uploads follow it (Engine.expect): what no pass has met does not cross the link.
+
+A product of some tokens is not always the same to the bit as a product of all groups. So that streamed and resident
+stay equal to the bit, a module that is computed in this way always is, wherever its weights live. The router's choice
+is read by the host once per layer and pass. With gradients: model/backward/experts.py.
+Legend: T tokens, H width, k experts per token, M tokens of one expert.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from keyhole.model.structure.experts import Experts
+from keyhole.model.structure.layout import Unit
+
+Routed = tuple[int, torch.Tensor, torch.Tensor]
+"""(expert, its tokens, which of a token's k choices it is)."""
+Weigh = Callable[[int, int], torch.Tensor]
+"""(0: up, 1: down; expert) -> its matrix, which is good until the next one is asked for."""
+
+
+def compute_by_expert(model: Any) -> None:
+    """Gives every module of experts that the layout names a forward that goes expert by expert."""
+    units: dict[int, list[Unit]] = {}
+    for unit in model.layout.units:
+        if unit.expert is not None:
+            units.setdefault(id(unit.tensors[0].param), []).append(unit)
+    for experts in model.layout.experts:
+        of_stacks = [units.get(id(stack)) for stack in experts.stacks]
+        cut = None if None in of_stacks else of_stacks
+        model.patches.forward(experts.module, _forward(weakref.ref(model), experts, cut))
+
+
+def _forward(model: Callable[[], Any], experts: Experts, units: list[list[Unit]] | None) -> Callable:
+    """units: of both stacks, one per expert, where they are cut; None where all of them is bound."""
+    ordinary = experts.module.forward
+
+    def forward(x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        owner = model()
+        with_gradients = torch.is_grad_enabled() and owner.expert_gradients is None
+        if torch.compiler.is_compiling() or with_gradients:  # compiled code has no loop, autograd wants whole stacks
+            return ordinary(x_TH, top_k_index, top_k_weights)
+        routed = route(top_k_index, experts.count)
+        if torch.is_grad_enabled():
+            return owner.expert_gradients.run(experts, units, routed, x_TH, top_k_weights)
+        current = None if units is None or owner.conductor is None else owner.conductor.current
+        if current is not None:
+            current.will_meet([units[side][e] for e, _, _ in routed for side in (0, 1)])
+
+        def weigh(side: int, expert: int) -> torch.Tensor:
+            stack = experts.stacks[side]
+            if current is None:
+                return stack[expert]
+            if current.unit is not units[side][expert]:
+                current.meet(units[side][expert])
+            return stack[0]  # bound to this expert now
+
+        return add_up(experts, routed, weigh, x_TH, top_k_weights)
+
+    return forward
+
+
+def route(top_k_index: torch.Tensor, count: int) -> list[Routed]:
+    """The experts that were met, ascending, each with its tokens; the host waits for the router."""
+    chosen = top_k_index.t().flatten()  # first choices first, then tokens in order
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=count).tolist()
+    tokens = top_k_index.shape[0]
+    parts = order.split(counts)
+    return [(e, parts[e] % tokens, parts[e] // tokens) for e in range(count) if counts[e]]
+
+
+def add_up(
+    experts: Experts, routed: list[Routed], weigh: Weigh, x_TH: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """y_TH."""
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.promote_types(x_TH.dtype, torch.float32), device=x_TH.device)
+    for expert, token_M, choice_M in routed:
+        hidden = activated(experts, upper(experts, expert, x_TH[token_M], weigh(0, expert)))
+        y_MH = lower(experts, expert, hidden, weigh(1, expert)) * top_k_weights[token_M, choice_M, None]
+        y_TH.index_add_(0, token_M, y_MH.to(y_TH.dtype))  # a token meets an expert once: no two rows are the same
+    return y_TH.to(x_TH.dtype)
+
+
+def upper(experts: Experts, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The first product of an expert, with its bias."""
+    return _product(experts, 0, expert, x, weight)
+
+
+def activated(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """What lies between the products of an expert."""
+    module = experts.module
+    y: torch.Tensor = module._apply_gate(x) if module.has_gate else module.act_fn(x)
+    return y
+
+
+def lower(experts: Experts, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The second product of an expert, with its bias."""
+    return _product(experts, 1, expert, x, weight)
+
+
+def _product(experts: Experts, side: int, expert: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    y = x @ weight if experts.module.is_transposed else F.linear(x, weight)
+    return y + experts.biases[side][expert] if experts.biases else y

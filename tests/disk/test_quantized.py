@@ -1,0 +1,74 @@
+"""Quantised weights in safetensors that are damaged or made up: refused with a reason, whatever they hold."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from keyhole.disk.weight_files import stored_tensors
+from keyhole.errors import UserError
+from tests.disk.published import write_bnb, write_ints
+
+Q = "model.layers.0.self_attn.q_proj"
+STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+Tensors = dict[str, torch.Tensor]
+
+
+def said(tensors: Tensors, **changes: Any) -> torch.Tensor:
+    """The description of a weight with other values; None leaves one out."""
+    about = json.loads(bytes(tensors[STATE].tolist())) | changes
+    text = json.dumps({key: value for key, value in about.items() if value is not None})
+    return torch.tensor(list(text.encode()), dtype=torch.uint8)
+
+
+BNB: dict[str, Callable[[Tensors], object]] = {
+    "no description": lambda t: t.update({STATE: torch.zeros(2**14, dtype=torch.uint8)}),
+    "no JSON": lambda t: t.update({STATE: torch.full((40,), 200, dtype=torch.uint8)}),
+    "numbers": lambda t: t.update({STATE: torch.rand(9)}),
+    "deep": lambda t: t.update({STATE: torch.tensor(list(b"[" * 4000), dtype=torch.uint8)}),
+    "huge shape": lambda t: t.update({STATE: said(t, shape=[2**40, 2**40])}),
+    "negative": lambda t: t.update({STATE: said(t, shape=[-32, -32])}),
+    "no shape": lambda t: t.update({STATE: said(t, shape=None)}),
+    "blocks of 0": lambda t: t.update({STATE: said(t, blocksize=0)}),
+    "no offset": lambda t: t.update({STATE: said(t, nested_offset=None)}),
+    "no scales": lambda t: t.pop(f"{Q}.weight.absmax"),
+    "short table": lambda t: t.update({f"{Q}.weight.quant_map": torch.zeros(2)}),
+    "short scales": lambda t: t.update({f"{Q}.weight.absmax": torch.zeros(3, dtype=torch.uint8)}),
+    "no weight": lambda t: t.pop(f"{Q}.weight"),
+}
+GPTQ: dict[str, Callable[[Tensors], object]] = {
+    "no scales": lambda t: t.pop(f"{Q}.scales"),
+    "a vector": lambda t: t.update({f"{Q}.qweight": torch.zeros(7, dtype=torch.int32)}),
+    "other zeros": lambda t: t.update({f"{Q}.qzeros": torch.zeros(9, 9, dtype=torch.int32)}),
+    "groups that are not there": lambda t: t.update({f"{Q}.g_idx": torch.full((32,), 2**30, dtype=torch.int32)}),
+    "no integers": lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].float()}),
+}
+
+
+@pytest.mark.parametrize("kind, harm", [*(("bnb", h) for h in BNB), *(("gptq", h) for h in GPTQ)])
+def test_damage_is_refused(kind: str, harm: str, tiny_model: Path, tmp_path: Path) -> None:
+    """When the tensors are listed, or when they are read; the message says where."""
+    if kind == "bnb":
+        write_bnb(tiny_model, tmp_path / "in")
+    else:
+        write_ints(tiny_model, tmp_path / "in", "gptq", sym=True)
+    tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "in" / "model.safetensors").items()}
+    (BNB if kind == "bnb" else GPTQ)[harm](tensors)
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="model: .*in.*quantised weights cannot be read"):
+        name = f"{Q}.weight"
+        stored_tensors(tmp_path / "in")[name].read(tmp_path / "in", name)
+
+
+@pytest.mark.parametrize("changes", [{"quant_method": "exl2"}, {"bits": 3}, {"group_size": "x"}, {"bits": [4]}])
+def test_what_is_not_read_is_said(changes: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
+    write_ints(tiny_model, tmp_path / "in", "gptq", sym=True)
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="are read"):
+        stored_tensors(tmp_path / "in")
