@@ -44,10 +44,11 @@ class Record:
     number: int  # counted from 1
     row: dict[str, Any]
     source: int = 0  # which of the sources it came from
+    part: int = 0  # which of the rows that it was opened into, counted from 1; 0: it is one row
 
     @property
     def where(self) -> str:
-        return f"{self.file}, {self.unit} {self.number}"
+        return f"{self.file}, {self.unit} {self.number}" + (f", row {self.part} of it" if self.part else "")
 
 
 def kind_of(path: Path) -> str:

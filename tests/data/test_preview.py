@@ -5,6 +5,9 @@ from pathlib import Path
 
 from keyhole.data.prepare import prepare
 from keyhole.data.preview import preview
+from keyhole.data.tasks.draw import Numbers, load_task
+from keyhole.data.tasks.encode import Encoder
+from keyhole.data.tasks.preview import preview_task
 from tests.data import chats
 from tests.data.chats import chat, tokenizer
 
@@ -66,3 +69,18 @@ def test_packed_rows_show_their_samples(tmp_path: Path) -> None:
     text = preview(dataset, tok)
     assert text.startswith("row 1 of 1: 11 tokens in 2 samples\nsample 2 of 2")
     assert text.count("TRAINED") == 2
+
+
+def test_questions_out_of_one_item_have_places_of_their_own(tmp_path: Path) -> None:
+    """SQuAD's original file is one item; a question with one answer has no candidates to count."""
+    asked = [{"question": q, "answers": [{"text": "May", "answer_start": 12}]} for q in ("When?", "In which month?")]
+    paragraphs = [{"context": "It rains in May.", "qas": asked}]
+    (tmp_path / "squad").mkdir()
+    (tmp_path / "squad" / "dev-v1.1.json").write_text(
+        json.dumps({"data": [{"title": "Rain", "paragraphs": paragraphs}]})
+    )
+    task = load_task("squad", str(tmp_path), Numbers(), training=False)["test"]
+    assert [q.where.rpartition("json")[2] for q in task.questions] == [", item 1, row 1 of it", ", item 1, row 2 of it"]
+    tok = tokenizer()
+    text = preview_task(task, tok, Encoder(tok, 400), 1, color=False, end=None)
+    assert "item 1, row 1 of it): " in text and text.splitlines()[0].endswith("an answer in free text")

@@ -125,7 +125,9 @@ def write_results(directory: Path, size: int, device: str = "cpu") -> int:
                 found[name] = results(case, ranks, device)
                 found[name]["same"] = not case.again or same_bits(found[name], results(case, ranks, device))
         if device == "cpu":
-            found |= {f"memory of {method.name}": memory(method, ranks) for method in (LOMO, OFFLOAD)}
+            for method in (LOMO, OFFLOAD):  # the smaller of two peaks: on a busy machine gloo holds longer what it sent
+                twice = [memory(method, ranks) for _ in range(2)]
+                found[f"memory of {method.name}"] = min(twice, key=lambda one: one["device_bytes"])
         torch.save(found, directory / f"{size} {ranks.rank}.pt")
     return 0
 
@@ -135,7 +137,6 @@ def memory(method: type, ranks: Ranks) -> dict[str, int]:
     CPU, which is the device here, by its own count, the lowest of a few steps (gloo lets go of what was sent when its
     threads get to it); bytes that were mapped for host memory; and bytes of what ranks share out."""
     gc.collect()
-    gc.disable()  # what waits for the collector then waits on any number of ranks
     real, mapped = arena.host_memory, []
     arena.host_memory = lambda size_bytes: mapped.append(size_bytes) or real(size_bytes)
     try:
@@ -149,7 +150,6 @@ def memory(method: type, ranks: Ranks) -> dict[str, int]:
                     made_of_it.step([batch() for _ in range(ranks.size)])
                 ranks.barrier()
     finally:
-        gc.enable()
         arena.host_memory = real
     roots = sorted(profiler.profiler.kineto_results.experimental_event_tree(), key=lambda root: root.start_time_ns)
     first = min(next(counts for root in roots if (counts := _counts([root]))))

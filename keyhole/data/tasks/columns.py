@@ -26,8 +26,9 @@ def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) 
     """Rows with the task's columns, and nothing else. left_out: counts those without a label."""
     column = spec.value or "label"
     for record in records:
-        for row in _opened([record.row], spec.rows):
-            picked = _pick(replace(record, row=row), spec)
+        opened = _opened([record.row], spec.rows)
+        for part, row in enumerate(opened, 1):
+            picked = _pick(replace(record, row=row, part=part if len(opened) > 1 else 0), spec)
             if column in spec.columns and spelled(picked.row[column]) in NO_LABEL and column not in spec.optional:
                 left_out["without a label"] += 1
             else:

@@ -47,7 +47,8 @@ def _question(task: Task, index: int, encoded: list, tokenizer: Any, color: bool
         yield f"{place}: longer than max_length, so it is dropped"
         return
     begin = next(t for t, label in enumerate(encoded[0].labels) if label != IGNORED)
-    yield f"{place}: {begin} tokens of prompt, {len(encoded)} candidates"
+    told = f"{len(encoded)} candidates" if len(encoded) > 1 else "an answer in free text"
+    yield f"{place}: {begin} tokens of prompt, {told}"
     yield from run_lines(tokenizer, encoded[0].input_ids[:begin], 0, "read", show_ids=True)
     rights = (question.answer, *question.also)
     for i in sorted(range(len(encoded)), key=lambda i: i not in rights):
