@@ -16,6 +16,7 @@ that keyhole holds the weights in is given back first (take_weights), or the bas
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,7 +84,7 @@ class _OwnMemory:
         self.layout, self.dtype, self.device = model.layout, model.dtype, model.device
         self.homes = self
 
-    def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None]) -> None:
+    def fill(self, tensor: FlatTensor, write: Callable[[torch.Tensor], None], write_piece: Any = None) -> None:
         if len(tensor.shape) > 1:
             tensor.param.data = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
             write(tensor.param.data)

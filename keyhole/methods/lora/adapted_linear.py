@@ -17,6 +17,7 @@ left out: a quarter of the second run of a Llama block is its last matrix.
 Legend: M tokens, I inputs, O outputs, r rank.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -91,12 +92,14 @@ def _add(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sca
 
 
 def use_products(layer: Any) -> None:
-    """Has a layer of peft's compute as above, unless somebody merges or switches off its adapter."""
-    theirs = layer.forward
+    """Has a layer of peft's compute as above, unless somebody merges or switches off its adapter. The layer holds its
+    forward, which therefore holds the layer weakly: it would keep the weights otherwise."""
+    theirs, owner = type(layer).forward, weakref.ref(layer)
 
     def forward(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        layer = owner()
         if layer.disable_adapters or layer.merged or args or options:
-            return theirs(x, *args, **options)
+            return theirs(layer, x, *args, **options)
         return adapted_forward(layer, x)
 
     layer.forward = forward
