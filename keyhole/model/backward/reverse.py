@@ -88,7 +88,6 @@ class Reverse:
         self.vocabulary = VocabularyGradients(model)
         records = runs_again and activations in ("block", "auto") and model.graphs is not None and has_room(model)
         records = records and model.reverse_graphs and not model.sharded and not model.layout.experts
-        records = records and self.trains  # adapters alone: see LOG.md, "Seen on a GPU"
         self.visits: RecordedVisits | None = None
         if records:
             recorded = RecordedBlocks(model.device, len(self.blocks))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import nn
 
 STACK_NUMEL = 64 * 2**20
-MARKS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "num_experts")
+MARKS = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "num_experts")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Experts:
 
 def find_experts(module: nn.Module) -> Experts | None:
     """The stacks of a module that is computed one expert at a time; None: it is not."""
-    if not is_marked(module) or module.has_post_expert_norm:
+    if not is_marked(module) or getattr(module, "has_post_expert_norm", False):  # newer than 5.17
         return None
     found = Experts(module, "gate_up_proj" if module.has_gate else "up_proj")
     own = module._parameters
