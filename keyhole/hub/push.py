@@ -10,7 +10,8 @@ keyhole_state.json nor optimizer.safetensors, which only a run can use, and noth
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +107,14 @@ def _check_token() -> None:
         raise UserError("push: no token for the hub; hf auth login, or HF_TOKEN=..., with the right to write")
 
 
-class _asking:
+@contextmanager
+def _asking(name: str) -> Iterator[None]:
     """A context in which what the hub refuses becomes a message for the user."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or not isinstance(error, Exception) or isinstance(error, UserError):
-            return
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
         said = " ".join(str(error).split())
         if status == 401:
@@ -126,4 +123,4 @@ class _asking:
             why = "your token may not write there: choose a name of your own (you/model), or a token with that right"
         else:
             why = f"{said} ({type(error).__name__}); try again: what has arrived is not sent twice"
-        raise UserError(f"push: {self.name}: the hub refuses: {why}") from error
+        raise UserError(f"push: {name}: the hub refuses: {why}") from error

@@ -18,7 +18,8 @@ import torch
 import torch.utils.checkpoint
 
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, State
+from keyhole.methods.base import State
+from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.shards import total_loss
 from keyhole.methods.weight_decay import parameter_groups, weight_decay_of
@@ -28,8 +29,8 @@ from keyhole.model.objective import loss_sum
 from keyhole.model.structure.find import find_blocks
 
 
-class TorchMethod(Method):
-    """What the baselines share, here and in galore.py and lora.py: the step, clipping, state by parameter name."""
+class TorchMethod(ByTorch):
+    """What the baselines share, here and in galore.py: the step, clipping, state by parameter name."""
 
     name: str
 
@@ -49,8 +50,6 @@ class TorchMethod(Method):
         if not self.params:
             raise UserError("every parameter is frozen: there is nothing to train")
         self.model_dropout = dropout or ModelDropout(model, 0, wanted=False)
-        self.optimizer: torch.optim.Optimizer
-        self._grad_norm: torch.Tensor | None = None
 
     def call_before_update(self, callback: Callable[[], None]) -> None:
         self.optimizer.register_step_pre_hook(lambda *_: callback())
@@ -65,15 +64,6 @@ class TorchMethod(Method):
     def _groups(self, weight_decay: float, on: str) -> list[dict]:
         """The parameters in groups of equal weight decay."""
         return parameter_groups(list(self.params.values()), weight_decay_of(self.model.module, weight_decay, on))
-
-    @property
-    def lr(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update from one batch or the micro-batches of one step. Returns the loss, unread."""
@@ -90,10 +80,7 @@ class TorchMethod(Method):
         if ranks.several:
             total = total_loss(self.model, total)
             self._add_up_gradients()
-        limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-        self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
-        if torch.isfinite(self._grad_norm):
-            self.optimizer.step()
+        self._update()
         self.optimizer.zero_grad(set_to_none=True)
         return total
 

@@ -30,7 +30,8 @@ from torch import nn
 
 from keyhole.disk.tensors import tensors_hash
 from keyhole.errors import UserError
-from keyhole.methods.base import Method, State, checked_rate
+from keyhole.methods.base import State, checked_rate
+from keyhole.methods.by_torch import ByTorch
 from keyhole.methods.dropout import KEY, ModelDropout
 from keyhole.methods.lora.adapted_linear import AdapterRecompute
 from keyhole.methods.lora.peft_layers import Adapters, find_targets, inject, peft_config
@@ -42,7 +43,7 @@ from keyhole.model.batch import Batch
 from keyhole.model.model import Model
 
 
-class LoRA(Method):
+class LoRA(ByTorch):
     """Adapters beside a frozen model. `params`: the adapters, by name."""
 
     name = "lora"
@@ -81,16 +82,6 @@ class LoRA(Method):
         self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)
         self.optimizer = torch.optim.AdamW(parameter_groups(list(self.params.values()), decay), lr=checked_rate(lr))
-        self._grad_norm: torch.Tensor | None = None
-
-    @property
-    def lr(self) -> float:
-        return self.optimizer.param_groups[0]["lr"]
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = value
 
     def step(self, batch: Batch | list[Batch]) -> torch.Tensor:
         """One update of the adapters from one batch or the micro-batches of one step. Returns the loss, unread."""
@@ -107,10 +98,7 @@ class LoRA(Method):
             if several:
                 loss = total_loss(self.model, loss)
                 self._add_up_gradients()
-            limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-            self._grad_norm = torch.nn.utils.clip_grad_norm_(self.params.values(), limit)
-            if torch.isfinite(self._grad_norm):
-                self.optimizer.step()
+            self._update()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return loss
