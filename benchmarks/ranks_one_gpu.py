@@ -13,8 +13,8 @@ OPT shapes with random weights, streamed. Every run is a process of its own, or 
     memory    zo on the large shape in bf16, alone and on two ranks: host memory by the kernel's proportional set size,
               in which pages that several processes map count once; and of that what holds streamed weights
 
-Rows are printed as they come, with a verdict where there is a target: bits equal, 1e-4, host memory of two ranks at most
-1.05 of one, one rank under torchrun at most 1 % slower than none.
+Rows are printed as they come, with a verdict where there is a target: bits equal, 1e-4, host memory of two ranks at
+most 1.05 of one, one rank under torchrun at most 1 % slower than none.
 """
 
 import argparse
