@@ -126,14 +126,17 @@ def load(
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)
         sharded = _sharded(layout, placed, workload, ranks)
+        gathers = _gathers(gather, placed, shared, workload, ranks)
         homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
         _move_buffers(module, device)
         engine_options.setdefault("slot_count", placed.slot_count or (backward.slot_count(layout) if sharded else 0))
         if sharded:
             numels = {page: layout.units[page].numel for page in sharded}
             engine = ShardedEngine(homes, numels, placed.streamed, device, ranks, **engine_options)
-        elif _gathers(gather, layout, placed, shared, workload, ranks):
-            engine = GatheringEngine(homes, placed.streamed, device, ranks, shared=shared, **engine_options)
+        elif gathers:
+            chosen = frozenset(unit.index for unit in layout.units if unit.expert is not None)
+            how = engine_options | {"shared": shared, "chosen": chosen}
+            engine = GatheringEngine(homes, placed.streamed, device, ranks, **how)
         else:
             engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
         source = None if directory is None else str(model)
@@ -243,6 +246,12 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     if ranks.local_size == 1 or row is None or row.ranks != "replicas":
         return frozenset()
     found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
+    for machine, rank, its in ranks.objects((ranks.machine, ranks.rank, found)):
+        if machine == ranks.machine and its != found:
+            raise UserError(
+                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
+                "since other memory is free on their GPUs; set gpu_memory to what all of them have"
+            )
     if found:
         placed.reasons.append(
             f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
@@ -260,29 +269,22 @@ def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) ->
     return found
 
 
-def _gathers(way: str, layout: Layout, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
+def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
     """Whether ranks may upload a part of a unit each. UserError where they are told to and cannot."""
     row = METHODS.get(work.method)
-    if way == "never":
-        return False
     if ranks.local_size == 1:
         why = "this process is the only one on its machine"
-    elif row is None or row.ranks != "replicas" or row.sweep != "forward":
-        whose = (
-            "which shares out its units and gathers them already" if row and row.ranks == "shards" else "which cannot"
-        )
-        why = f"the method is {work.method}, {whose}"
-    elif not placed.streamed:
-        why = "nothing is streamed"
-    elif layout.experts:
-        why = "experts are units of their own, and each rank's tokens meet others"
+    elif row is not None and row.ranks == "shards":
+        why = f"{work.method} shares out its units and gathers them already"
+    elif row is None or row.ranks is None or row.sweep != "forward":
+        why = f"{work.method} has no sweep that is the same on all ranks"
     else:
-        return bool(shared)
-    if way == "always":
-        raise UserError(f"offload.gather: always needs several ranks of a machine that stream: {why}; set it to auto")
-    if shared:
-        placed.reasons.append(f"uploads: each of {ranks.local_size} ranks takes all of a unit over its link: {why}")
-    return False
+        why = "" if shared else "nothing is streamed"
+    if why and way == "always":
+        raise UserError(
+            f"offload.gather: always needs ranks of one machine that stream the same units: {why}; use auto"
+        )
+    return not why and way != "never"
 
 
 def _reserve(

@@ -241,12 +241,12 @@ class Model:
             self.binding.bind_homes()
 
     @contextmanager
-    def sweep(self, name: str, learn: bool = True, alike: bool = False) -> Iterator[None]:
-        """A context for one visit of every unit, in the order of the model. alike: every rank makes it, and visits the
-        same units."""
+    def sweep(self, name: str, learn: bool = True, of_all: bool = False) -> Iterator[None]:
+        """A context for one visit of every unit, in the order of the model. of_all: every rank makes it, and asks
+        nothing else of the others meanwhile."""
         head = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block")]
-        with self.engine.sweep(name, blocks + head, learn, alike):
+        with self.engine.sweep(name, blocks + head, learn, of_all):
             try:
                 yield
             finally:

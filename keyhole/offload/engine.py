@@ -82,19 +82,21 @@ class Engine:
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+            self.ends_on = self.up  # where the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
 
     @contextmanager
-    def sweep(self, name: str, guess: list[int], learn: bool = True, alike: bool = False) -> Iterator[None]:
+    def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
         """One pass over pages. `guess` is the order that is expected when no sweep of this name was seen before;
-        learn=False: this sweep says nothing about the order of the next one. alike: every process that shares homes
-        makes this sweep too, over the same pages in the same order (gather.py)."""
+        learn=False: this sweep says nothing about the order of the next one. of_all: every process that shares homes
+        makes this sweep, and asks nothing else of the others meanwhile (gather.py)."""
         self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
         self.cursor, self.visited = 0, []
         self.stalls.begin(name)
         if self.cuda:
             self.compute = torch.cuda.current_stream(self.device)  # once per sweep: asking takes longer than a wait
-        self._line_up()
+        if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
+            self._drop_ahead()
         self._prefetch()
         try:
             yield
@@ -106,11 +108,6 @@ class Engine:
             self._left()
         if self.visited and learn:
             self.orders[name] = self.visited
-
-    def _line_up(self) -> None:
-        """A sweep begins: what is ahead stays, if the sweep begins with it."""
-        if [slot.page for slot in self.ahead] != self.order[: len(self.ahead)]:
-            self._drop_ahead()
 
     def expect(self, among: set[int], pages: list[int]) -> None:
         """Of the pages `among`, those that come next in this sweep are just these, in this order."""
@@ -282,7 +279,7 @@ class Engine:
                 slot.buffer.fill_(POISON)
             with self.timeline.span("upload", f"page {page}"):
                 self._copy_up(page, slot)
-            slot.ready.record(self._last_stream(page))
+            slot.ready.record(self.ends_on)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
@@ -305,10 +302,6 @@ class Engine:
     def _may_reuse(self, page: int) -> bool:
         """Whether a slot that still holds the page will do."""
         return self.gate is None and self.reuse_slots
-
-    def _last_stream(self, page: int) -> "torch.cuda.Stream":
-        """Where an upload ends."""
-        return self.up
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)

@@ -10,8 +10,7 @@
     gather_on_machine   the parts of the ranks of one machine, in place
     barrier()           returns when every rank is here
 
-Every call but `share` and `all_have_some` must be made by all ranks in the same order. This class is one process by
-itself.
+Every call but `share` must be made by all ranks in the same order. This class is one process by itself.
 """
 
 from __future__ import annotations
@@ -45,13 +44,6 @@ class Ranks:
         """This rank's consecutive part of the items; empty where there are fewer items than ranks."""
         begin, end = (r * len(items) // self.size for r in (self.rank, self.rank + 1))
         return list(items[begin:end])
-
-    def all_have_some(self, counts: Sequence[int]) -> bool:
-        """Whether every rank has an item of one of several lists that are shared, of these lengths."""
-        return all(
-            any((rank + 1) * count // self.size > rank * count // self.size for count in counts)
-            for rank in range(self.size)
-        )
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[N, *shape of x], on the device of x."""

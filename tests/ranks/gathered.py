@@ -10,6 +10,8 @@ import torch
 
 import keyhole
 from keyhole.methods.zo import update
+from keyhole.model.structure import experts
+from keyhole.model.structure.experts import STACK_NUMEL
 from keyhole.offload import arena
 from keyhole.offload.gather import GatheringEngine
 from keyhole.ranks import Ranks
@@ -18,18 +20,18 @@ from tests.model.decoders import batch, config
 from tests.ranks.launch import train
 from tests.ranks.workers import micro_batches
 
-CASES: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}}
+CASES: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}, "experts": {}}
 
 
-def gathered_results(directory: Path, machines: int = 1, device: str = "cpu") -> int:
-    """Of this rank, in a file: every case whole and by parts, and the engine by itself. machines: ranks are as if they
-    were on so many."""
+def gathered_results(directory: Path, cases: list[str], machines: int = 1, device: str = "cpu") -> int:
+    """Of this rank, in a file: cases by parts, the first one whole too, and the engine by itself. machines: ranks are
+    as if they were on so many."""
     torch.set_num_threads(1)
     rank, local = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // machines
     os.environ |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local)}
     with joined() as ranks:
         received = random_sweeps(ranks, device)
-        found: dict[str, Any] = {f"{name}, always": run(ranks, name, "always", device) for name in CASES}
+        found: dict[str, Any] = {f"{name}, always": run(ranks, name, "always", device) for name in cases}
         found |= {f"dense, {way}": run(ranks, "dense", way, device) for way in ("never", "auto")}
         torch.save(found | {"received": received}, directory / f"{ranks.size} {ranks.rank}.pt")
     return 0
@@ -42,7 +44,9 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     how |= {"workload": keyhole.Workload("zo", tokens=64), "wire": "fp8" if case == "packed" else None}
     if ranks.several:
         how |= {"gather": gather, "chaos": random.Random(ranks.rank), "ranks": ranks}
-    model = keyhole.load(config("llama", intermediate_size=200), **how)
+    experts.STACK_NUMEL = 0 if case == "experts" else STACK_NUMEL
+    shape = config("mixtral", num_local_experts=8) if case == "experts" else config("llama", intermediate_size=200)
+    model = keyhole.load(shape, **how)
     method = keyhole.ZO(model, 1e-2, distribution="rademacher", **CASES[case])
     update.SHARED_EVERY, losses, scores, before = 3, [], [], 0
     for step in range(7):
@@ -63,15 +67,15 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
 
 
 def random_sweeps(ranks: Ranks, device: str) -> int:
-    """Pages of odd sizes, in sweeps that ranks make alike, sweeps of each by itself, and rewrites by one writer: what
-    arrives is what is at home. Returns the bytes that were gathered."""
+    """Pages of odd sizes, in sweeps of all ranks (in which some stray from the order, or visit nothing), sweeps of each
+    by itself, and rewrites by one writer: what arrives is what is at home. Returns the bytes that were gathered."""
     alike, own = random.Random(7), random.Random(100 + ranks.rank)
     numels = [alike.randrange(1, 4000) for _ in range(9)]
     flat = arena.shared_memory(4 * sum(numels[:8]), ranks).view(torch.float32)
     homes = [*arena.split(flat, numels[:8]), torch.full((numels[8],), float(ranks.rank))]
     if ranks.local_rank == 0:
         flat.copy_(torch.arange(flat.numel()))
-    options = {"slot_count": 3, "chaos": own, "shared": frozenset(range(8))}
+    options = {"slot_count": alike.randint(1, 4), "chaos": own, "shared": frozenset(range(8))}
     engine = GatheringEngine(homes, set(range(9)), torch.device(device), ranks, **options)
     assert "offload.gather=always" in engine.decide("always")
 
@@ -83,10 +87,11 @@ def random_sweeps(ranks: Ranks, device: str) -> int:
         engine.release(page)
 
     for _ in range(25):
-        with engine.sweep("train", list(range(9)), alike=True):
-            for page in [*range(9), alike.randrange(9)]:
-                if alike.random() < 0.9:
-                    visit(page, alike.random() < 0.5)
+        strays = own.choice([0.0, 0.0, 0.3, 1.0])
+        with engine.sweep("train", list(range(9)), of_all=True):
+            for page in [*range(9), own.randrange(9)]:
+                if own.random() >= strays:
+                    visit(page, own.random() < 0.5)
         for _ in range(own.randrange(3)):
             with engine.sweep(own.choice(["train", "evaluate"]), list(range(9))):
                 for page in own.sample(range(9), own.randrange(10)):

@@ -10,7 +10,6 @@ import torch
 import keyhole
 from keyhole.config.schema import OffloadConfig
 from keyhole.errors import UserError
-from keyhole.offload.gather import GatheringEngine
 from keyhole.ranks import Ranks
 from tests.model.decoders import config
 from tests.ranks.gathered import CASES, dying_train, gathered_results, run
@@ -42,12 +41,15 @@ def assert_gathered(ours: list[dict[str, Any]], alone: dict[str, dict[str, Any]]
         assert 0 < shared == sum(up["always"]) - sum(whole - shared for whole in up["never"])
 
 
-@pytest.mark.parametrize(("size", "machines"), [(3, 1), (4, 2)])
-def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path, size: int, machines: int) -> None:
-    """Three ranks, whose parts no unit divides into; and two on each of two machines: dense, of low rank, packed."""
-    launch = Launch(size, gathered_results, tmp_path, machines)
+@pytest.mark.parametrize(("size", "machines", "cases"), [(3, 1, list(CASES)), (4, 2, ["dense"])])
+def test_gathered_uploads_have_the_bits_of_whole_ones(
+    tmp_path: Path, size: int, machines: int, cases: list[str]
+) -> None:
+    """Three ranks, into whose parts no unit divides: dense, of low rank, packed, experts of which each rank meets
+    others; and two ranks on each of two machines."""
+    launch = Launch(size, gathered_results, tmp_path, cases, machines)
     torch.set_num_threads(1)
-    alone = {name: run(Ranks(), name, "auto") for name in CASES}
+    alone = {name: run(Ranks(), name, "auto") for name in cases}
     assert launch.end() == [0] * size, launch.printed
     assert_gathered([torch.load(tmp_path / f"{size} {rank}.pt") for rank in range(size)], alone, size // machines)
 
@@ -72,26 +74,24 @@ class Two(Ranks):
     ("ranks", "method", "placement", "why"),
     [
         (Ranks(), "zo", "stream", "the only one on its machine"),
-        (Two(), "lomo", "stream", "lomo, which shares out its units and gathers them already"),
-        (Two(), "lora", "stream", "lora, which cannot"),
+        (Two(), "lomo", "stream", "lomo shares out its units and gathers them already"),
+        (Two(), "lora", "stream", "lora has no sweep that is the same on all ranks"),
         (Two(), "zo", "resident", "nothing is streamed"),
     ],
 )
 def test_what_cannot_gather_says_why(ranks: Ranks, method: str, placement: str, why: str) -> None:
     """offload.gather=always is refused where there is nothing to gather, and names the reason."""
     how = {"init": "random", "device": "cpu", "placement": placement, "workload": keyhole.Workload(method, tokens=8)}
-    with pytest.raises(UserError, match=f"offload.gather: always .*{why}; set it to auto"):
+    with pytest.raises(UserError, match=f"offload.gather: always .*{why}; use auto"):
         keyhole.load(config("llama"), gather="always", ranks=ranks, **how)
 
 
-def test_ranks_that_plan_differently_upload_whole_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives would not match: auto goes on without, always is refused."""
-    monkeypatch.setattr(Two, "objects", lambda self, x: [x, ([], [], 1)])
-    homes = [torch.zeros(8), torch.zeros(8)]
-    engine = GatheringEngine(homes, {0, 1}, torch.device("cpu"), Two(), shared=frozenset({0, 1}))
-    assert "do not stream the same units" in engine.decide("auto") and not engine.gathers
-    with pytest.raises(UserError, match="offload.gather: always needs ranks that stream the same units"):
-        engine.decide("always")
+def test_ranks_that_would_stream_different_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one copy of them."""
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, (self.machine, 1, frozenset())])
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
+    with pytest.raises(UserError, match="gpu_memory: ranks 0 and 1 would stream different units"):
+        keyhole.load(config("llama"), ranks=Two(), **how)
 
 
 def test_gather_is_one_of_three_words() -> None:

@@ -28,7 +28,6 @@ class Looks:
     batches: list[list[DeviceBatch]]  # by look, those of this rank
     loss_count: int  # what the loss of the step is a mean of
     counts: list[int]  # how many batches each look has, on all ranks
-    everywhere: bool  # every rank has a pass, so that all visit the same units
 
     @property
     def first(self) -> int:
@@ -60,7 +59,7 @@ def look_at_all(model: Model, pairs: list[Pair], batches: list[Batch], ranks: Ra
     sent = model.send(ranks.share(batches))
     count = ranks.total(sum(batch.loss_count for batch in sent))
     looks = sum(pair.looks for pair in pairs)
-    return Looks(pairs, [sent] * looks, count, [len(batches)] * looks, ranks.all_have_some([len(batches)]))
+    return Looks(pairs, [sent] * looks, count, [len(batches)] * looks)
 
 
 def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], ranks: Ranks) -> Looks:
@@ -69,5 +68,4 @@ def look_at_parts(model: Model, estimator: Estimator, batches: list[Batch], rank
     sent = [model.send(ranks.share(part)) for part in parts]
     count = ranks.total(sum(batch.loss_count for part in sent for batch in part))
     counts = [len(part) for part in parts for _ in range(2)]
-    everywhere = ranks.all_have_some(counts)
-    return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts, everywhere)
+    return Looks(estimator.pairs, [part for part in sent for _ in range(2)], count, counts)
