@@ -86,6 +86,12 @@ def measured(
     return found | {"gpu": device_memory(device)["reserved_bytes"], "host": host_memory()}
 
 
+def say(row: dict[str, Any]) -> None:
+    """At once: the table comes last, and a run may be cut."""
+    memory = f"GPU {row['gpu'] / GIB:.2f} GiB, host {row['host'] / GIB:.1f} GiB, {row['bytes_up'] / 1e9:.2f} GB up"
+    print(f"{row['case']}, {row['name']}: {row['step_s']:.4f} s per step, {memory}, {row['losses'][:3]}", flush=True)
+
+
 def case_lora(args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """Rows of the table of adapters."""
     tokens = (2, 32) if args.quick else (4, 1024)
@@ -109,6 +115,7 @@ def case_lora(args: argparse.Namespace, device: torch.device) -> list[dict[str, 
         found = measured(model, lambda method=method, batch=batch: method.step(batch), device, args.steps)
         planned = 0 if model.placed is None else model.placed.device_bytes.total
         rows.append({"case": "lora", "name": name, "tokens": tokens, "planned": planned, **found})
+        say(rows[-1])
         model.close()
         del model, method
         clear_device(device)
@@ -167,6 +174,7 @@ def case_whole(name: str, args: argparse.Namespace, device: torch.device) -> lis
         weights = sum(model.formats.home_bytes(unit) for unit in model.layout.units)
         about = {"weights": weights, "host_loading": loaded, "blocks": model.layout.block_count, "tokens": (1, length)}
         rows.append({"case": name, "name": f"int4, rank 2, {budget}", **about, **found})
+        say(rows[-1])
         model.close()
         del model, method
         clear_device(device)
