@@ -28,7 +28,8 @@ the visits. They follow a list that was agreed on, the *lap*, in every sweep tha
 
 A rank whose visits follow the lap gathers every page once, and that is all; one that strays has correct pages, more
 slowly. No page of the lap is taken from a free slot that happens to hold it (slots.py): that differs between ranks.
-Within a sweep of all, ranks ask nothing else of each other: nobody can wait for one who waits for him.
+Within a sweep of all, ranks ask nothing else of each other: nobody can wait for one who waits for him. On one machine
+gathers and exchanged losses share a NCCL communicator, which runs them as the hosts issue them: in one order.
 
 **One writer.** A shared home changes in a flush that all ranks make together (methods/zo/write_back.py), between two
 barriers: before the first, every rank has waited for its GPU, so all gathers of the old bytes are over; after the
@@ -40,7 +41,7 @@ Tested with gloo: processes on a CPU, two on one GPU. NCCL between several GPUs 
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -220,7 +221,10 @@ class GatheringEngine(Engine):
     def _gather(self, page: int, slot: Slot) -> None:
         own = self._own(page)
         slot.buffer[own].copy_(self.homes[page].view(torch.uint8)[own], non_blocking=True)
-        if self.cuda:
-            self.between.wait_stream(self.up)
-        with torch.cuda.stream(self.between) if self.cuda else nullcontext():
-            self.ranks.gather_on_machine(slot.buffer[: self._room(page)])
+        whole = slot.buffer[: self._room(page)]
+        if not self.cuda:
+            self.ranks.gather_on_machine(whole)
+            return
+        self.between.wait_stream(self.up)
+        with torch.cuda.stream(self.between), self.timeline.span("upload", f"page {page}, gathered"):
+            self.ranks.gather_on_machine(whole)

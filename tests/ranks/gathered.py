@@ -20,19 +20,19 @@ from tests.model.decoders import batch, config
 from tests.ranks.launch import train
 from tests.ranks.workers import micro_batches
 
-CASES: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}, "experts": {}}
+SETTINGS: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "refresh": 2}, "packed": {}, "experts": {}}
+CASES = ["dense, auto", *(f"{name}, always" for name in SETTINGS)]
 
 
 def gathered_results(directory: Path, cases: list[str], machines: int = 1, device: str = "cpu") -> int:
-    """Of this rank, in a file: cases by parts, the first one whole too, and the engine by itself. machines: ranks are
-    as if they were on so many."""
+    """Of this rank, in a file: cases, each as one line `name, way`, and the engine by itself. machines: ranks are as if
+    they were on so many."""
     torch.set_num_threads(1)
     rank, local = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // machines
     os.environ |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local)}
     with joined() as ranks:
         received = random_sweeps(ranks, device)
-        found: dict[str, Any] = {f"{name}, always": run(ranks, name, "always", device) for name in cases}
-        found |= {f"dense, {way}": run(ranks, "dense", way, device) for way in ("never", "auto")}
+        found: dict[str, Any] = {case: run(ranks, *case.split(", "), device) for case in cases}
         torch.save(found | {"received": received}, directory / f"{ranks.size} {ranks.rank}.pt")
     return 0
 
@@ -47,7 +47,7 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     experts.STACK_NUMEL = 0 if case == "experts" else STACK_NUMEL
     shape = config("mixtral", num_local_experts=8) if case == "experts" else config("llama", intermediate_size=200)
     model = keyhole.load(shape, **how)
-    method = keyhole.ZO(model, 1e-2, distribution="rademacher", **CASES[case])
+    method = keyhole.ZO(model, 1e-2, distribution="rademacher", **SETTINGS[case])
     update.SHARED_EVERY, losses, scores, before = 3, [], [], 0
     for step in range(7):
         before = model.engine.bytes_up
@@ -59,11 +59,12 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu()}
     bits |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     shared = sum(model.engine.homes[page].nbytes for page in model.engine.shared)
+    own = sum(model.engine.homes[page].nbytes for page in model.engine.streamed - model.engine.shared)
     gathers = getattr(model.engine, "gathers", False)
     said = [line for line in model.describe() if line.startswith("uploads")]
     ranks.barrier()
     model.close()
-    return {"bits": bits, "up": up, "shared_bytes": shared, "gathers": gathers, "said": said}
+    return {"bits": bits, "up": up, "shared": shared, "own": own, "gathers": gathers, "said": said}
 
 
 def random_sweeps(ranks: Ranks, device: str) -> int:
