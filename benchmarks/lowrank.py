@@ -4,6 +4,7 @@
     python benchmarks/lowrank.py --batch 1 --length 2048 --int4 8GiB        over a frozen base in 4 bits too, in that
                                                                           budget and streamed entirely
     python benchmarks/lowrank.py --parts          what one block's layers add to their products, kernel by kernel
+    python benchmarks/lowrank.py --profile        which kernels a resident step of low rank spends its time in
     python benchmarks/lowrank.py --quick          a tiny model on the CPU: that everything runs
 
 One process, one copy of the weights (random, bf16), one system after the other; the textbook loop comes last, since it
@@ -81,6 +82,20 @@ def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype
         )
 
 
+def show_kernels(step: Any, what: str, steps: int = 3) -> None:
+    """Milliseconds per step of the kernels that take longest, and of all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    print(f"{what}: {total / steps / 1e3:.2f} ms of kernels per step")
+    for row in rows[:24]:
+        ms, each = row.self_device_time_total / steps / 1e3, row.self_device_time_total / max(1, row.count)
+        print(f"{ms:9.3f} ms {row.count // steps:6} x {each:8.1f} us  {row.key[:90]}")
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ask.add_argument("--model", default="13B", choices=SHAPES)
@@ -95,6 +110,7 @@ def main() -> None:
     ask.add_argument("--int4", metavar="BUDGET", help="low rank over a frozen base, in a budget and streamed entirely")
     ask.add_argument("--no-textbook", action="store_true")
     ask.add_argument("--parts", action="store_true")
+    ask.add_argument("--profile", action="store_true")
     ask.add_argument("--quick", action="store_true")
     ask.add_argument("--out", type=Path, help="a JSON file for the numbers")
     args = ask.parse_args()
@@ -133,6 +149,8 @@ def main() -> None:
             method = keyhole.ZO(model, LR, eps=EPS, **how)
             measure.clean_up(device)
             times = measure.time_steps(lambda m=method: m.step(batch), model.engine, args.warm_up, args.steps)
+            if args.profile:
+                show_kernels(lambda m=method: m.step(batch), f"{where}, {system}")
             found[f"{where}, {system}"] = times | {"device": measure.device_memory(device)}
             _say(f"{where}, {system}", times, found, floor, device)
             method.flush()
