@@ -147,9 +147,10 @@ class GatheringEngine(Engine):
             self.gathering = False
 
     def _find_lap(self) -> None:
-        """From the first sweep of all; empty, and found by a later one, if the first rank visited nothing."""
+        """After the first sweep of all; after a later one, if the machine's first rank visited nothing in it."""
         visits = list(dict.fromkeys(self.visited))
-        lap = [page for page in visits if page in self.shared - self.chosen]
+        common = self.shared - self.chosen
+        lap = [page for page in visits if page in common]
         own = lap, len(set(lap) & set(visits[: self.slot_count]))
         said = self.ranks.objects((self.ranks.machine, self.ranks.local_rank, own))
         self._agree(*next(its for machine, rank, its in said if machine == self.ranks.machine and rank == 0))
@@ -158,21 +159,21 @@ class GatheringEngine(Engine):
         """The number of the page's gather, if it is still to come."""
         if not self.gathering or page not in self.places:
             return None
-        numel, place = len(self.lap), self.places[page]
-        if self.made < numel:
+        length, place = len(self.lap), self.places[page]
+        if self.made < length:
             return place if place >= self.made else None
-        return numel + place if self.made <= numel + place < numel + self.beyond else None
+        return length + place if self.made <= length + place < length + self.beyond else None
 
     def _end_lap(self) -> None:
         """Makes the gathers that are left; those of the next lap stay ahead."""
-        numel = len(self.lap)
-        if self.made < numel + self.beyond:
+        length = len(self.lap)
+        if self.made < length + self.beyond:
             self._drop_ahead()
-        while self.made < numel + self.beyond:
+        while self.made < length + self.beyond:
             if not self.free:
                 self._drop_ahead()
-            self._upload(self.lap[self.made % numel])
-            if self.made <= numel:
+            self._upload(self.lap[self.made % length])
+            if self.made <= length:
                 self._drop_ahead()
         self.made = self.beyond
 
