@@ -67,10 +67,10 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
     return {"bits": bits, "up": up, "shared": shared, "own": own, "gathers": gathers, "said": said}
 
 
-def random_sweeps(ranks: Ranks, device: str) -> int:
+def random_sweeps(ranks: Ranks, device: str, seed: int = 7) -> int:
     """Pages of odd sizes, in sweeps of all ranks (in which some stray from the order, or visit nothing), sweeps of each
     by itself, and rewrites by one writer: what arrives is what is at home. Returns the bytes that were gathered."""
-    alike, own = random.Random(7), random.Random(100 + ranks.rank)
+    alike, own = random.Random(seed), random.Random(100 * seed + ranks.rank)
     numels = [alike.randrange(1, 4000) for _ in range(9)]
     flat = arena.shared_memory(4 * sum(numels[:8]), ranks).view(torch.float32)
     homes = [*arena.split(flat, numels[:8]), torch.full((numels[8],), float(ranks.rank))]
