@@ -76,6 +76,7 @@ def random_sweeps(ranks: Ranks, device: str, seed: int = 7) -> int:
     homes = [*arena.split(flat, numels[:8]), torch.full((numels[8],), float(ranks.rank))]
     if ranks.local_rank == 0:
         flat.copy_(torch.arange(flat.numel()))
+    ranks.barrier()
     options = {"slot_count": alike.randint(1, 4), "chaos": own, "shared": frozenset(range(8))}
     engine = GatheringEngine(homes, set(range(9)), torch.device(device), ranks, **options)
     assert "offload.gather=always" in engine.decide("always")
