@@ -29,6 +29,7 @@ from keyhole.data.tasks.names import check_names, divided
 from keyhole.data.tasks.question import Task
 from keyhole.data.tasks.run import warning_lines
 from keyhole.data.tasks.spec import LOWER_IS_BETTER, is_task_name, nearest_task, own_name, task_names, unknown_task
+from keyhole.disk.result_file import check_result_file, write_result
 from keyhole.errors import UserError
 from keyhole.eval.classes import ClassScore
 from keyhole.eval.rows import BATCH_TOKENS, PASSES, score_rows
@@ -67,6 +68,8 @@ def evaluate(
     names = [_called(name) for word in tasks for name in divided(word)]
     if not names:
         raise UserError("--tasks: name at least one task or data file, or demo")
+    if json_path is not None:
+        check_result_file("--json", Path(json_path))
     for name in names:
         _check_word(name, task_data is not None)
     if task_data is not None and not any(map(is_library_task, names)):
@@ -103,9 +106,10 @@ def evaluate(
         else:
             how = {"columns": columns, "prompt": prompt, "completion": completion}
             scores.append(score_data(model, source, limit, how, **options))
+    shown = table(scores)
     if json_path is not None:
-        _write_json(Path(json_path), directory, model, scores)
-    return table(scores)
+        _write_json(Path(json_path), directory, model, scores, shown)
+    return shown
 
 
 def is_library_task(name: str) -> bool:
@@ -193,14 +197,11 @@ def _cells(found: Score) -> list[str]:
     return [found.name, f"{found.questions:,}", result, *shares, f"{found.margin:+.3f}", f"{found.loss:.4f}", "-"]
 
 
-def _write_json(path: Path, directory: str, model: Model, scores: Sequence[Score]) -> None:
-    from keyhole.disk.files import write_text
-
-    if not path.parent.is_dir():
-        raise UserError(f"--json: {path.parent} is not a directory")
+def _write_json(path: Path, directory: str, model: Model, scores: Sequence[Score], shown: str) -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     about = {"model": directory, "dtype": dtype, "device": str(model.device)}
-    write_text(path, json.dumps(about | {"results": [asdict(each) for each in scores]}, indent=1) + "\n")
+    kept = json.dumps(about | {"results": [asdict(each) for each in scores]}, indent=1)
+    write_result("--json", path, kept + "\n", shown)
 
 
 def _progress(groups: list) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from keyhole.disk.files import write_text
+from keyhole.disk.result_file import check_result_file, write_result
 from keyhole.errors import UserError
 from keyhole.harness import require
 
@@ -33,8 +33,8 @@ def run_harness(
     """The harness's table of results; json_path gets all of them. settings: of the model (placement, gpu_memory, dtype,
     device, max_length)."""
     require()
-    if json_path is not None and not Path(json_path).parent.is_dir():
-        raise UserError(f"--json: {Path(json_path).parent} is not a directory")
+    if json_path is not None:
+        check_result_file("--json", Path(json_path))
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on seeds and contexts; warnings of ours remain
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -58,11 +58,13 @@ def run_harness(
         apply_chat_template=apply_chat_template,
         log_samples=json_path is not None,
     )
+    table = make_table(results)
+    shown = "\n".join([table, make_table(results, "groups")] if results.get("groups") else [table])
     if json_path is not None:
         kept = {**results, "config": {**results.get("config", {}), "model": "keyhole", "model_source": directory}}
-        write_text(Path(json_path), json.dumps(kept, indent=1, default=handle_non_serializable) + "\n")
-    table = make_table(results)
-    return "\n".join([table, make_table(results, "groups")] if results.get("groups") else [table])
+        text = json.dumps(kept, indent=1, default=handle_non_serializable)
+        write_result("--json", Path(json_path), text + "\n", shown)
+    return shown
 
 
 def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from keyhole import assets
 from keyhole.config import TrainConfig
 from keyhole.config.loader import load_config, parse_config
 from keyhole.config.recipes import find_config, recipes
+from keyhole.disk.result_file import check_result_file
 from keyhole.errors import UserError
 from keyhole.machine.rates import Rates
 from keyhole.machine.sizes import Bytes
@@ -74,7 +75,7 @@ def check_plan(asked: Asked) -> PlanRequest:
     if asked.tokens is not None:
         _tokens(asked.tokens)
     if asked.page is not None:
-        _check_page(Path(asked.page))
+        check_result_file("--page", Path(asked.page))
     config, is_config = _config(asked)
     if gpu_bytes is None and config.gpu_memory is not None:
         gpu_bytes = int(config.gpu_memory)
@@ -120,10 +121,3 @@ def _rate(text: str) -> float:
     if not rate:
         raise UserError(f"--link: {text!r} is no rate, such as 25GB/s")
     return rate
-
-
-def _check_page(path: Path) -> None:
-    if path.is_dir():
-        raise UserError(f"--page: {path} is a directory; name a file, such as plan.html")
-    if not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        raise UserError(f"--page: {path} cannot be written: {path.absolute().parent} is not there, or not writable")

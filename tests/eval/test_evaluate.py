@@ -111,10 +111,10 @@ def test_a_directory_without_a_tokenizer(tiny_model: Path, tiny_data: Path, task
             evaluate(str(tmp_path), [source], device="cpu", say=str)
 
 
-def test_json_goes_nowhere_else(tiny_model: Path, task: str, tmp_path: Path) -> None:
-    """A path in a directory that does not exist is refused, not created."""
-    with pytest.raises(UserError, match="not a directory"):
-        evaluate(str(tiny_model), [task], device="cpu", json_path=tmp_path / "no" / "o.json", say=str)
+def test_json_goes_nowhere_else(task: str, tmp_path: Path) -> None:
+    """A path in a directory that does not exist is refused, not created, before the model is read."""
+    with pytest.raises(UserError, match=r"--json: .*o\.json cannot be written"):
+        evaluate(str(tmp_path / "no model"), [task], device="cpu", json_path=tmp_path / "no" / "o.json", say=str)
 
 
 def test_an_empty_table_has_a_header() -> None:
