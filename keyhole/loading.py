@@ -148,11 +148,13 @@ def load(
         if init == "random":
             _pin(loaded, touch=True)
             fill_random(loaded, std, seed)
+            loaded.drawn = True
         else:
             if weights is None:
                 raise UserError('a config object has no weights: pass init="random", or a model directory')
             fresh = fill_from(loaded, weights, dtype, fresh_head=head is not None)
             fill_random(loaded, std, seed, only=fresh)
+            loaded.drawn = bool(fresh)
             if fresh:
                 names = ", ".join(tensor.name for tensor in fresh)
                 placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")

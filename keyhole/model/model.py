@@ -94,6 +94,7 @@ class Model:
         self.formats, self.dtype = formats, formats.dtype
         self.device, self.config = engine.device, module.config
         self.tokenizer, self.source, self.placed = tokenizer, source, placed
+        self.drawn = False  # a part of the weights is in no file: a new head, or all of them
         self.ranks = ranks or Ranks()
         self.pinned = False
         self.graphs: BlockGraphs | None = None
@@ -496,6 +497,12 @@ class Model:
         flats += [flat for _, flat in self.engine.parts().values()]
         storages = {flat.untyped_storage().data_ptr(): flat for flat in flats if flat.device.type == "cpu"}
         return [arena.storage_of(flat) for flat in storages.values()]
+
+    @property
+    def original(self) -> str | None:
+        """The directory or hub id that holds these very weights as they were loaded: None where they were rounded to
+        a frozen format on the way, or drawn."""
+        return None if self.formats.rounds or self.drawn else self.source
 
     def describe(self) -> list[str]:
         """What the plan decided and why, one line per decision."""

@@ -44,7 +44,7 @@ class LOMOLoRA(LOMO):
         if options.get("compile"):
             raise UserError("lomo-lora.compile: compiled blocks hand over every linear layer; set it to false")
         targets = peft_layers.find_targets(model, target_modules)
-        self.config = peft_layers.peft_config(r=r, lora_alpha=alpha, target_modules=targets)
+        self.config = peft_layers.peft_config(model, r=r, lora_alpha=alpha, target_modules=targets)
         trained = [p for p in model.module.parameters() if p.requires_grad]
         self.layers = peft_layers.inject(model, self.config, seed)
         self.adapters = {name: p for name, p in model.module.named_parameters() if p.requires_grad}

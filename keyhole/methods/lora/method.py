@@ -69,7 +69,7 @@ class LoRA(ByTorch):
         self.model, self.seed, self.step_count, self.max_grad_norm = model, seed, 0, max_grad_norm
         self._base: str | None = None
         targets = find_targets(model, target_modules)
-        self.config = peft_config(r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
+        self.config = peft_config(model, r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets)
         self.dropout = AdapterDropout(model, seed, model_dropout)  # before there are adapters, which have their own
         self.layers = inject(model, self.config, seed)
         if dropout:
@@ -77,7 +77,7 @@ class LoRA(ByTorch):
         self.params = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         for param in self.params.values():
             param.data = param.data.to(model.device)
-        self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.source)
+        self._addon = Adapters(self.params, self.config, self.layers if merge else None, model.original)
         model.attach(self)
         self.reverse = Reverse(model, activations=activations, second_run=AdapterRecompute)
         decay = weight_decay_of(model.module, weight_decay, weight_decay_on)

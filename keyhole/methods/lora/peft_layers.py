@@ -69,12 +69,13 @@ def write_adapter(path: Path, params: dict[str, nn.Parameter], config: Any, base
     config.save_pretrained(str(path / "adapter"))
 
 
-def peft_config(**settings: Any) -> Any:
+def peft_config(model: Model, **settings: Any) -> Any:
+    """Of a classifier without a task: peft would look for generation, or for a head of its own beside ours."""
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise UserError("method: lora needs the peft package: pip install 'keyhole[lora]'") from error
-    return LoraConfig(**settings, task_type="CAUSAL_LM")
+    return LoraConfig(**settings, task_type=None if model.classifies else "CAUSAL_LM")
 
 
 def find_targets(model: Model, asked: list[str] | str | None) -> list[str]:

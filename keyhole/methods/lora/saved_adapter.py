@@ -100,7 +100,8 @@ def _read_config(path: Path, shard: Shard) -> Any:
         raise UserError(f"model: {file}: {fault}")
     read = PLAIN | {key for key in PATTERNS if said.get(key)} | {"base_model_name_or_path"}
     try:
-        return LoraConfig(**{key: said[key] for key in said if key in read}, task_type="CAUSAL_LM")
+        task = "CAUSAL_LM" if said.get("task_type") == "CAUSAL_LM" else None
+        return LoraConfig(**{key: said[key] for key in said if key in read}, task_type=task)
     except Exception as error:  # values of another type
         raise UserError(f"model: {file} cannot be read: {error}") from error
 

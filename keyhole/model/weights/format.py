@@ -72,6 +72,7 @@ class Wire:
         self.plain = PLAIN.get(wire or "", dtype)
         self.codec = CODECS.get(wire or "")
         self.frozen = frozen.Frozen(grid or Grid(wire), dtype) if wire in FROZEN else None
+        self.rounds = self.frozen is not None and grid is None  # weights become others on the way in
 
     @property
     def packs(self) -> bool:

@@ -1,12 +1,13 @@
 """LoRA by peft: the model stays frozen, what is saved is an ordinary model, and resume is exact."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import keyhole
 from keyhole.errors import UserError
@@ -109,6 +110,38 @@ def test_an_unmerged_adapter_names_its_base(tiny_model: Path, tmp_path: Path) ->
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out" / "adapter")
     nll_B, count_B = model.nll(batch(seed=9))
     torch.testing.assert_close(nll_B.sum(), loaded(**batch(seed=9)).loss * count_B.sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_rounded_weights_names_no_base(tiny_model: Path, tmp_path: Path) -> None:
+    """It belongs to the unpacked weights beside it; by the name of the original peft would load other weights."""
+    model = keyhole.load(tiny_model, device="cpu", wire="int4", workload=keyhole.Workload("lora", tokens=64))
+    LoRA(model, lr=1e-2, r=4, merge=False).step(batch())
+    model.save_pretrained(tmp_path / "out")
+    assert (
+        json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        is None
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    nll_B, count_B = model.nll(batch(seed=9))
+    torch.testing.assert_close(nll_B.sum(), loaded(**batch(seed=9)).loss * count_B.sum(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_adapter_of_a_classifier_is_read_by_peft(tiny_model: Path, tmp_path: Path) -> None:
+    """Its new head is adapted like the blocks; it is no decoder, and its base is in no other directory."""
+    model = keyhole.load(tiny_model, device="cpu", head="classification", num_labels=2)
+    method = LoRA(model, lr=1e-2, r=4, merge=False)
+    rows = {key: value for key, value in batch().items() if key != "labels"}
+    method.step(rows | {"labels": torch.arange(len(rows["input_ids"])) % 2})
+    model.save_pretrained(tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] is None and about["task_type"] is None
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter").eval()
+    again = keyhole.load(tmp_path / "out", device="cpu")
+    torch.testing.assert_close(loaded(**rows).logits, again.module(**rows).logits, rtol=1e-4, atol=1e-5)
+    with loaded.disable_adapter():
+        assert not torch.equal(loaded(**rows).logits, again.module(**rows).logits)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -34,5 +34,6 @@ def write_factors(factors: "Factors", path: Path) -> None:
         return
     names = sorted({name.partition(".lora_")[0] for name in params})
     transposed = any(matrix.transposed for matrix in factors.parts.matrices)
-    config = peft_config(r=rank, lora_alpha=float(rank), target_modules=names, fan_in_fan_out=transposed)
+    settings = {"r": rank, "lora_alpha": float(rank), "target_modules": names, "fan_in_fan_out": transposed}
+    config = peft_config(factors.model, **settings)
     write_adapter(path, params, config)
