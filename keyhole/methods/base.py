@@ -85,6 +85,7 @@ class Workload:
     experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
     ranks: int = 1  # processes that train together, and how many of them share this machine's memory
     local_ranks: int = 1
+    steps: int | None = None  # of the whole run, for what grows with it; None: not known
 
 
 @dataclass(frozen=True)

@@ -267,7 +267,9 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     searches = config.learning_rate == AUTO_RATE
     passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
     length = max(1, longest_row(data.train.dataset))
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches, length)
+    clips, total = config.max_grad_norm is not None, config.max_steps
+    total = total_steps(total, config.num_train_epochs, data.train.steps_per_epoch)
+    return Workload(config.method, tokens, passes, own, clips, searches, length, steps=total)
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:

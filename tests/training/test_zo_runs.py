@@ -24,6 +24,12 @@ CASES: dict[str, dict[str, Any]] = {
     "meazo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="meazo"), "placement": "stream", "dtype": "bfloat16"},
     "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), "placement": "stream", "dtype": "bfloat16"},
     "low rank, auto": {"learning_rate": "auto", "zo": ZOConfig(rank=2, refresh=4, fold=False)},
+    "low rank, folded sums": {
+        "learning_rate": 1e-2,
+        "zo": ZOConfig(rank=2, refresh=1, fold=False, fold_periods=3, fold_error=0.2),
+        "placement": "stream",
+        "dtype": "bfloat16",
+    },
     "auto": {"learning_rate": "auto"},
     "auto, meazo": {"learning_rate": "auto", "zo": ZOConfig(estimator="meazo"), "lr_scheduler_type": "linear"},
     "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},

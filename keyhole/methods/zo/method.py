@@ -33,7 +33,7 @@ from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.closure import takes_closure
-from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
@@ -84,6 +84,8 @@ class ZO(Method):
         refresh: int = 50,
         fold: bool = True,
         merge: bool = True,
+        fold_periods: int | None = FOLD_PERIODS,
+        fold_error: float = FOLD_ERROR,
     ) -> None:
         if estimator not in DEFAULTS:
             raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
@@ -133,6 +135,7 @@ class ZO(Method):
         self.factors: Factors | None = None
         if low_rank:
             how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
+            how |= {"fold_periods": fold_periods, "fold_error": fold_error}
             self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
             self.update.beside = self.factors.bring_home
         self.recorded = RecordedSteps(self)
@@ -350,8 +353,9 @@ class ZO(Method):
         return blocks + off + search
 
     def news(self) -> list[str]:
-        """The rate, when it has just been found."""
-        return [] if self.search is None else self.search.news()
+        """The rate, when it has just been found, and folds of kept periods."""
+        folds = [] if self.factors is None else self.factors.kept.news()
+        return folds + ([] if self.search is None else self.search.news())
 
     def flush(self) -> None:
         """Applies the deferred update, so that the weights at home are the weights after the last step (of matrices
@@ -362,14 +366,15 @@ class ZO(Method):
         """Applies known updates, each with its weight decay, and yields every unit that has had them all."""
         return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
-    def metrics(self) -> dict[str, torch.Tensor]:
+    def metrics(self) -> dict[str, torch.Tensor | float]:
         """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
         if self.projected is None:
             return {}
         changed, total = self.changed, self.update.trained_numel
         if self.factors is not None:
             changed, total = changed + self.factors.changed, total + self.factors.parts.numel
-        return {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
+        found = {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
+        return found | self.factors.kept.metrics() if self.light else found
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""

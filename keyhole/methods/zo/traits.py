@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.base import Advice, Demo, Fault, RunSettings, Traits
-from keyhole.methods.zo.defaults import DEFAULTS, SEARCH_STEPS
+from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,10 @@ class ZOConfig:
     """zo.rank: steps of a period, for which V is kept (U is drawn every step)."""
     fold: bool = True
     """zo.rank: at the end of a period, add what it learned to the weights; false = keep the factors of every period, so that weights never change."""  # noqa: E501
+    fold_periods: Count | None = FOLD_PERIODS
+    """zo.fold=false: after every so many periods, fold all that earlier ones learned into one sum of low rank beside the weights; null = keep every period apart."""  # noqa: E501
+    fold_error: BelowOne = FOLD_ERROR
+    """zo.fold=false: the most that all such folds together may lose of a matrix's sum, as a share of its Frobenius norm; where fewer terms would lose more, more are kept."""  # noqa: E501
     merge: bool = True
     """zo.fold=false: save the model with all factors added; false = the weights as they were, and the factors in adapter/, as peft reads them."""  # noqa: E501
 
@@ -70,7 +74,8 @@ def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
 
 
 def _advice(own: ZOConfig) -> Advice:
-    return Advice(lower=("directions",) if directions(own) > DEFAULTS[own.estimator].least else ())
+    lower = ("directions",) if directions(own) > DEFAULTS[own.estimator].least else ()
+    return Advice(lower, (f"refresh={10 * own.refresh}",) if _keeps_factors(own) else ())  # fewer periods to keep
 
 
 def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
