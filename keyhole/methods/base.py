@@ -62,13 +62,14 @@ class Shared:
 
 
 class RunSettings(Protocol):
-    """What a method may ask of the other settings of a run."""
+    """What a method may ask of the other settings of a run. max_steps: None where the data decide, or nobody knows."""
 
     dtype: str | None
     wire: str | None
     placement: str
     max_grad_norm: float | None
     weight_decay: float
+    max_steps: int | None
 
 
 @dataclass(frozen=True)

@@ -239,3 +239,4 @@ class _Run:
     placement: str
     max_grad_norm: float | None = None
     weight_decay: float = 0.0
+    max_steps: int | None = None

@@ -101,6 +101,21 @@ def test_one_row_has_no_halves(make: Make) -> None:
         train(config)
 
 
+def test_long_runs_in_8_bits_are_wanted_by_somebody(make: Make, capsys: pytest.CaptureFixture) -> None:
+    """Where the data decide on the steps, they are counted before anything is loaded; a number that allows them, kept
+    factors or more bits let the run begin."""
+    asked = settings("low rank") | {"wire": "fp8", "max_steps": None, "num_train_epochs": 2}
+    with pytest.raises(UserError, match=r"wire: fp8 .* 6 steps are more than zo.fp8_steps=5: .* zo.fp8_steps=6"):
+        train(make("long", **asked | {"zo": ZOConfig(fp8_steps=5)}))
+    for name, change in {
+        "wanted": {"zo": ZOConfig(fp8_steps=6)},
+        "kept": {"zo": ZOConfig(rank=2, fold=False, fp8_steps=5)},
+        "bf16": {"zo": ZOConfig(fp8_steps=5), "wire": "bf16"},
+    }.items():
+        assert train(make(name, **asked | change), dry_run=True) == 0
+    assert "6 (num_train_epochs=2)" in capsys.readouterr().out
+
+
 def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_path: Path) -> None:
     """Where weights of blocks never change, checkpoints hold no model, also those written behind training; the run goes
     on from the original one, and from no other; the best step is published whole."""

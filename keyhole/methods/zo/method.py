@@ -21,6 +21,7 @@ passes.
 Legend: q directions, m micro-batches; a look is a place near w (estimators/base.py); passes are numbered look by look.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,7 @@ from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
+from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
@@ -80,6 +82,7 @@ class ZO(Method):
         deferred_update: bool = True,
         write_back_every: int | None = None,
         compile: bool | str = False,
+        fp8_steps: int = USUAL_STEPS,
         rank: int | None = None,
         refresh: int = 50,
         fold: bool = True,
@@ -115,7 +118,7 @@ class ZO(Method):
         self.weight_decay, self.deferred_update = weight_decay, deferred_update
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
-        self.step_count = 0
+        self.step_count, self.fp8_steps = 0, fp8_steps
         self._now: Count | None = None  # another step, in `at_step`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
@@ -155,6 +158,8 @@ class ZO(Method):
         searches = self.search is not None and self.search.found is None
         looks = self._look(self.model.checked(batch), searches)
         self.model.apply_deferred(before_step_of=self)
+        if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
+            warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # of one's own loop
         self.update.begin()
         nll = self.run_passes(looks) if searches else self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)

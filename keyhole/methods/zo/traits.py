@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.base import Advice, Demo, Fault, RunSettings, Traits
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
+from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class ZOConfig:
     """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""  # noqa: E501
     compile: bool = False
     """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
+    fp8_steps: Count = USUAL_STEPS
+    """wire: fp8: the most steps of a run whose updates are rounded to 8 bits, which adds noise that grows with them (docs/methods.md); a longer run has to say so."""  # noqa: E501
     rank: Annotated[int, Limit(1, 256)] | None = None
     """Directions of low rank in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), learned in factors; weights are read once per step for all passes, and not written within a period; null = full rank."""  # noqa: E501
     refresh: Count = 50
@@ -85,6 +88,8 @@ def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
     if own.clip is not None and not usual.clips:
         yield "zo.clip", f"has no meaning with zo.estimator={own.estimator}, which scales by a spread; set zo.clip=null"
     yield from _low_rank_faults(own, run)
+    if run.wire == "fp8" and not _keeps_factors(own) and (run.max_steps or 0) > own.fp8_steps:
+        yield "wire", refusal(run.max_steps or 0, own.fp8_steps)
     if run.max_grad_norm is not None:
         yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
 
@@ -124,7 +129,7 @@ ZO = Traits(
     journaled=True,
     announces="pages",
     ranks="replicas",
-    may_change=("clip", "deferred_update", "write_back_every"),
+    may_change=("clip", "deferred_update", "write_back_every", "fp8_steps"),
     passes=_passes,
     usual_rates=_usual_rates,
     forwards=_forwards,
