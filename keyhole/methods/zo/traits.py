@@ -101,6 +101,9 @@ def _keeps_factors(own: ZOConfig) -> bool:
 def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
     if not own.merge and not _keeps_factors(own):
         yield "zo.merge", "false needs factors that are kept; set zo.rank and zo.fold=false, or zo.merge=true"
+    for key, usual in {"fold_periods": FOLD_PERIODS, "fold_error": FOLD_ERROR}.items():
+        if getattr(own, key) != usual and not _keeps_factors(own):
+            yield f"zo.{key}", "is about factors that are kept; set zo.rank and zo.fold=false, or leave it out"
     if own.rank is None:
         if not own.fold:
             yield "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"

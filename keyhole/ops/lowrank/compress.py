@@ -12,7 +12,7 @@ Eckart and Young the least that any m terms can lose. Rows of v that depend on o
 take no part: what M has there is below the rounding of float32.
 
 The bits are the same on every device: products by exact.py, eigenvectors by eigen.py. All matrices of a model are cut
-with the same k, that of the longest, filled up with rows of zeros.
+with the same k, that of the longest, filled up with rows of zeros; some 15 x TOGETHER_BYTES are needed meanwhile.
 Operations per matrix: 8 k^2 (O + I) for the products, as many for a' and v' times m / k, and some 500 k^3.
 Legend: B matrices; k rows now, m rows kept; O outputs, I inputs.
 """
@@ -26,7 +26,7 @@ from keyhole.ops.lowrank.eigen import eigen
 from keyhole.ops.lowrank.exact import exact_product
 
 NOTHING = 1e-11
-SAME_BYTES = {"cpu": 2**20, "cuda": 2**26}  # of k x k matrices that are cut together: what a cache, a GPU likes
+TOGETHER_BYTES = {"cpu": 2**20, "cuda": 2**25}  # of k x k numbers: what a cache holds, what a GPU needs to be busy
 COLUMNS = 2**14
 
 
@@ -59,19 +59,13 @@ class Cut:
         return len(self.singular) - dropped, tails[dropped]
 
 
-def cuts(grams_a: list[torch.Tensor], grams_v: list[torch.Tensor]) -> list[Cut]:
-    """Of every matrix, from the products of its rows (gram), all of one size."""
-    if not grams_a:
-        return []
-    k, found = len(grams_a[0]), []
-    together = max(1, SAME_BYTES.get(grams_a[0].device.type, 2**20) // (8 * k * k))
-    for begin in range(0, len(grams_a), together):
-        part = slice(begin, begin + together)
-        found += _cut(torch.stack(grams_a[part]), torch.stack(grams_v[part]))
-    return found
+def together(k: int, device: torch.device) -> int:
+    """How many matrices are best cut at once; that changes no bit."""
+    return max(1, TOGETHER_BYTES.get(device.type, 2**20) // (8 * k * k))
 
 
-def _cut(a_Bkk: torch.Tensor, v_Bkk: torch.Tensor) -> list[Cut]:
+def cuts(a_Bkk: torch.Tensor, v_Bkk: torch.Tensor) -> list[Cut]:
+    """Of every matrix, from the products of its rows (gram)."""
     d_Bk, e_Bkk = eigen(v_Bkk)
     d_Bk = torch.where(d_Bk > NOTHING * d_Bk.amax(1, keepdim=True), d_Bk, 0.0)
     root_Bk1 = d_Bk.sqrt()[:, :, None]

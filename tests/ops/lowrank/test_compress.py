@@ -15,7 +15,7 @@ def factors(k: int, outputs: int, inputs: int, falls: float) -> tuple[torch.Tens
 
 
 def cut_of(a: torch.Tensor, v: torch.Tensor, k: int) -> Cut:
-    return cuts([gram(a, k)], [gram(v, k)])[0]
+    return cuts(gram(a, k)[None], gram(v, k)[None])[0]
 
 
 @pytest.mark.parametrize("k, outputs, inputs, falls", [(6, 50, 40, 0.3), (16, 8, 40, 1.0), (16, 40, 8, 1.0)])

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts
-from keyhole.ops.lowrank.compress import combine, cuts, gram
+from keyhole.ops.lowrank.compress import Cut, combine, cuts, gram, together
 
 Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
 
@@ -100,24 +100,30 @@ class Kept:
 
     @torch.no_grad()
     def fold(self, steps: int) -> None:
-        """All of it into one sum of each matrix."""
-        count = range(len(self.parts.matrices))
+        """All of it into one sum of each matrix, some matrices at a time."""
         before = [len(a) for a, _ in self.here]
-        pairs = [[gram(x, max(before)) for x in self.learned(i)] for i in count]
-        sums, errors = [], []
-        for i, cut in zip(count, cuts(*map(list, zip(*pairs, strict=True))), strict=True):
-            m, lost = cut.rank_within(self.most * cut.norm - self.lost[i])
-            a_KO, v_KI = self.learned(i)
-            scale = _scale(self.parts.matrices[i], self.parts.rank)
-            a_mO = combine(cut.by_a_kk[: max(1, m)], a_KO, 1 / scale)
-            v_mI = combine(cut.by_v_kk[: max(1, m)], v_KI, scale)
-            self.lost[i] += lost
-            errors.append(self.lost[i] / cut.norm if cut.norm else 0.0)
-            self.here[i] = a_mO.to(self.dtype), v_mI.to(self.dtype)
-            sums.append((a_mO.cpu(), v_mI.cpu()))
+        k, every = max(before), range(len(before))
+        size, sums, errors = together(k, self.here[0][0].device), [], []
+        for begin in every[::size]:
+            group = every[begin : begin + size]
+            grams = (torch.stack([gram(self.learned(i)[side], k) for i in group]) for side in (0, 1))
+            for i, cut in zip(group, cuts(*grams), strict=True):
+                rows, lost = self._cut(i, cut)
+                self.lost[i] += lost
+                errors.append(self.lost[i] / cut.norm if cut.norm else 0.0)
+                sums.append(rows)
+        self.here = [(a.to(self.here[0][0]), v.to(self.here[0][0])) for a, v in sums]
         self.sums, self.periods = sums, []
         self.last = FoldedPeriods(steps, sum(before), tuple(len(a) for a, _ in sums), max(errors))
         self.lines.append(self.last.line(self.most))
+
+    def _cut(self, index: int, cut: Cut) -> tuple[Rows, float]:
+        """The terms of a matrix that the bound asks for, on the host, and the norm that is lost."""
+        m, lost = cut.rank_within(self.most * cut.norm - self.lost[index])
+        (a_KO, v_KI), m = self.learned(index), max(1, m)
+        scale = _scale(self.parts.matrices[index], self.parts.rank)
+        a_mO, v_mI = combine(cut.by_a_kk[:m], a_KO, 1 / scale), combine(cut.by_v_kk[:m], v_KI, scale)
+        return (a_mO.cpu(), v_mI.cpu()), lost
 
     def metrics(self) -> dict[str, float]:
         """For the log of every step."""
