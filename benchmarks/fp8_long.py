@@ -23,6 +23,7 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,27 @@ def matrices(model: keyhole.Model) -> Iterator[torch.Tensor]:
 def measure(
     run: Run, first: Run, origin: list[torch.Tensor], step: int, config: TrainConfig, questions: int | None
 ) -> dict[str, float]:
-    """A point of the curves. questions: of the embedded task, the first so many; None: all."""
+    """A point of the curves. questions: of the embedded task, the first so many, and one batch of rows; None: all."""
     run.method.flush()
     point: dict[str, float] = {"step": step}
     energy = sum(float(w.square().sum()) for w in origin)
     for name, others in (("moved", origin), ("from_fp32", matrices(first.model))):
         pairs = zip(matrices(run.model), others, strict=True)
         point[name] = sum(float((w - other).square().sum()) for w, other in pairs) / energy
-    if run.learns and config.task is None:
-        task = read_task("demo")
-        score = score_task(run.model, replace(task, questions=task.questions[:questions]))
-        point |= {"loss": score.loss, "accuracy": score.accuracy}
-    elif run.learns:
-        judge = Judge(run.data.dev, run.data.test, config.max_length)
-        point["loss"] = evaluate(run.model, run.data.eval)["eval_loss"]
-        point["accuracy"] = judge.dev_metrics(run.model, lambda: False)["eval_accuracy"]
+    if run.learns:
+        batches = run.data.eval if questions is None else list(islice(run.data.eval, 1))
+        point["loss"] = evaluate(run.model, batches)["eval_loss"]
+        point["accuracy"] = accuracy(run, config, questions)
     return point
+
+
+def accuracy(run: Run, config: TrainConfig, questions: int | None) -> float:
+    """On dev questions."""
+    if config.task is not None:
+        judge = Judge(run.data.dev, run.data.test, config.max_length)
+        return judge.dev_metrics(run.model, lambda: False)["eval_accuracy"]
+    task = read_task("demo")
+    return score_task(run.model, replace(task, questions=task.questions[:questions])).accuracy
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

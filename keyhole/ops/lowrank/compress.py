@@ -17,6 +17,7 @@ Operations per matrix: 8 k^2 (O + I) for the products, as many for a' and v' tim
 Legend: B matrices; k rows now, m rows kept; O outputs, I inputs.
 """
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -49,12 +50,12 @@ class Cut:
     @property
     def norm(self) -> float:
         """The Frobenius norm of the sum."""
-        return sum(s * s for s in reversed(self.singular)) ** 0.5
+        return math.sqrt(max(accumulate(s * s for s in reversed(self.singular))))
 
     def rank_within(self, most: float) -> tuple[int, float]:
         """(m, lost): the fewest terms that lose no more than this norm, and the norm that they lose."""
-        tails = [0.0, *(total**0.5 for total in accumulate(s * s for s in reversed(self.singular)))]
-        most = max(most, NOTHING**0.5 * self.norm)  # what is below rounding goes in any case
+        tails = [0.0, *map(math.sqrt, accumulate(s * s for s in reversed(self.singular)))]
+        most = max(most, math.sqrt(NOTHING) * self.norm)  # what is below rounding goes in any case
         dropped = max(i for i, lost in enumerate(tails) if lost <= most)
         return len(self.singular) - dropped, tails[dropped]
 

@@ -6,12 +6,13 @@ Every period adds its r terms, which all passes multiply by, so the sum would gr
 periods (zo.fold_periods: a matter of the step alone) all of it is folded into one sum in fewer terms, of each matrix
 its largest singular triples (ops/lowrank/compress.py), never into the weights, whose grid may be coarse:
 
-    M = [sum before] + [periods since]   ->   M' with the fewest terms for which   lost + |M - M'| <= error |M|
+    M = [sum before] + [periods since]   ->   M' with the fewest terms for which   lost^2 + |M - M'|^2 <= (error |M|)^2
 
-in the Frobenius norm. lost adds up what all folds before have dropped, so that by the triangle inequality what a run
-multiplies by is never further than `error` (zo.fold_error) from all that it has learned. Where that cannot be had
-with fewer terms, the terms stay: the bound holds, and the rank is what it takes. No more than min(O, I) are ever left
-of a fold. The measured error and the ranks are in the log.
+in the Frobenius norm. lost^2 is the energy that all folds before have dropped; it adds up by squares, since what a fold
+drops is orthogonal to all that it keeps, and but for chance to periods that are drawn later. So what a run multiplies
+by stays within `error` (zo.fold_error) of all that it has learned. Where that cannot be had with fewer terms, the
+terms stay: the bound holds, and the rank is what it takes. No more than min(O, I) are ever left of a fold. The measured
+error and the ranks are in the log.
 
 What is folded is float32, on the host: A of a period as it was learned, and the sums; passes use copies of it in the
 dtype of compute, on the device. So rounding to 16 bits does not add up either. V of a period is drawn again.
@@ -19,6 +20,7 @@ dtype of compute, on the device. So rounding to 16 bits does not add up either. 
 Bytes for K terms of a matrix: b K (O + I) on the device; on the host 4 r O per period and 4 K (O + I) per sum.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +60,7 @@ class Kept:
         self.here: list[Rows] = []  # by matrix, as passes use them
         self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
         self.sums: list[Rows] = []  # by matrix, on the host
-        self.lost: list[float] = [0.0] * len(parts.matrices)
+        self.lost: list[float] = [0.0] * len(parts.matrices)  # by matrix, the energy that folds have dropped
         self.last: FoldedPeriods | None = None
         self.lines: list[str] = []
 
@@ -109,8 +111,8 @@ class Kept:
             grams = (torch.stack([gram(self.learned(i)[side], k) for i in group]) for side in (0, 1))
             for i, cut in zip(group, cuts(*grams), strict=True):
                 rows, lost = self._cut(i, cut)
-                self.lost[i] += lost
-                errors.append(self.lost[i] / cut.norm if cut.norm else 0.0)
+                self.lost[i] += lost * lost
+                errors.append(math.sqrt(self.lost[i]) / cut.norm if cut.norm else 0.0)
                 sums.append(rows)
         self.here = [(a.to(self.here[0][0]), v.to(self.here[0][0])) for a, v in sums]
         self.sums, self.periods = sums, []
@@ -119,7 +121,8 @@ class Kept:
 
     def _cut(self, index: int, cut: Cut) -> tuple[Rows, float]:
         """The terms of a matrix that the bound asks for, on the host, and the norm that is lost."""
-        m, lost = cut.rank_within(self.most * cut.norm - self.lost[index])
+        most = self.most * cut.norm
+        m, lost = cut.rank_within(math.sqrt(max(0.0, most * most - self.lost[index])))
         (a_KO, v_KI), m = self.learned(index), max(1, m)
         scale = _scale(self.parts.matrices[index], self.parts.rank)
         a_mO, v_mI = combine(cut.by_a_kk[:m], a_KO, 1 / scale), combine(cut.by_v_kk[:m], v_KI, scale)
