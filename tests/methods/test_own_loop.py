@@ -52,7 +52,7 @@ def test_backward_is_step(cls: type, options: dict[str, Any], chunks: bool, monk
     the bit where the vocabulary is one chunk, as in the module's own loss."""
     if chunks:
         monkeypatch.setattr(layout, "CHUNK_ROWS", 40)
-    for name in ("qwen2", "llama"):
+    for name in ("qwen2",) if chunks else ("qwen2", "llama"):
         expected, found = (trained(cls, options, by_backward, name) for by_backward in (False, True))
         exact = cls is AdamOffload and not chunks  # lsp compresses factors in a step, and gradients here
         for key in expected:

@@ -20,6 +20,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
+from tests.matrix import in_every_run
 from tests.training.classifiers import save_encoder, write_task
 from tests.training.runs import Make, metrics, same, weights
 
@@ -64,6 +65,7 @@ def test_every_other_method_trains(make: Make, method: str) -> None:
     keyhole.load(config.output_dir, device="cpu").close()
 
 
+@in_every_run(lambda family: family == "bert")
 @pytest.mark.parametrize(("family", "method"), [*(("bert", method) for method in HOW), ("roberta", "lomo")])
 def test_streamed_and_stopped_is_resident_and_whole(
     make: Make, stop_after: Callable[[int], None], family: str, method: str
