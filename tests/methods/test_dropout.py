@@ -10,6 +10,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods import METHODS
 from keyhole.methods.dropout import PASSES, dropout_rates
+from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.methods.lomo.loops import micro_batches, weights
 from tests.model.decoders import config
@@ -61,6 +62,7 @@ def test_it_is_what_a_module_in_training_mode_does(name: str) -> None:
         assert not any(part.training for part in model.module.modules())
 
 
+@in_every_run(lambda name, method: name == "opt" or method in ("lomo", "adam-offload"))
 @pytest.mark.parametrize("method", [name for name in FIRST_ORDER if METHODS[name].streams and name != "lomo-lora"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_streamed_equals_resident(name: str, method: str) -> None:

@@ -99,6 +99,7 @@ def options(estimator: str, **more: Any) -> dict[str, Any]:
     return {"estimator": estimator, "directions": 3, "weight_decay": DECAY, "weight_decay_on": "all", **more}
 
 
+@in_every_run(lambda estimator, candidates: candidates or estimator in ("mezo", "fzoo"))
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("estimator", RULES)
 def test_equals_the_plain_loop(estimator: str, candidates: bool) -> None:
