@@ -47,6 +47,7 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
+@in_every_run(lambda method: method != "lsp")
 @pytest.mark.parametrize(("method", "steps"), [("adamw", 12), ("lomo", 12), ("lsp", 12), ("zo", 30)])
 def test_accuracy_rises(make: Make, method: str, steps: int) -> None:
     """From chance to most of the dev questions, from a head that was drawn."""

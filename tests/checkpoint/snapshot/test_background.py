@@ -24,6 +24,7 @@ from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
 from keyhole.model.structure import experts
 from keyhole.plan import placement as placement_of
+from tests.matrix import in_every_run
 from tests.model.decoders import config
 
 ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
@@ -76,6 +77,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_POOL = [case for case in CASES if case[0] in ("zo", "adamw", "adam-offload")]
 
 
+@in_every_run(lambda method, dtype, pool: pool == "half" or (method == "zo") == (dtype == "bfloat16"))
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize(
     ("method", "placement", "dtype", "pool"), [(*c, "half") for c in CASES] + [(*c, "none") for c in NO_POOL]
