@@ -1,7 +1,10 @@
 """Zeroth-order steps with directions of low rank beside dense ones and textbook MeZO, on an OPT shape.
 
     python benchmarks/lowrank.py [--model 13B] [--batch 16] [--length 64] [--rank 2] [--refresh 50] [--stream]
+    python benchmarks/lowrank.py --batch 1 --length 2048 --int4 8GiB        over a frozen base in 4 bits too, in that
+                                                                          budget and streamed entirely
     python benchmarks/lowrank.py --parts          what one block's layers add to their products, kernel by kernel
+    python benchmarks/lowrank.py --profile        which kernels a resident step of low rank spends its time in
     python benchmarks/lowrank.py --quick          a tiny model on the CPU: that everything runs
 
 One process, one copy of the weights (random, bf16), one system after the other; the textbook loop comes last, since it
@@ -20,6 +23,7 @@ import torch
 import keyhole
 from keyhole import ops
 from keyhole.bench import measure
+from keyhole.bench.link import measure_link
 from keyhole.bench.shapes import QUICK, QUICK_VOCABULARY, SHAPES, VOCABULARY, opt_config
 from keyhole.bench.zo.textbook import Textbook, take_weights
 from keyhole.methods.base import Workload
@@ -78,6 +82,20 @@ def show_parts(args: argparse.Namespace, width: int, device: torch.device, dtype
         )
 
 
+def show_kernels(step: Any, what: str, steps: int = 3) -> None:
+    """Milliseconds per step of the kernels that take longest, and of all."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    rows = sorted(profiler.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    print(f"{what}: {total / steps / 1e3:.2f} ms of kernels per step")
+    for row in rows[:24]:
+        ms, each = row.self_device_time_total / steps / 1e3, row.self_device_time_total / max(1, row.count)
+        print(f"{ms:9.3f} ms {row.count // steps:6} x {each:8.1f} us  {row.key[:90]}")
+
+
 def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ask.add_argument("--model", default="13B", choices=SHAPES)
@@ -89,8 +107,10 @@ def main() -> None:
     ask.add_argument("--steps", type=int, default=20)
     ask.add_argument("--warm-up", type=int, default=6)
     ask.add_argument("--stream", action="store_true", help="stream the weights too, dense and with low rank")
+    ask.add_argument("--int4", metavar="BUDGET", help="low rank over a frozen base, in a budget and streamed entirely")
     ask.add_argument("--no-textbook", action="store_true")
     ask.add_argument("--parts", action="store_true")
+    ask.add_argument("--profile", action="store_true")
     ask.add_argument("--quick", action="store_true")
     ask.add_argument("--out", type=Path, help="a JSON file for the numbers")
     args = ask.parse_args()
@@ -109,26 +129,33 @@ def main() -> None:
     found: dict[str, Any] = {"floor": floor, "asked": {k: str(v) for k, v in vars(args).items()}, "gpu": name}
     config = opt_config(args.model, max(2048, args.length), blocks=args.blocks, quick=args.quick)
     batch = measure.random_batch(args.batch, args.length, config.vocab_size)
-    for placement in ("resident", "stream") if args.stream else ("resident",):
-        own = ZOConfig(rank=args.rank, refresh=args.refresh)
-        work = Workload("zo", args.batch * args.length, 2, own)
-        model = keyhole.load(
-            config,
-            init="random",
-            dtype=str(dtype).removeprefix("torch."),
-            device=device,
-            placement=placement,
-            workload=work,
-        )
-        for system, how in {"dense": {}, "low rank": {"rank": args.rank, "refresh": args.refresh}}.items():
+    low = {"rank": args.rank, "refresh": args.refresh}
+    stream: dict[str, Any] = {"placement": "stream"}
+    plans: list[tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = [
+        ("resident", {"placement": "resident"}, {"dense": {}, "low rank": low})
+    ]
+    if args.stream:
+        plans.append(("streamed", stream, {"dense": {}, "low rank": low}))
+    if args.int4:
+        frozen = {"low rank": low | {"fold": False}}
+        budget = {} if args.quick else {"gpu_memory": args.int4}
+        plans.append((f"int4 in {args.int4}", stream | budget | {"wire": "int4"}, frozen))
+        plans.append(("int4, all streamed", stream | {"wire": "int4"}, frozen))
+    for where, place, systems in plans:
+        work = Workload("zo", args.batch * args.length, 2, ZOConfig(**list(systems.values())[-1]), length=args.length)
+        made = {"init": "random", "dtype": str(dtype).removeprefix("torch."), "device": device, "workload": work}
+        model = keyhole.load(config, **made, **place)
+        for system, how in systems.items():
             method = keyhole.ZO(model, LR, eps=EPS, **how)
             measure.clean_up(device)
             times = measure.time_steps(lambda m=method: m.step(batch), model.engine, args.warm_up, args.steps)
-            found[f"{placement}, {system}"] = times | {"device": measure.device_memory(device)}
-            _say(f"{placement}, {system}", times, found, floor, device)
+            if args.profile:
+                show_kernels(lambda m=method: m.step(batch), f"{where}, {system}")
+            found[f"{where}, {system}"] = times | {"device": measure.device_memory(device)}
+            _say(f"{where}, {system}", times, found, floor, device)
             method.flush()
             del method
-        if placement == "resident" and not args.no_textbook:
+        if where == "resident" and not args.no_textbook:
             model.factors.settle()  # what was learned goes into the weights, and the layers are ordinary again
             take_weights(model)
             textbook = Textbook(model.module, LR, eps=EPS)
@@ -140,16 +167,20 @@ def main() -> None:
         model.close()
         del model
         measure.clear_device(device)
+    if device.type == "cuda" and len(plans) > 1:
+        found["link"] = measure_link(128 * 2**20)
+        print(f"link: {found['link']['up']:.1f} GB/s up")
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1))
 
 
 def _say(what: str, times: dict, found: dict, floor: dict, device: torch.device) -> None:
-    dense = found.get("resident, dense", times)["step_s"]
+    dense, textbook = (found.get(key, times)["step_s"] for key in ("resident, dense", "textbook"))
     step_s, gib = times["step_s"], measure.device_memory(device)["reserved_bytes"] / 2**30
     spread = (times["max_s"] - times["min_s"]) / 2 / step_s
-    words = f"{what:>18}: {step_s:.4f} s per step (+- {spread:.0%}, wall {times['wall_s']:.4f})"
+    words = f"{what:>28}: {step_s:.4f} s per step (+- {spread:.0%}, wall {times['wall_s']:.4f})"
     words += f", {dense / step_s:.2f}x of the dense resident step, {step_s / floor['own_s']:.2f}x of its products"
+    words += f", {textbook / step_s:.2f}x of textbook MeZO" if "textbook" in found else ""
     up, down = times["bytes_up"] / 1e9, times["bytes_down"] / 1e9
     print(f"{words}, {gib:.1f} GiB" + (f", {up:.1f} GB up, {down:.1f} GB down" if up else ""), flush=True)
 

@@ -1,6 +1,7 @@
 """Two ranks on one GPU, over gloo, beside one process: what they compute, their host memory, what torchrun costs.
 
-    python benchmarks/ranks_one_gpu.py [--shape 2.7B] [--large 13B] [--small 125M] [--steps 12] [--out FILE.json]
+    python benchmarks/ranks_one_gpu.py [--only exact,speed,memory] [--shape 1.3B] [--large 13B] [--small 125M]
+                                       [--steps 12] [--out FILE.json]
     python benchmarks/ranks_one_gpu.py --quick        tiny shapes on a CPU: shows that everything runs
 
 OPT shapes with random weights, streamed. Every run is a process of its own, or processes under torchrun:
@@ -12,8 +13,8 @@ OPT shapes with random weights, streamed. Every run is a process of its own, or 
     memory    zo on the large shape in bf16, alone and on two ranks: host memory by the kernel's proportional set size,
               in which pages that several processes map count once; and of that what holds streamed weights
 
-The last lines are the table, with a verdict where there is a target: bits equal, 1e-4, host memory of two ranks at most
-1.05 of one, one rank under torchrun at most 1 % slower than none.
+Rows are printed as they come, with a verdict where there is a target: bits equal, 1e-4, host memory of two ranks at
+most 1.05 of one, one rank under torchrun at most 1 % slower than none.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ CLASSES = {"zo": keyhole.ZO, "lomo": keyhole.LOMO, "adam-offload": keyhole.AdamO
 RATES = {"zo": 1e-4, "lomo": 1e-2, "adam-offload": 1e-4, "lsp": 1e-4}
 OWN = {"adam-offload": {"eps": 1e-3}, "lsp": {"eps": 1e-3, "d": 256, "optimizer_on": "cpu"}}
 CLOSE = 1e-4
+SPEED = ("zo", "lomo")
 
 
 @dataclass(frozen=True)
@@ -178,54 +181,53 @@ def verdict(good: bool) -> str:
     return "yes" if good else "**no**"
 
 
-def measured(arguments: argparse.Namespace, root: Path) -> tuple[list[str], dict[str, Any]]:
-    """The lines of the table, and all numbers."""
-    quick, records = arguments.quick, {}
-    tokens, bf16 = arguments.tokens, "float32" if quick else "bfloat16"  # not every CPU multiplies the latter
-    small = [Task(name, arguments.small, "float32", 3, min(tokens, 256), True, quick) for name in CLASSES]
-    speed = [Task(name, arguments.shape, bf16, arguments.steps, tokens, quick=quick) for name in ("zo", "lomo")]
-    large = [Task("zo", arguments.large, bf16, 3, tokens, quick=quick)]
-    lines = ["| what | one process | two ranks | | target met |", "|---|---|---|---|---|"]
-
-    one, two = run(small, None, root), run(small, 2, root)
+def exact(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
+    """Rows on what two ranks compute."""
+    tasks = [Task(name, asked.small, "float32", 3, min(asked.tokens, 256), True, asked.quick) for name in CLASSES]
+    one, two = run(tasks, None, root), run(tasks, 2, root)
     records["exact"] = {"one": one, "two": two}
-    for task, a, b in zip(small, one, two, strict=True):
+    for task, a, b in zip(tasks, one, two, strict=True):
         worst = farthest(a, b)
         good = same_bits(a, b) if task.method == "zo" else worst <= CLOSE
-        shown = f"farthest {worst:.1e}"
         losses = [f"loss {rank[0]['losses'][-1]:.6f}" for rank in (a, b)]
-        lines.append(
-            f"| {task.method}, {task.shape}, float32 | {losses[0]} | {losses[1]} | {shown} | {verdict(good)} |"
-        )
+        shown = f"{losses[0]} | {losses[1]} | farthest {worst:.1e}"
+        yield f"| {task.method}, {task.shape}, float32 | {shown} | {verdict(good)} |"
 
+
+def speed(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
+    """Rows on seconds per step."""
+    tasks = [Task(name, asked.shape, asked.dtype, asked.steps, asked.tokens, quick=asked.quick) for name in SPEED]
     alone, joined_one = [], []
-    for _ in range(1 if quick else 2):
-        alone.append(run(speed, None, root))
-        joined_one.append(run(speed, 1, root))
-    both = run([replace(task, steps=3) for task in speed], 2, root)
+    for _ in range(1 if asked.quick else 2):
+        alone.append(run(tasks, None, root))
+        joined_one.append(run(tasks, 1, root))
+    both = run([replace(task, steps=3) for task in tasks], 2, root)
     records["speed"] = {"alone": alone, "torchrun, one rank": joined_one, "two": both}
 
     def step_s(found: list[dict[str, Any]]) -> float:
         return statistics.median(found[0]["seconds"][1:])
 
-    for number, task in enumerate(speed):
+    for number, task in enumerate(tasks):
         best = [min(step_s(one[number]) for one in each) for each in (alone, joined_one)]
         slower = best[1] / best[0] - 1
-        lines.append(
-            f"| {task.method}, {task.shape}, {bf16}: a step | {best[0]:.4f} s | torchrun, one rank: {best[1]:.4f} s | "
-            f"{slower:+.2%} | {verdict(slower <= 0.01)} |"
-        )
-        lines.append(f"| the same on two ranks | | {step_s(both[number]):.3f} s | one GPU and gloo for both | |")
+        shown = f"{best[0]:.4f} s | torchrun, one rank: {best[1]:.4f} s | {slower:+.2%}"
+        yield f"| {task.method}, {task.shape}, {asked.dtype}: per step | {shown} | {verdict(slower <= 0.01)} |"
+        yield f"| the same on two ranks | | {step_s(both[number]):.3f} s | one GPU and gloo for both | |"
 
-    one, two = run(large, None, root), run(large, 2, root)
+
+def memory(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
+    """Rows on host memory."""
+    tasks = [Task("zo", asked.large, asked.dtype, 3, asked.tokens, quick=asked.quick)]
+    one, two = run(tasks, None, root), run(tasks, 2, root)
     records["memory"] = {"one": one, "two": two}
-    lines.append(f"| zo, {arguments.large}, {bf16}: bits | | | equal | {verdict(same_bits(one[0], two[0]))} |")
+    yield f"| zo, {asked.large}, {asked.dtype}: bits | | | equal | {verdict(same_bits(one[0], two[0]))} |"
     for key, what in (("pss_bytes", "host memory"), ("weights_bytes", "of that, streamed weights")):
         a, b = one[0][0][key], sum(rank[key] for rank in two[0])
-        judged = verdict(b <= 1.05 * a)
         shown = f"{a / 2**30:.2f} GiB | {b / 2**30:.2f} GiB | {b / a:.3f}"
-        lines.append(f"| zo, {arguments.large}: {what} | {shown} | {judged} |")
-    return lines, records
+        yield f"| zo, {asked.large}: {what} | {shown} | {verdict(b <= 1.05 * a)} |"
+
+
+PARTS = {"exact": exact, "speed": speed, "memory": memory}
 
 
 def told(records: Any) -> Any:
@@ -237,7 +239,8 @@ def told(records: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="2.7B")
+    parser.add_argument("--shape", default="1.3B")
+    parser.add_argument("--only", default="exact,speed,memory")
     parser.add_argument("--large", default="13B")
     parser.add_argument("--small", default="125M")
     parser.add_argument("--steps", type=int, default=12)
@@ -253,13 +256,16 @@ def main() -> None:
     if arguments.quick:
         arguments.small = arguments.shape = arguments.large = "tiny"
         arguments.steps, arguments.tokens = 3, 16
+    arguments.dtype = "float32" if arguments.quick else "bfloat16"  # not every CPU multiplies the latter
+    where, records = "CPU" if arguments.quick else torch.cuda.get_device_name(), {}
+    print(f"torch {torch.__version__}, {where}; two micro-batches of one row of --tokens {arguments.tokens} per step")
+    print("| what | one process | two ranks | | target met |", "|---|---|---|---|---|", sep="\n", flush=True)
     with tempfile.TemporaryDirectory() as root:
-        lines, records = measured(arguments, Path(root))
+        for part in arguments.only.split(","):
+            for line in PARTS[part](arguments, Path(root), records):
+                print(line, flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(told(records), indent=1) + "\n")
-    where = "CPU" if arguments.quick else torch.cuda.get_device_name()
-    print(f"torch {torch.__version__}, {where}; two micro-batches of one row of --tokens {arguments.tokens} per step")
-    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
+from keyhole.offload.gather import WAYS, GatheringEngine
 from keyhole.offload.shards import ShardedEngine, part_numel
 from keyhole.plan.dtype import choose_dtype
 from keyhole.plan.placement import Placement, place
@@ -66,6 +67,7 @@ def load(
     graphs: bool = True,
     reverse_graphs: bool = True,
     expert_units: bool = True,
+    gather: str = "auto",
     workload: Workload | None = None,
     trust_remote_code: bool = False,
     adapter: bool = True,
@@ -83,6 +85,7 @@ def load(
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
     steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
     expert_units=False has large stacks of experts computed and moved whole (docs/methods.md).
+    gather: whether ranks of a machine upload a part of a unit each (offload/gather.py): auto (measured), always, never.
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
     head="classification" with num_labels makes a classifier of texts (num_labels=1: a regression) of an encoder or
     decoder; what the files lack of its head is drawn by the seed. A model saved as a classifier needs neither.
@@ -93,6 +96,8 @@ def load(
     _check_source(model)
     if init not in ("pretrained", "random"):
         raise UserError(f"init={init!r}: choose pretrained or random")
+    if gather not in WAYS:
+        raise UserError(f"gather={gather!r}: choose {', '.join(WAYS)}")
     _check_names(engine_options)
     with _changes() as changes:
         changes.set(matmul_precision(), "high" if tf32 else "highest")
@@ -121,12 +126,17 @@ def load(
         ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
         shared = _shared(layout, placed, workload, ranks)
         sharded = _sharded(layout, placed, workload, ranks)
+        gathers = _gathers(gather, placed, shared, workload, ranks)
         homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
         _move_buffers(module, device)
         engine_options.setdefault("slot_count", placed.slot_count or (backward.slot_count(layout) if sharded else 0))
         if sharded:
             numels = {page: layout.units[page].numel for page in sharded}
             engine = ShardedEngine(homes, numels, placed.streamed, device, ranks, **engine_options)
+        elif gathers:
+            chosen = frozenset(unit.index for unit in layout.units if unit.expert is not None)
+            how = engine_options | {"shared": shared, "chosen": chosen}
+            engine = GatheringEngine(homes, placed.streamed, device, ranks, **how)
         else:
             engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
         source = None if directory is None else str(model)
@@ -148,6 +158,8 @@ def load(
                 placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
             _pin(loaded, touch=False)
         ranks.barrier()  # shared homes are filled
+        if isinstance(engine, GatheringEngine):
+            placed.reasons.append(engine.decide(gather))
         loaded.binding.bind_homes()
         if adapter and directory is not None and (directory / "adapter").is_dir():
             saved = SavedAdapter(loaded, directory / "adapter")
@@ -234,6 +246,12 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     if ranks.local_size == 1 or row is None or row.ranks != "replicas":
         return frozenset()
     found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
+    for machine, rank, its in ranks.objects((ranks.machine, ranks.rank, found)):
+        if machine == ranks.machine and its != found:
+            raise UserError(
+                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
+                "since other memory is free on their GPUs; set gpu_memory to what all of them have"
+            )
     if found:
         placed.reasons.append(
             f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
@@ -249,6 +267,24 @@ def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) ->
     found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
     placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
     return found
+
+
+def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
+    """Whether ranks may upload a part of a unit each. UserError where they are told to and cannot."""
+    row = METHODS.get(work.method)
+    if ranks.local_size == 1:
+        why = "this process is the only one on its machine"
+    elif row is not None and row.ranks == "shards":
+        why = f"{work.method} shares out its units and gathers them already"
+    elif row is None or row.ranks is None or row.sweep != "forward":
+        why = f"{work.method} has no sweep that is the same on all ranks"
+    else:
+        why = "" if shared else "nothing is streamed"
+    if why and way == "always":
+        raise UserError(
+            f"offload.gather: always needs ranks of one machine that stream the same units: {why}; use auto"
+        )
+    return not why and way != "never"
 
 
 def _reserve(

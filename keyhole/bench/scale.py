@@ -8,6 +8,7 @@ network.
     replicas (each rank has all weights; forward passes, 2 per micro-batch)
         compute   4 P T / F + 4 W / M          products; one fused pass: W read, W written, 2 W of perturbed copies
         PCIe      streamed: W up                homes that K ranks share change every 8 steps: 2 W / (8 K) more
+                  or W / K up, and over NVLink W (K - 1) / K from neighbours, where that is shorter (offload/gather.py)
         network   a few bytes
 
     shards (each rank keeps 1 / N; forward, and a reverse that runs blocks again)
@@ -105,8 +106,12 @@ def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, 
     size, local = itemsize * numel, min(ranks, on.gpus)
     compute = 4 * numel * tokens / (on.tflops * 1e12) + 4 * size / (on.memory * 1e9)
     more = 2 / (SHARED_EVERY * local) if local > 1 else 0.0
-    up = size * (1 + more) if streamed else 0.0
-    return Step(ranks, compute, up / (on.pcie * 1e9), 0.0, 0.0, 0.0 if streamed else size / GIB)
+    if not streamed:
+        return Step(ranks, compute, 0.0, 0.0, 0.0, size / GIB)
+    whole_s, parts_s = (size * (share + more) / (on.pcie * 1e9) for share in (1.0, 1 / local))
+    between_s, _ = _between(size, local, on)
+    up = (whole_s, 0.0) if whole_s <= max(parts_s, between_s) else (parts_s, between_s)
+    return Step(ranks, compute, *up, 0.0, 0.0)
 
 
 def shards(

@@ -34,6 +34,8 @@ class OffloadConfig:
     """Launch small blocks as CUDA graphs, where the GPU would otherwise wait for the host."""
     reverse_graphs: bool = True
     """The same for the reverse and the updates of first-order methods, where no `gpu_memory` is set."""
+    gather: Literal["auto", "always", "never"] = "auto"
+    """zo, several GPUs of a machine: each uploads a part of a unit, the rest is gathered; auto = if that is faster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,12 +167,12 @@ class Model:
             return
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.engine.invalidate()
+        self.engine.invalidate(everywhere=True)
         self.ranks.barrier()
         yield
         self.engine.wait_for_homes()
         self.ranks.barrier()
-        self.engine.invalidate()
+        self.engine.invalidate(everywhere=True)
 
     def home(self, tensor: FlatTensor) -> torch.Tensor:
         """The parameter at its home, in the dtype of its home; of a packed unit, an unpacked copy."""
@@ -241,11 +241,12 @@ class Model:
             self.binding.bind_homes()
 
     @contextmanager
-    def sweep(self, name: str, learn: bool = True) -> Iterator[None]:
-        """A context for one visit of every unit, in the order of the model."""
+    def sweep(self, name: str, learn: bool = True, of_all: bool = False) -> Iterator[None]:
+        """A context for one visit of every unit, in the order of the model. of_all: every rank makes it, and asks
+        nothing else of the others meanwhile."""
         head = [u.index for u in self.layout.head_units]
         blocks = [u.index for u in self.layout.of_kind("block")]
-        with self.engine.sweep(name, blocks + head, learn):
+        with self.engine.sweep(name, blocks + head, learn, of_all):
             try:
                 yield
             finally:

@@ -64,7 +64,7 @@ class Engine:
         self.on_host = streamed  # pages that are kept in host memory
         self.overlap, self.reuse_slots, self.chaos, self.shared = overlap, reuse_slots, chaos, shared
         self.cuda = device.type == "cuda"
-        self.slot_bytes = max((page_bytes(homes[page]) for page in streamed), default=0)
+        self.slot_bytes = max(map(self._room, streamed), default=0)
         self.slot_count = slot_count if streamed else 0
         self.slots = [Slot(self._new_buffer(), self.cuda) for _ in range(self.slot_count)]
         self.free = FreeSlots(self.slots)
@@ -81,13 +81,15 @@ class Engine:
         self.arrival: Callable[[int, torch.Tensor], bool] | None = None  # applies an update that is due: see acquire
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
-            self.up, self.down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+            self.ends_on = self.up  # where the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
 
     @contextmanager
-    def sweep(self, name: str, guess: list[int], learn: bool = True) -> Iterator[None]:
+    def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
         """One pass over pages. `guess` is the order that is expected when no sweep of this name was seen before;
-        learn=False: this sweep says nothing about the order of the next one."""
+        learn=False: this sweep says nothing about the order of the next one. of_all: every process that shares homes
+        makes this sweep, and asks nothing else of the others meanwhile (gather.py)."""
         self.order = self.orders.get(name) or [page for page in guess if page in self.streamed]
         self.cursor, self.visited = 0, []
         self.stalls.begin(name)
@@ -218,8 +220,9 @@ class Engine:
         self.free.add(slot)
         self._prefetch()
 
-    def invalidate(self) -> None:
-        """Homes were written by somebody else: what was uploaded is forgotten."""
+    def invalidate(self, everywhere: bool = False) -> None:
+        """Homes were written by somebody else: what was uploaded is forgotten. everywhere: every process that shares
+        homes does this now."""
         self._drop_ahead()
         for slot in self.slots:
             slot.intact = False
@@ -248,16 +251,16 @@ class Engine:
                 f"slot_count: {self.slot_count} is too few: at least {needed} pages must be on the device at the same "
                 f"time; pass keyhole.load(..., slot_count={needed}) or more, or leave slot_count out"
             )
-        slot, home = self.free.take(page, reuse=self.gate is None and self.reuse_slots), self.homes[page]
+        slot = self.free.take(page, reuse=self._may_reuse(page))
         slot.page = page
         self.ahead.append(slot)
         if slot.intact and slot.last_page == page:
             return  # the page is still there
-        self.bytes_up += page_bytes(home)
+        self.bytes_up += self._crossing_bytes(page)
         if not self.reuse_slots:
             slot.buffer = self._new_buffer()
             if self.cuda:
-                for stream in (self.up, self.down):
+                for stream in self.streams:
                     slot.buffer.record_stream(stream)
                 self.up.wait_stream(self.compute)
         last_page, slot.last_page, slot.intact = slot.last_page, page, self.gate is None
@@ -267,6 +270,7 @@ class Engine:
             return
         with torch.cuda.stream(self.up):
             self.up.wait_event(slot.computed)
+            self.up.wait_event(slot.ready)  # of a page that nobody asked for, perhaps on its way on another stream
             if last_page is not None:
                 self.up.wait_event(self.home_written[last_page])
             self.up.wait_event(self.home_written[page])
@@ -275,7 +279,7 @@ class Engine:
                 slot.buffer.fill_(POISON)
             with self.timeline.span("upload", f"page {page}"):
                 self._copy_up(page, slot)
-            slot.ready.record(self.up)
+            slot.ready.record(self.ends_on)
         if not self.overlap:
             torch.cuda.synchronize(self.device)
 
@@ -286,6 +290,18 @@ class Engine:
     def kept(self, page: int) -> torch.Tensor:
         """What this process keeps of a page: all of it, or its part."""
         return self.homes[page]
+
+    def _room(self, page: int) -> int:
+        """Bytes that a page takes in a slot."""
+        return page_bytes(self.homes[page])
+
+    def _crossing_bytes(self, page: int) -> int:
+        """Bytes that an upload takes over the link."""
+        return page_bytes(self.homes[page])
+
+    def _may_reuse(self, page: int) -> bool:
+        """Whether a slot that still holds the page will do."""
+        return self.gate is None and self.reuse_slots
 
     def _copy_up(self, page: int, slot: Slot) -> None:
         slot.as_page(self.homes[page]).copy_(self.homes[page], non_blocking=True)

@@ -56,9 +56,9 @@ class ShardedEngine(Engine):
         self.rewritten: set[int] = set()  # in this sweep, by a gate: every rank says so
 
     @contextmanager
-    def sweep(self, name: str, guess: list[int], learn: bool = True) -> Iterator[None]:
+    def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
         self.rewritten.clear()
-        with super().sweep(name, guess, learn):
+        with super().sweep(name, guess, learn, of_all):
             yield
 
     def before_change(self, page: int) -> None:

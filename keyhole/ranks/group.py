@@ -45,6 +45,8 @@ class Group(Ranks):
         self.failures = Failures(self.store, rank)
         self.store.set_timeout(START)
         self.nccl: Any = None
+        self.machine_gloo: Any = None  # of the ranks of this machine; None: they are all there are
+        self.machine_nccl: Any = None
         self.bytes_received = 0  # of weights and gradients
         self.alive = Alive(connect, self.failures, range(1, size) if rank == 0 else [0], self.limit_s)
         with self._together():
@@ -93,17 +95,39 @@ class Group(Ranks):
         return torch.cat([next(piece) for _ in counts for piece in pieces])
 
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        self._gather_into(out, part, self.size, None, self.nccl)
+
+    def gather_on_machine(self, whole: torch.Tensor) -> None:
+        part = whole.chunk(self.local_size)[self.local_rank]
+        self._gather_into(whole, part, self.local_size, self.machine_gloo, self.machine_nccl)
+
+    def _gather_into(self, out: torch.Tensor, part: torch.Tensor, size: int, gloo: Any, nccl: Any) -> None:
         over_host = self._over_host(part)
-        self.bytes_received += part.nbytes * (self.size - 1)
+        self.bytes_received += part.nbytes * (size - 1)
         target = torch.empty(out.shape, dtype=out.dtype) if over_host and out.device.type != "cpu" else out
         sent = (part.cpu() if over_host else part).contiguous()
         with self._together():
             if over_host:
-                dist.all_gather(list(target.chunk(self.size)), sent)
+                dist.all_gather(list(target.chunk(size)), sent, group=gloo)
             else:
-                GATHER(target, sent, group=self.nccl)
+                GATHER(target, sent, group=nccl)
         if target is not out:
             out.copy_(target)
+
+    def meet_neighbours(self) -> None:
+        if self.local_size == self.size:
+            self.machine_nccl = self.nccl
+        if self.local_size == self.size or self.machine_gloo is not None:
+            return
+        machines = self.objects(self.machine)
+        for machine in dict.fromkeys(machines):  # every rank makes all groups, in one order
+            members = [rank for rank, its in enumerate(machines) if its == machine]
+            with self._together():
+                gloo = dist.new_group(members, backend="gloo", timeout=DAY)
+                nccl = None if self.nccl is None else dist.new_group(members, backend="nccl", timeout=DAY)
+            if machine == self.machine:
+                assert members.index(self.rank) == self.local_rank, "ranks of a machine are numbered in order"
+                self.machine_gloo, self.machine_nccl = gloo, nccl
 
     def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
         over_host = self._over_host(x)

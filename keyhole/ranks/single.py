@@ -7,6 +7,7 @@
     objects(x)          any (picklable) object of every rank
     from_leader(make)   what `make` returns on the leader, everywhere; the others do not call it. from_rank: on that one
     gather_into, sum_of_parts, sum    of large tensors: what sharding needs
+    gather_on_machine   the parts of the ranks of one machine, in place
     barrier()           returns when every rank is here
 
 Every call but `share` must be made by all ranks in the same order. This class is one process by itself.
@@ -72,6 +73,13 @@ class Ranks:
     def gather_into(self, out: torch.Tensor, part: torch.Tensor) -> None:
         """out [N k] <- the parts [k] of all ranks, side by side."""
         out.copy_(part)
+
+    def meet_neighbours(self) -> None:
+        """Makes gather_on_machine possible; called by all ranks of all machines."""
+
+    def gather_on_machine(self, whole: torch.Tensor) -> None:
+        """whole [K k] of each of the K ranks of this machine: rank r has put its k elements in place r, and gets those
+        of the others in theirs. Called by all ranks of the machine; machines need not wait for each other."""
 
     def sum_of_parts(self, x: torch.Tensor) -> torch.Tensor:
         """Of x [N k] of every rank, this rank's k elements, added up over the ranks in float32, in their order."""

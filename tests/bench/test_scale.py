@@ -1,5 +1,7 @@
 """Predictions on paper: limits that must hold whatever the rates."""
 
+from dataclasses import replace
+
 import pytest
 
 from keyhole.bench.scale import COUNTS, Exchange, Machines, parameters, replicas, shards, step_of, table
@@ -11,8 +13,17 @@ FAST = Machines(tflops=1e9, memory=1e9)
 
 def test_replicas_scale_with_their_links_and_need_no_network() -> None:
     """Streamed and bound by PCIe, N GPUs take no longer than one, on N times the tokens."""
-    one, many = (replicas(10**9, 1024, ranks, True, FAST) for ranks in (1, 64))
+    slow = replace(FAST, nvlink=40.0)
+    one, many = (replicas(10**9, 1024, ranks, True, slow) for ranks in (1, 64))
     assert one.bound == many.bound == "pcie" and many.floor <= 1.05 * one.floor and many.network == 0
+
+
+def test_replicas_upload_parts_where_neighbours_are_near() -> None:
+    """Each of eight takes an eighth over its link, and seven from the others; never slower than all of it."""
+    near, far = (replicas(10**9, 1024, 8, True, replace(FAST, nvlink=rate)) for rate in (450.0, 40.0))
+    more = 2 / (8 * 8)
+    assert near.pcie == pytest.approx(2e9 * (1 / 8 + more) / 55e9) and near.nvlink == pytest.approx(2e9 * 7 / 8 / 450e9)
+    assert near.floor < far.floor and far.nvlink == 0 and near.network == 0
 
 
 def test_shards_need_a_part_of_the_memory_and_the_links_of_all() -> None:

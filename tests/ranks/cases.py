@@ -97,12 +97,12 @@ def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
     for step in range(3):
         loss = method.step(micro_batches(step, count=4 if step < 2 else 1))
         told = method.metrics()
-        numbers += [loss.double(), *(torch.as_tensor(told.get(key, 0.0)).double() for key in KEYS)]
+        numbers += [torch.as_tensor(one).double().cpu() for one in (loss, *(told.get(key, 0.0) for key in KEYS))]
     method.flush()
     parts = [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()]
     if model.addon is not None and ranks.is_leader:
         parts += [(name, 0, param.detach().cpu().clone()) for name, param in model.addon.params.items()]
-    found = {"numbers": torch.stack(numbers).cpu(), "parts": parts}
+    found = {"numbers": torch.stack(numbers), "parts": parts}
     found["bytes"] = sum(flat.nbytes for _, flat in model.engine.parts().values())
     cut = [unit.index for unit in model.layout.units if unit.kind in ("block", "head")]
     found["received_bytes"] = getattr(ranks, "bytes_received", 0) - before

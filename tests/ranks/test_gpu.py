@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from keyhole.ranks import Ranks
+from tests.ranks import gathered
 from tests.ranks.cases import CASES, results, write_results
 from tests.ranks.launch import Launch
+from tests.ranks.test_gather import assert_gathered
 from tests.ranks.test_gradients import assert_same_numbers
 from tests.ranks.workers import run_shared, shared_results
 
@@ -26,12 +28,23 @@ def test_shared_homes_have_the_bits_of_one_process(tmp_path: Path) -> None:
         assert not different and len(ours["shared"]) > 1, different
 
 
+def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path) -> None:
+    """zo, each rank uploading a half, on streams of its own: dense, of low rank, packed, experts."""
+    launch = Launch(2, gathered.gathered_results, tmp_path, gathered.CASES, 1, "cuda")
+    alone = {name: gathered.run(Ranks(), name, "auto", "cuda") for name in gathered.SETTINGS}
+    assert launch.end() == [0, 0], launch.printed
+    assert_gathered([torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)], alone, 2)
+
+
 def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None:
-    """Every method with gradients, resident and streamed."""
+    """Every method with gradients, resident and streamed. galore's subspace is that of the largest singular values of a
+    gradient: where two are nearly equal, rounding turns it, and Adam in it moves weights otherwise (by up to 3e-3 here
+    in three steps)."""
     launch = Launch(2, write_results, tmp_path, 2, "cuda")
     alone = {name: results(case, Ranks(), "cuda") for name, case in CASES.items()}
     assert launch.end() == [0, 0], launch.printed
     ours = [torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)]
     for name in CASES:
-        assert_same_numbers(name, [rank[name] for rank in ours], alone[name], close_to=1e-5)
+        close_to = 3e-4 if name == "galore" else 1e-5
+        assert_same_numbers(name, [rank[name] for rank in ours], alone[name], close_to)
         assert all(rank[name]["same"] for rank in ours), name

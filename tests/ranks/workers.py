@@ -68,10 +68,10 @@ def shared_results(directory: Path, device: str = "cpu") -> int:
     return 0
 
 
-def run_shared(ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
+def run_shared(ranks: Ranks, device: str = "cpu", gather: str = "never") -> dict[str, Any]:
     work = keyhole.Workload("zo", tokens=64)
     how = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "workload": work}
-    model = keyhole.load(config("llama", intermediate_size=256), seed=3, ranks=ranks, **how)
+    model = keyhole.load(config("llama", intermediate_size=256), seed=3, ranks=ranks, gather=gather, **how)
     method = keyhole.ZO(model, 1e-2, distribution="rademacher")
     update.SHARED_EVERY = 2
     losses, changed = [], []

@@ -59,7 +59,7 @@ class AdaLOMO(LOMO):
             moments = self._moments_of(self.tensors[key], w.device)
             self.tables[key] = TableUpdate(moments, self.step_count, self._scale_of(tensor, grad))
         if first_turn and self.clip_group_norm is None:
-            self._measured_squares(grad)
+            self._measured_squares(tensor, grad)
         self._bound_elements(grad)
         if first_turn:
             self.tables[key].add_gradient(first, w, grad)
@@ -99,7 +99,7 @@ class AdaLOMO(LOMO):
             self.tables[id(tensor.param)].change(self._first_row(tensor), w, grad, lr, weight_decay, how)
             return
         if self.clip_value is not None:
-            out = torch.zeros_like(self.sum_squares) if how["sum_squares"] is None else how["sum_squares"]
+            out = torch.zeros((), device=w.device) if how["sum_squares"] is None else how["sum_squares"]
             ops.sum_squares_(grad, out, scale, self.bad, offset=tensor.start)  # before elements are bounded
             self._bound_elements(grad)
             how["sum_squares"] = None

@@ -81,7 +81,7 @@ class LOMOLoRA(LOMO):
         """The adapters' part of the global norm."""
         for param in self.adapters.values():
             if param.grad is not None:
-                self.sum_squares += self._squares_of(param.grad)
+                self.squares.extra.add_(self._squares_of(param.grad))
 
     def _squares_of(self, grad: torch.Tensor) -> torch.Tensor:
         return (grad if self.scale is None else grad * self.scale).square().sum()

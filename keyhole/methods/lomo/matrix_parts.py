@@ -70,7 +70,7 @@ def update(method: Any, pieces: list[Piece], ranks: Ranks, changed: torch.Tensor
         tensor, (lr, decay) = piece.tensor, method._rates(piece.tensor)
         method.received.add(tensor.name)
         if method._adds_to_norm:
-            method.sum_squares += one.grad_squares
+            method.squares.of(tensor).add_(one.grad_squares)
         how = method._rounding_of(tensor, w_SC) | {"changed": changed}
         how["offset"] = tensor.start + piece.first_row * tensor.shape[1]
         one.change(piece.first_row, w_SC, grad_SC, lr, decay, how)

@@ -30,6 +30,7 @@ from keyhole.methods.dropout import ModelDropout
 from keyhole.methods.lomo.loss_scale import LossScale
 from keyhole.methods.lomo.shards import Shards
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
+from keyhole.methods.lomo.squares import Squares
 from keyhole.methods.step_numbers import Flags, StepNumbers
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.model.backward.reverse import Reverse
@@ -86,7 +87,7 @@ class LOMO(UpdateSink, Method):
         if not self.trained:
             raise UserError("every parameter is frozen: there is nothing to train")
         device = model.device
-        self.sum_squares = torch.zeros((), device=device)
+        self.squares = Squares(model.layout, device)
         self.bad = torch.zeros((), dtype=torch.int32, device=device)
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
         self.scale: torch.Tensor | None = None  # what gradients are multiplied by
@@ -159,7 +160,7 @@ class LOMO(UpdateSink, Method):
     def _may_update(self, loss: torch.Tensor) -> bool:
         """Reads the loss, and whether the step before this one broke off."""
         self.raise_if_broken()
-        for counter in (self.sum_squares, self.changed):
+        for counter in (self.squares, self.changed):
             counter.zero_()
         self.norm = None
         return bool(torch.isfinite(loss))
@@ -170,14 +171,14 @@ class LOMO(UpdateSink, Method):
         queued, and takes the step back."""
         if self.broken is not None and self.broken.arrived:
             self.raise_if_broken()
-        for counter in (self.sum_squares, self.changed):
+        for counter in (self.squares, self.changed):
             counter.zero_()
         self.norm, fine = None, torch.isfinite(loss)
         self.scale = self.static_scale
         self.scale.copy_(torch.where(fine, 1 / self._factor, torch.nan))
         if self._norm_first:
             reverse(NormSink(self), False)
-            self.norm = self.sum_squares.sqrt()
+            self.norm = self.squares.total().sqrt()
             fine = fine & torch.isfinite(self.norm)
             limit = torch.inf if self.max_grad_norm is None else self.max_grad_norm
             clip = (limit / (self.norm + 1e-6)).clamp(max=1.0) / self._factor
@@ -187,7 +188,7 @@ class LOMO(UpdateSink, Method):
         self.numbers.set(self.lr, self.step_count, self._beta)
         self._last_reverse(reverse)
         if self.norm is None and self.measures_norm:
-            self.norm = self.sum_squares.sqrt()
+            self.norm = self.squares.total().sqrt()
         self.bad.mul_(fine)
         self.broken = Flags(self.bad)
         (applied,) = found.read()
@@ -215,12 +216,12 @@ class LOMO(UpdateSink, Method):
         return 0.0
 
     def _update(self, reverse: Any) -> None:
-        self.scale = None if self.loss_scale is None else torch.full_like(self.sum_squares, 1 / self._factor)
+        self.scale = None if self.loss_scale is None else torch.full_like(self.static_scale, 1 / self._factor)
         if self._norm_first:
             reverse(NormSink(self), False)
             self._add_extra_squares()
             self._drop_extra_gradients()
-            self.norm = self.sum_squares.sqrt()
+            self.norm = self.squares.total().sqrt()
             finite = bool(torch.isfinite(self.norm))
             if self.loss_scale is not None:
                 self.loss_scale.update(finite)
@@ -233,7 +234,7 @@ class LOMO(UpdateSink, Method):
         self._last_reverse(reverse)
         if self.norm is None and self.measures_norm:
             self._add_extra_squares()
-            self.norm = self.sum_squares.sqrt()
+            self.norm = self.squares.total().sqrt()
         self._update_extra()
         if self.step_count == 1:
             self._refuse_hidden_gradients()

@@ -23,6 +23,7 @@ import torch
 from keyhole.methods.lomo import matrix_parts
 from keyhole.methods.lomo.matrix_parts import Piece
 from keyhole.methods.lomo.sink import NormSink, UpdateSink
+from keyhole.methods.lomo.squares import Squares
 from keyhole.methods.shards import GradientParts
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Unit
@@ -35,7 +36,7 @@ class Shards(GradientParts):
     def __init__(self, model: Model, method: Any) -> None:
         super().__init__(model)
         self.method = method
-        self.squares, self.changed = torch.zeros_like(method.sum_squares), torch.zeros_like(method.changed)
+        self.squares, self.changed = Squares(model.layout, model.device), torch.zeros_like(method.changed)
         self.sink: UpdateSink | NormSink
 
     @property
@@ -102,19 +103,19 @@ class Shards(GradientParts):
     def _own_sums(self) -> Iterator[None]:
         """A context in which the method counts what is this rank's part."""
         method = self.method
-        whole = method.sum_squares, method.changed
-        method.sum_squares, method.changed = self.squares, self.changed
+        whole = method.squares, method.changed
+        method.squares, method.changed = self.squares, self.changed
         try:
             yield
         finally:
-            method.sum_squares, method.changed = whole
+            method.squares, method.changed = whole
 
     def add_up(self) -> None:
         """At the end of a reverse: sums over all ranks."""
         method = self.method
-        found = torch.stack([self.squares.double(), self.changed.double(), method.bad.double()])
+        found = torch.stack([self.squares.total().double(), self.changed.double(), method.bad.double()])
         squares, changed, bad = self.ranks.gather(found).sum(dim=0)
-        method.sum_squares += squares.to(method.sum_squares.dtype)
+        method.squares.extra.add_(squares.float())
         method.changed += changed.to(method.changed.dtype)
         method.bad.copy_(bad > 0)
         for own in (self.squares, self.changed):

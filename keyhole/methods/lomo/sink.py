@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from keyhole import ops
+from keyhole.methods.lomo.squares import Squares
 from keyhole.methods.step_numbers import StepNumbers
 from keyhole.methods.weight_decay import WeightDecay
 from keyhole.model.model import Model
@@ -39,7 +40,7 @@ class UpdateSink:
     step_count: int
     scale: torch.Tensor | None  # what gradients are multiplied by
     norm: torch.Tensor | None  # of the whole gradient, once it is known
-    sum_squares: torch.Tensor
+    squares: Squares
     bad: torch.Tensor
     changed: torch.Tensor
     buffer: torch.Tensor  # of the largest matrix
@@ -64,7 +65,7 @@ class UpdateSink:
 
     def survey(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor, turn: int) -> None:
         """Adds a chunk's squares to those of its table."""
-        squares = self._measured_squares(grad)
+        squares = self._measured_squares(tensor, grad)
         self.table_squares[id(tensor.param)] = squares + self.table_squares.get(id(tensor.param), 0.0)
 
     def linear(self, tensor: FlatTensor, w_OI: torch.Tensor, dy_MO: torch.Tensor, x_MI: torch.Tensor) -> bool:
@@ -115,7 +116,7 @@ class UpdateSink:
             self.compensation[tensor.name] = torch.zeros_like(w)
         lost = self.compensation[tensor.name] if rounding == "kahan" else None
         where = {"offset": tensor.start, "seed": self.seed, "step": self.step_count}
-        sums = {"sum_squares": self.sum_squares if self._adds_to_norm and self.clip_group_norm is None else None}
+        sums = {"sum_squares": self.squares.of(tensor) if self._adds_to_norm and self.clip_group_norm is None else None}
         return {"rounding": rounding, "compensation": lost, "bad": self.bad, "changed": self.changed, **where, **sums}
 
     def _adds_directly(self, w: torch.Tensor) -> bool:
@@ -128,12 +129,12 @@ class UpdateSink:
         """Whether this reverse measures the norm of the whole gradient."""
         return self.norm is None and self.measures_norm
 
-    def _measured_squares(self, grad: torch.Tensor) -> torch.Tensor:
+    def _measured_squares(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor:
         """The sum of squares of a gradient, which also goes into the norm of the whole."""
-        squares = torch.zeros_like(self.sum_squares)
+        squares = torch.zeros((), device=grad.device)
         ops.sum_squares_(grad.contiguous(), squares, self.scale)
         if self._adds_to_norm:
-            self.sum_squares += squares
+            self.squares.of(tensor).add_(squares)
         return squares
 
     def _scale_of(self, tensor: FlatTensor, grad: torch.Tensor) -> torch.Tensor | None:
@@ -141,7 +142,7 @@ class UpdateSink:
         if self.clip_group_norm is None:
             return self.scale
         squares = self.table_squares.get(id(tensor.param))
-        return self._group_scale(self._measured_squares(grad) if squares is None else squares)
+        return self._group_scale(self._measured_squares(tensor, grad) if squares is None else squares)
 
     def _group_scale(self, squares: torch.Tensor) -> torch.Tensor:
         """The same from the sum of squares of a gradient: its norm is at most clip_group_norm afterwards."""
@@ -175,7 +176,8 @@ class NormSink:
         return True
 
     def gradient(self, tensor: FlatTensor, w: torch.Tensor, grad: torch.Tensor) -> None:
-        ops.sum_squares_(grad.contiguous(), self.method.sum_squares, self.method.scale, offset=tensor.start)
+        total, scale = self.method.squares.of(tensor), self.method.scale
+        ops.sum_squares_(grad.contiguous(), total, scale, offset=tensor.start)
 
     def unmet(self, tensor: FlatTensor) -> bool:
         return True

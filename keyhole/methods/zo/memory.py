@@ -19,7 +19,8 @@ from keyhole.methods.memory import forward_bytes
 from keyhole.methods.zo.defaults import DEFAULTS
 from keyhole.methods.zo.low_rank.parts import factor_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
-from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs
+from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
+from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs, recorded_numel, widest
 from keyhole.model.structure.layout import Layout
 
 KEPT_PERIODS = 20  # of a run that keeps all of its factors, for the plan
@@ -53,9 +54,11 @@ def _low_rank_bytes(
     block = max((u.numel for u in layout.of_kind("block")), default=0) if converted else 0
     copies = b * (2 * dense + 2 * pairs * layout.spine.numel + block)
     logits = forward_bytes(layout, streamed, work, room, pairs).logits  # the head is computed look by look
-    graphs = 0
-    if own.fold and launched_as_graphs(layout, at_once.tokens):  # each block's input and output
-        graphs = 2 * b * at_once.tokens * at_once.passes * layout.table.shape[1] * layout.block_count
+    graphs, tokens, hidden = 0, at_once.tokens, layout.table.shape[1]
+    if own.fold and launched_as_graphs(layout, tokens, SMALL_FLOP_WITH_FACTORS):  # each block's input and output
+        graphs = 2 * b * tokens * at_once.passes * hidden * layout.block_count
+        if not launched_as_graphs(layout, tokens):  # and what `planned` has only for smaller blocks
+            graphs += b * recorded_numel(tokens, at_once.passes, hidden, widest(layout))
     return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b) + graphs, logits=logits)
 
 

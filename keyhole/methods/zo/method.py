@@ -161,7 +161,7 @@ class ZO(Method):
 
     def run_passes(self, looks: Looks, steady: bool = True) -> list[torch.Tensor]:
         """Every unit is visited once: updated, perturbed, passed through. Returns the losses of all passes."""
-        with self.model.sweep("train"):
+        with self.model.sweep("train", of_all=True):
             self._perturb_spine(looks)
             if self.factors is not None:
                 hidden = shared_passes.run(self, looks, steady)

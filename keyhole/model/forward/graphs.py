@@ -38,6 +38,7 @@ from torch import nn
 from keyhole.model.structure.layout import ALIGN, FlatTensor, Unit
 
 SMALL_FLOP = 4e11  # of one block in one pass
+SMALL_FLOP_WITH_FACTORS = 2e12  # three launches per product, and each vector once per look: twice the host's work
 MAX_GRAPHS, MAX_OWN_GRAPHS = 128, 512
 WARM_UP_STEPS = 2  # in the ordinary way: libraries choose their kernels and reserve their workspaces
 
@@ -99,7 +100,8 @@ class BlockGraphs:
 
     def _is_small(self, unit: Unit, hidden: Any) -> bool:
         """Large products keep the GPU busy for longer than their launch takes; then a graph gains nothing."""
-        return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= SMALL_FLOP
+        limit = SMALL_FLOP if self.model.factors is None else SMALL_FLOP_WITH_FACTORS
+        return 2 * unit.numel * hidden.numel() // hidden.shape[-1] <= limit
 
     def _must_wait(self, key: tuple) -> bool:
         self.seen[key] = self.seen.get(key, 0) + 1

@@ -57,21 +57,29 @@ class ForwardBytes:
 
 def activation_bytes(layout: Layout, tokens: int, passes: int, element_bytes: int) -> int:
     """One running pass in the widest part of a block, the hidden states of all passes, and waiting widths."""
-    hidden = layout.table.shape[1]
-    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
-    wide = max((max(shape) for shape in matrices), default=hidden)
+    hidden, wide = layout.table.shape[1], widest(layout)
     cut = len(layout.of_kind("block")) > layout.block_count  # passes then also wait in the middle of an MLP
     running = tokens * (2 * hidden + (2 if layout.fused_relu else 3) * wide)
     waiting = tokens * passes * (2 * hidden + (wide if cut else 0))
-    recorded = tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden  # 3: as measured, always
-    graphs = recorded if launched_as_graphs(layout, tokens) else 0
+    graphs = recorded_numel(tokens, passes, hidden, wide) if launched_as_graphs(layout, tokens) else 0
     return int((running + waiting + graphs) * element_bytes * FRAGMENTATION)
 
 
-def launched_as_graphs(layout: Layout, tokens: int) -> bool:
+def widest(layout: Layout) -> int:
+    """The widest side of a matrix in a block."""
+    matrices = [t.shape[-2:] for u in layout.of_kind("block") for t in u.tensors if len(t.shape) > 1]
+    return max((max(shape) for shape in matrices), default=layout.table.shape[1])
+
+
+def recorded_numel(tokens: int, passes: int, hidden: int, wide: int) -> int:
+    """What blocks that are launched as graphs have besides."""
+    return tokens * (2 * hidden + 3 * wide) + tokens * passes * 2 * hidden  # 3: as measured, always
+
+
+def launched_as_graphs(layout: Layout, tokens: int, limit_flop: float = SMALL_FLOP) -> bool:
     """Whether blocks are whole and small enough (model/forward/graphs.py), with no router that the host reads."""
     blocks = layout.of_kind("block")
-    small = 2 * max((u.numel for u in blocks), default=0) * tokens <= SMALL_FLOP
+    small = 2 * max((u.numel for u in blocks), default=0) * tokens <= limit_flop
     return small and len(blocks) == layout.block_count > 0 and not layout.experts
 
 

@@ -22,8 +22,10 @@ from keyhole.ops.backend import INTERPRETED, jit, on_device, tl, use_kernel
 from keyhole.ops.rounding.round import round_nearest
 
 ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs: each must have many loads under way
-ROWS_OUT, COLUMNS = 32, 128
 LEAST = 16  # columns of tl.dot
+FEW = 4  # ranks up to this are added up without tl.dot, which would multiply by twelve columns of zeros
+FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 4
+ROWS_OUT, COLUMNS, WARPS_OUT = 32, 128, 4
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -61,6 +63,34 @@ def _narrow_kernel(
 
 
 @jit()
+def _narrow_few_kernel(
+    x_ptr, v_ptr, p_ptr, M, width, r, ROWS: tl.constexpr, DEPTH: tl.constexpr, RANK: tl.constexpr
+):  # fmt: skip
+    """The same for a rank of 1 to 4: a sum per row and column, each element of x used where it was read."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = x_ptr + row.to(tl.int64)[:, None] * width
+    sum_0 = tl.zeros([ROWS, DEPTH], tl.float32)
+    sum_1, sum_2, sum_3 = sum_0, sum_0, sum_0
+    for start in range(0, width, DEPTH):
+        i = start + tl.arange(0, DEPTH)
+        x = tl.load(at + i[None, :], (row < M)[:, None] & (i < width)[None, :], 0.0).to(tl.float32)
+        sum_0 += x * tl.load(v_ptr + i, i < width, 0.0).to(tl.float32)[None, :]
+        if RANK > 1:
+            sum_1 += x * tl.load(v_ptr + width + i, i < width, 0.0).to(tl.float32)[None, :]
+        if RANK > 2:
+            sum_2 += x * tl.load(v_ptr + 2 * width + i, i < width, 0.0).to(tl.float32)[None, :]
+        if RANK > 3:
+            sum_3 += x * tl.load(v_ptr + 3 * width + i, i < width, 0.0).to(tl.float32)[None, :]
+    tl.store(p_ptr + row * r, tl.sum(sum_0, axis=1), row < M)
+    if RANK > 1:
+        tl.store(p_ptr + row * r + 1, tl.sum(sum_1, axis=1), row < M)
+    if RANK > 2:
+        tl.store(p_ptr + row * r + 2, tl.sum(sum_2, axis=1), row < M)
+    if RANK > 3:
+        tl.store(p_ptr + row * r + 3, tl.sum(sum_3, axis=1), row < M)
+
+
+@jit()
 def _widen_kernel(
     p_ptr, b_ptr, bias_ptr, y_ptr, M, width, r, b_stride, bias_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -90,6 +120,12 @@ def narrow(x_MI: torch.Tensor, v_rI: torch.Tensor) -> torch.Tensor:
     if not use_kernel(x_MI.device) or not rows:
         return narrow_reference(x_MI, v_rI)
     p_Mr = torch.empty(rows, rank, device=x_MI.device)
+    if rank <= FEW:
+        flags = {"ROWS": FEW_ROWS, "DEPTH": FEW_DEPTH, "RANK": rank, "num_warps": FEW_WARPS}
+        with on_device(x_MI):
+            grid = (-(-rows // FEW_ROWS),)
+            _narrow_few_kernel[grid](x_MI, v_rI, p_Mr, rows, width, rank, **flags, enable_fp_fusion=False)
+        return p_Mr
     wide = max(LEAST, 1 << (rank - 1).bit_length())
     depth = DEPTH if x_MI.element_size() == 2 else DEPTH // 2
     flags = {"ROWS": ROWS_IN, "DEPTH": max(LEAST, depth * LEAST // wide), "RANK": wide, "PRECISION": "ieee"}
@@ -110,6 +146,6 @@ def widen(p_LMr: torch.Tensor, b_LrO: torch.Tensor, bias_LO: torch.Tensor | None
     strides = b_LrO.stride(0), 0 if bias_LO is None else bias_LO.stride(0)
     grid = (-(-rows // ROWS_OUT), -(-width // COLUMNS), looks)
     with on_device(p_LMr):
-        tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": 4, "enable_fp_fusion": False}
+        tile = {"ROWS": ROWS_OUT, "COLUMNS": COLUMNS, "num_warps": WARPS_OUT, "enable_fp_fusion": False}
         _widen_kernel[grid](p_LMr, b_LrO, bias_LO, y_LMO, rows, width, rank, *strides, **tile)
     return y_LMO

@@ -1,0 +1,38 @@
+"""The squared norm of the whole gradient, in bits that do not depend on the order in which gradients come.
+
+    ||g||^2 = sum over tensors t of s_t,        s_t = sum of the squares of t's gradient
+
+Which gradient comes first is a matter of how a reverse goes: products of linear layers are offered on the way, other
+gradients when autograd has them, and a recorded block (model/backward/recorded.py) hands over everything at its end.
+Sums of float32 depend on their order, and exact clipping multiplies every gradient by a function of this one. So each
+tensor, each chunk of a table and each expert has a place of its own, and the places are added up in the order of the
+layout. Bytes: 4 per place. Places stay where they are, so that launches that add to them can be recorded.
+"""
+
+from bisect import bisect_right
+
+import torch
+
+from keyhole.model.structure.layout import FlatTensor, Layout
+
+
+class Squares:
+    """s_t by tensor, and one sum more for parameters beside the model's."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        starts = {tensor.start for tensor in layout.tensors}
+        starts |= {unit.start for unit in layout.units if unit.rows is not None}
+        starts |= {t.expert(e).start for t in layout.tensors for e in range(t.experts)}
+        self.starts = sorted(starts)
+        self.sums = torch.zeros(len(self.starts) + 1, device=device)
+        *self.places, self.extra = self.sums.unbind()
+
+    def of(self, tensor: FlatTensor) -> torch.Tensor:
+        """Where the squares of this gradient, or of some elements of it, are added."""
+        return self.places[bisect_right(self.starts, tensor.start) - 1]
+
+    def total(self) -> torch.Tensor:
+        return self.sums.sum()
+
+    def zero_(self) -> None:
+        self.sums.zero_()
