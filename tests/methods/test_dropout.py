@@ -87,6 +87,7 @@ def test_a_second_run_of_a_block_sees_the_masks_of_the_first() -> None:
         assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+@in_every_run(lambda method: method in ("lomo", "adam-offload", "lsp", "adamw", "lora", "apollo-mini"))
 @pytest.mark.parametrize("method", FIRST_ORDER)
 def test_stopped_and_resumed_is_uninterrupted(method: str) -> None:
     """To the bit, and nobody else's generator moves."""

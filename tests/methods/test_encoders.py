@@ -96,6 +96,7 @@ def test_streamed_equals_resident(encoder: str, name: str) -> None:
     assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
 
 
+@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw", "lora", "galore"))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns(name: str) -> None:
     """On one batch, the loss falls, with the model's own dropout where the method uses it."""

@@ -57,6 +57,7 @@ def test_accuracy_rises(make: Make, method: str, steps: int) -> None:
     assert dev["eval_accuracy"] > 0.8 and dev["eval_loss"] < 0.5 and dev["eval_rows"] == dev["eval_questions"] == 40
 
 
+@in_every_run(lambda method: method in ("lora", "galore", "adalomo", "lomo-lora"))
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in HOW])
 def test_every_other_method_trains(make: Make, method: str) -> None:
     """The loss of two steps is finite, and what is saved loads again."""

@@ -68,6 +68,7 @@ def lozo(model: keyhole.Model, steps: int, q: int) -> None:
             p.param.data.copy_(w - 1e-2 * sum(g[i] / q * z(p, t, i) for i in range(q)))
 
 
+@in_every_run(lambda name: name != "llama")
 @pytest.mark.parametrize("name, q", [("llama", 1), ("opt", 2), ("gpt2", 1), ("falcon", 1)])
 def test_equals_lozo(name: str, q: int) -> None:
     """Five steps of periods of three, the last one unfinished: the weights as saved are the book's, up to rounding."""

@@ -80,7 +80,7 @@ METHODS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@in_every_run(lambda method, dtype: dtype == "bfloat16" or method in ("lomo", "adalomo", "lora"))
+@in_every_run(lambda method, dtype: dtype == "bfloat16" or method == "lomo")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_streamed_experts_learn_like_resident_ones(method: str, dtype: str) -> None:

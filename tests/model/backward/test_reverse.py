@@ -22,6 +22,7 @@ FAMILIES = ["llama", "qwen2", "opt", "gpt2", "mixtral"]  # untied, tied, biases,
 TWO = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
 
 
+@in_every_run(lambda options, count: count == 1 or options.get("activations") != "none")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"activations": "none"}, {"activations": "host"}])
 @pytest.mark.parametrize("count", [1, 2])
