@@ -91,14 +91,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's curve is an empty file, and prompts for its page are not answered, but in tests with the mark `picture`:
-    both cost more than a short run."""
-    if "picture" in request.keywords:
-        return
-    if "keyhole.training.reports" in sys.modules:
+    """A run's curve is an empty file, but in tests with the mark `picture`, and prompts for its page are not answered,
+    but in those with the mark `answers`: both cost more than a short run."""
+    if "keyhole.training.reports" in sys.modules and "picture" not in request.keywords:
         draw = lambda metrics, picture, title: picture.write_bytes(b"") == 0  # noqa: E731
         monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
-    if "keyhole.training.loop" in sys.modules:
+    if "keyhole.training.loop" in sys.modules and "answers" not in request.keywords:
         none = lambda model, dataset, step, *about: Answers(step, "")  # noqa: E731
         monkeypatch.setattr("keyhole.training.loop.generated", none)
 

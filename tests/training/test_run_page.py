@@ -21,7 +21,7 @@ from keyhole.training.run_page import EVERY_S, RunPage
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
 
-pytestmark = pytest.mark.picture  # and of prompts that are answered
+pytestmark = pytest.mark.answers
 
 
 def directory(config: TrainConfig) -> Path:
