@@ -33,6 +33,7 @@ ADAPTERS = {"lora", "lomo-lora"}  # adapters beside the model: saved by waiting
 CASES = [(method, "resident", "float32") for method in METHODS if method not in ADAPTERS]
 CASES += [(method, "stream", "bfloat16") for method in METHODS if method in STREAMING]
 CASES += [("zo", "resident", "bfloat16"), ("zo", "stream", "fp8")]
+SHARED = [(name, "resident") for name in ("sgd", "lomo", "adalomo")]  # the same code as others' cases
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -77,7 +78,11 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_POOL = [case for case in CASES if case[0] in ("zo", "adamw", "adam-offload")]
 
 
-@in_every_run(lambda method, dtype, pool: pool == "half" or (method == "zo") == (dtype == "bfloat16"))
+@in_every_run(
+    lambda method, placement, dtype, pool: (
+        (method, placement) not in SHARED and (pool == "half" or (method == "zo") == (dtype == "bfloat16"))
+    )
+)
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize(
     ("method", "placement", "dtype", "pool"), [(*c, "half") for c in CASES] + [(*c, "none") for c in NO_POOL]
