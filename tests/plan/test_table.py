@@ -23,6 +23,7 @@ from keyhole.plan.page import make_page
 from keyhole.plan.profiles import PROFILES, profile_of
 from keyhole.plan.seconds import step_seconds
 from keyhole.plan.table import PLACEMENTS, Question, plan_row, rows
+from tests.matrix import in_every_run
 
 BF16 = torch.bfloat16
 
@@ -58,6 +59,7 @@ def test_every_method_has_a_row_in_every_placement_that_it_can_have() -> None:
     assert {"fp8", "fp32", None} <= {row.wire for row in table if METHODS[row.method].sweep == "forward"}
 
 
+@in_every_run(lambda name: name in ("zo", "lomo", "adam-offload", "lsp", "lora"))
 @pytest.mark.parametrize("name", [name for name, row in METHODS.items() if row.streams])
 def test_the_bytes_are_those_of_the_engine(name: str) -> None:
     """A row with a budget has the peak, and the streamed bytes, that loading would decide and print."""
