@@ -203,3 +203,26 @@ def test_parts_overlap() -> None:
     assert step_seconds(METHODS["zo"].planned_work(
         asked.find(llama_7b()), set(), asked.workload(METHODS["zo"]), placement.Room(Wire(BF16), 0), asked.rates
     ), asked.rates, rows=4096, itemsize=2).link == 0  # fmt: skip
+
+
+def test_adapters_are_planned_as_they_were_measured() -> None:
+    """GPU memory within 10 %, seconds within 15 % of a run on an H200, kept activations among them."""
+    found = json.loads(Path("benchmarks/frozen_base_h200_2026-11-16.json").read_text())["rows"]
+    measured = {row["name"]: row for row in found}
+    shape = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 14336}
+    module = build(LlamaConfig(**shape, num_key_value_heads=8, vocab_size=128256), BF16)
+    auto, block = METHODS["lora"].settings(r=8), METHODS["lora"].settings(r=8, activations="block")
+    cases = [
+        ("bf16, resident", "resident", None, auto, 140),
+        ("int4, resident", "resident", "int4", auto, 140),
+        ("bf16, resident, blocks run twice", "resident", None, block, 140),
+        ("int4, resident, blocks run twice", "resident", "int4", block, 140),
+        ("bf16, streamed in 4GiB", "stream", None, auto, 4),
+        ("int4, streamed in 4GiB", "stream", "int4", auto, 4),
+    ]
+    for name, where, wire, own, gib in cases:
+        asked = question(module, gpu_gib=gib, batch=4, length=1024, settings={"lora": own})
+        row = plan_row(asked, METHODS["lora"], where, wire)
+        assert row is not None
+        assert row.gpu_bytes == pytest.approx(measured[name]["gpu"], rel=0.10), name
+        assert row.step_seconds == pytest.approx(measured[name]["step_s"], rel=0.15), name
