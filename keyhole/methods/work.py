@@ -57,7 +57,7 @@ class StepWork:
     """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
     whoever makes them; host_bytes: state in host memory; saved_bytes: state in a
     checkpoint, beside the weights; kept_bytes: activations that are kept on the device because there is room, beyond
-    what the step needs."""
+    what the step needs; together: passes whose rows go through one product."""
 
     products: float = 0.0
     touched: float = 0.0
@@ -69,6 +69,7 @@ class StepWork:
     host_bytes: int = 0
     saved_bytes: int = 0
     kept_bytes: int = 0
+    together: int = 1
 
     def plus(self, **more: float) -> "StepWork":
         """With so much more of some parts."""

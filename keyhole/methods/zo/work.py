@@ -60,4 +60,5 @@ def _low_rank_work(
     folds = 1 / own.refresh if own.fold else 0.0
     touched += 2 * folds * sum(unpacked_bytes(layout.units[i], room) for i in blocks)
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
-    return replace(found, kernels=found.kernels / looks * 1.5).plus(touched=touched, down=down)
+    found = replace(found, kernels=found.kernels / looks * 1.5, together=looks)
+    return found.plus(touched=touched, down=down)
