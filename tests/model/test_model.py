@@ -241,6 +241,7 @@ def test_a_narrow_wire_moves_fewer_bytes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@in_every_run(lambda name, seed: seed == 0 or name in ("llama", "mixtral"))
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "qwen2", "gemma3", "mixtral", "qwen3_next", "mamba"])
 @pytest.mark.parametrize("seed", range(3))
 def test_streamed_equals_resident_on_a_gpu(name: str, seed: int) -> None:
