@@ -20,7 +20,7 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 # Bytecode is kept whatever the environment says: both workers, and every process that a test starts, import the same files
 PYTEST := PYTHONDONTWRITEBYTECODE= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test check run-tests lint style types fix docs setup clean
+.PHONY: demo test check matrix run-tests lint style types fix docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/keyhole demo
@@ -30,6 +30,9 @@ test: style  # types are checked beside the tests: the first time takes half a m
 
 check: style  # before every commit: the core tests of every package, in two minutes
 	$(MAKE) --no-print-directory -j 2 types run-tests TESTS="$(CORE)"
+
+matrix: $(STAMP)  # of properties over families, methods and dtypes, the cases that `make test` leaves out
+	$(PYTEST) -m matrix
 
 run-tests: $(STAMP)
 	$(PYTEST) $(TESTS)

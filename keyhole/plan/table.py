@@ -193,7 +193,7 @@ def make_row(
     sweeps = 2 if traits.sweep == "reverse" else 1
     itemsize = question.dtype.itemsize
     seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize, units=sweeps * len(streamed))
-    gpu = traits.planned_bytes(layout, streamed, work, room).total
+    gpu = traits.planned_bytes(layout, streamed, work, room).total + asked.kept_bytes
     process = PROCESS_BYTES[question.rates.gpu_bytes is not None]
     away = host_bytes(layout, streamed, room.formats)
     host = away + asked.host_bytes + process

@@ -56,7 +56,7 @@ def test_a_journal_is_the_run(make: Make, tmp_path: Path, case: str) -> None:
     out = Path(through.output_dir)
     replay(through.model, out, tmp_path / "again", device="cpu", say=lambda line: None)
     assert same(weights(out), weights(tmp_path / "again")) and not same(weights(out), weights(through.model))
-    for kept in (2, 4):
+    for kept in (2, 4) if case == "auto" else (4,):  # within a search for a rate (STEPS), and after it
         killed = Path(shutil.copytree(out, tmp_path / f"killed-{kept}"))
         for path in (killed / "model.safetensors", *killed.glob("checkpoint-*")):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -82,7 +82,7 @@ class Replayed:
 def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: Say = print, **where: Any) -> Replayed:
     """Writes the model that a journal leads to from `base` (a directory, a hub id, or demo) to the directory `out`.
 
-    steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (loading.py).
+    steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (keyhole.load).
     """
     begin_s, base = time.perf_counter(), assets.locate(base, assets.MODEL)
     if out.exists() and not out.is_dir():

@@ -18,6 +18,7 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
+from tests.matrix import in_every_run
 
 VARIANTS = {
     "fp32": {},
@@ -33,6 +34,8 @@ VARIANTS = {
     "low rank, kept": {"zo": ZOConfig(rank=2, refresh=2, fold=False)},
     "not deferred": {"zo": ZOConfig(deferred_update=False, clip=0.5)},
 }  # fmt: skip
+
+FROM_THE_BASE = ("fp32", "fp8 on the link", "low rank, within a period", "not deferred")  # others: from a checkpoint
 
 
 @pytest.fixture
@@ -151,6 +154,7 @@ def forget(config: TrainConfig, *names: str) -> None:
         shutil.rmtree(target) if target.is_dir() else target.unlink()
 
 
+@in_every_run(lambda variant, gone: (len(gone) == 2) == (variant in FROM_THE_BASE))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("gone", [("checkpoint-5",), ("checkpoint-5", "checkpoint-2")])
 def test_resume_replays_what_no_checkpoint_holds(
