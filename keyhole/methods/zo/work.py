@@ -62,5 +62,6 @@ def _low_rank_work(
     touched += 2 * folds * sum(unpacked_bytes(layout.units[i], room) for i in blocks)
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
     kept = 0 if own.fold else kept_terms(layout, own, work.steps)
+    found = found.plus(products=work.passes * work.tokens * kept)  # two operations per number; of a run, half of them
     found = replace(found, kernels=found.kernels / looks * 1.5, together=looks)
     return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)
