@@ -80,7 +80,7 @@ def start(wire: str, learns: bool, config: TrainConfig, args: argparse.Namespace
     """A model in one format."""
     source = assets.locate(config.model, assets.MODEL)
     model = keyhole.load(source, dtype=args.dtype, wire=wire, device=args.device)
-    method = keyhole.ZO(model, args.lr, seed=args.seed, distribution=args.distribution)
+    method = keyhole.ZO(model, args.lr, seed=args.seed, distribution=args.distribution, fp8_steps=args.steps + 1)
     return Run(wire, learns, model, method, load_data(data_settings(config, None)))
 
 
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         args.steps, args.every, args.questions = QUICK["steps"], QUICK["every"], QUICK["questions"]
     if args.model is not None and args.task_data is None:
         parser.error("MODEL needs TASK_DATA, the directory with the task's files")
-    args.lr = args.lr or (2e-5 if args.model is None else 2e-6)
+    args.lr = args.lr or (2e-5 if args.model is None else 8e-6)
     if args.device == "cpu":
         torch.set_num_threads(1)
     found = compare(args)
