@@ -75,7 +75,9 @@ class Question:
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
         clips = self.clips and row.sweep != "forward"  # a forward sweep has no norm to clip by
         share = experts_share(self.module.config)
-        return Workload(row.name, tokens, passes, own, clips, length=self.length, experts=share)
+        return Workload(
+            row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=int(self.steps * row.steps)
+        )
 
 
 @dataclass(frozen=True)
@@ -237,3 +239,4 @@ class _Run:
     placement: str
     max_grad_norm: float | None = None
     weight_decay: float = 0.0
+    max_steps: int | None = None

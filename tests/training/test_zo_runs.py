@@ -25,6 +25,12 @@ CASES: dict[str, dict[str, Any]] = {
     "meazo": {"learning_rate": 1e-3, "zo": ZOConfig(estimator="meazo"), "placement": "stream", "dtype": "bfloat16"},
     "low rank": {"learning_rate": 1e-2, "zo": ZOConfig(rank=2, refresh=3), "placement": "stream", "dtype": "bfloat16"},
     "low rank, auto": {"learning_rate": "auto", "zo": ZOConfig(rank=2, refresh=4, fold=False)},
+    "low rank, folded sums": {
+        "learning_rate": 1e-2,
+        "zo": ZOConfig(rank=2, refresh=1, fold=False, fold_periods=3, fold_error=0.2),
+        "placement": "stream",
+        "dtype": "bfloat16",
+    },
     "auto": {"learning_rate": "auto"},
     "auto, meazo": {"learning_rate": "auto", "zo": ZOConfig(estimator="meazo"), "lr_scheduler_type": "linear"},
     "auto, fzoo": {"learning_rate": "auto", "zo": ZOConfig(estimator="fzoo", directions=2), "dtype": "bfloat16"},
@@ -95,6 +101,21 @@ def test_one_row_has_no_halves(make: Make) -> None:
     config = make("one", **settings("auto") | {"batch_size": 1, "gradient_accumulation_steps": 1})
     with pytest.raises(UserError, match=r"learning_rate: auto .* this step has one; raise batch_size"):
         train(config)
+
+
+def test_long_runs_in_8_bits_are_wanted_by_somebody(make: Make, capsys: pytest.CaptureFixture) -> None:
+    """Where the data decide on the steps, they are counted before anything is loaded; a number that allows them, kept
+    factors or more bits let the run begin."""
+    asked = settings("low rank") | {"wire": "fp8", "max_steps": None, "num_train_epochs": 2}
+    with pytest.raises(UserError, match=r"wire: fp8 .* 6 steps are more than zo.fp8_steps=5: .* zo.fp8_steps=6"):
+        train(make("long", **asked | {"zo": ZOConfig(fp8_steps=5)}))
+    for name, change in {
+        "wanted": {"zo": ZOConfig(fp8_steps=6)},
+        "kept": {"zo": ZOConfig(rank=2, fold=False, fp8_steps=5)},
+        "bf16": {"zo": ZOConfig(fp8_steps=5), "wire": "bf16"},
+    }.items():
+        assert train(make(name, **asked | change), dry_run=True) == 0
+    assert "6 (num_train_epochs=2)" in capsys.readouterr().out
 
 
 def test_kept_factors_make_light_checkpoints(make: Make, tiny_data: Path, tmp_path: Path) -> None:
