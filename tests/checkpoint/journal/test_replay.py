@@ -58,6 +58,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@in_every_run(lambda variant: variant not in FROM_THE_BASE or variant == "fp32")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path, variant: str) -> None:
     """Base and journal give the weights of the run, bit for bit, as a directory like the run's own."""

@@ -83,7 +83,7 @@ def test_equals_lozo(name: str, q: int) -> None:
         assert moved > 1e-5 and float((found - expected).abs().max()) < 2e-3 * moved, tensor
 
 
-@in_every_run(lambda name, dtype: dtype == "bfloat16" or name == "gpt2")
+@in_every_run(lambda name, dtype: (dtype == "bfloat16") == (name != "gpt2") and name != "qwen3")
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "qwen3", "bloom"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streamed_equals_resident(name: str, dtype: str) -> None:
