@@ -97,6 +97,8 @@ class Row:
     fits: bool
     missing: str = ""
     """What it lacks, where it does not fit."""
+    refused: str = ""
+    """Why `keyhole train` would not take a run of so many steps without another setting."""
     on_gpu: float = 1.0
     """Share of the weights that stays there."""
     seconds: StepSeconds | None = None
@@ -210,6 +212,7 @@ def make_row(
         )
         if need > have
     ]
+    faults = traits.faults(work.settings, _Run(None, wire, placement, max_steps=work.steps))
     return Row(
         method=traits.name,
         placement=placement,
@@ -223,6 +226,7 @@ def make_row(
         bound_by=seconds.bound_by,
         fits=not lacks,
         missing=" and ".join(lacks),
+        refused="; ".join(why for _, why in faults),
         on_gpu=1 - away / max(1, total),
         seconds=seconds,
         full=not traits.keeps_base,

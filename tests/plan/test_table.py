@@ -258,3 +258,15 @@ def test_low_rank_is_planned_as_it_was_measured(
     later = 0.75 * GIB if own.get("fold") is False else 0.0
     found = measured["device"]["reserved_bytes"]
     assert 0.9 * found <= row.gpu_bytes <= 1.1 * found + later
+
+
+def test_what_a_run_would_be_refused_for_is_not_recommended() -> None:
+    """Twenty thousand steps in fp8 need a setting; where nothing else fits, the row is named all the same."""
+    table = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",)))
+    by_wire = {row.wire: row for row in table if row.placement == "stream"}
+    assert "zo.fp8_steps" in by_wire["fp8"].refused and not by_wire[None].refused
+    fp8, plain = (replace(by_wire[wire], fits=True, hours=hours) for wire, hours in (("fp8", 1.0), (None, 9.0)))
+    assert recommend.recommended([fp8, plain]) is plain
+    assert recommend.recommended([fp8, replace(plain, fits=False)]) is fp8
+    few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=100))
+    assert not any(row.refused for row in few)
