@@ -95,8 +95,8 @@ def _faults(config: TrainConfig) -> Iterator[Finding]:
     wires = row.all_wires(getattr(config, row.section))
     if config.wire is not None and config.wire not in wires:
         other = f"use {', '.join(wires)}" if wires else "set wire=null and choose dtype"
-        beside = [m.name for m in METHODS.values() if config.wire in m.frozen_wires(getattr(config, m.section))]
-        other += f"; a method that learns beside such weights: {', '.join(beside)}" if beside else ""
+        beside = [how for m in METHODS.values() if (how := m.beside(config.wire, getattr(config, m.section)))]
+        other += f"; methods that learn beside such weights: {', '.join(beside)}" if beside else ""
         yield Finding("wire", f"{config.method} cannot update weights that are stored as {config.wire}; {other}")
     if not row.streams and config.placement == "stream":
         streams = streaming_methods()

@@ -5,6 +5,8 @@
 The lines do not name files, so the same weights in other shards have the same hash; a CRC suffices because the
 question is "did you give me the right directory?" and not "is somebody lying?". Tensors are read in parallel
 (zlib lets other threads run): a few GB/s, and right after a load mostly from the page cache.
+
+Of a GGUF file a line has the type as it is there (Q4_1), and the CRC of the bytes as they lie in the file.
 """
 
 import hashlib
@@ -18,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.gguf import GGUFShard, gguf_files
 from keyhole.disk.weight_files import is_pickled
 from keyhole.errors import UserError
 
@@ -85,8 +88,8 @@ def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> s
     if is_pickled(directory):
         return hash_of(_pickled_lines(directory))
     try:
-        parts = []
-        for path in weight_files(directory):
+        parts = _gguf_parts(directory)
+        for path in weight_files(directory) if not parts else []:
             header, begin = read_header(path)
             parts += [(path, begin, name, about) for name, about in header.items()]
         with ThreadPoolExecutor(READERS) as pool:
@@ -99,6 +102,18 @@ def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> s
 def hash_of(lines: Iterable[str]) -> str:
     """The hash of lines in any order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _gguf_parts(directory: Path) -> list[tuple[Path, int, str, dict[str, Any]]]:
+    """The tensors of GGUF files, where the weights are in such files alone; none otherwise."""
+    if (directory / INDEX).exists() or (directory / SINGLE).exists():
+        return []
+    parts = []
+    for path in (directory / name for name in gguf_files(directory)):
+        for name, entry in GGUFShard(path).entries.items():
+            about = {"dtype": entry.form, "shape": list(entry.shape), "data_offsets": (entry.begin, entry.end)}
+            parts.append((path, 0, name, about))
+    return parts
 
 
 def _pickled_lines(directory: Path) -> list[str]:

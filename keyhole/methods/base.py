@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 AUTO_RATE = "auto"  # a learning rate that the method finds by itself
+FROZEN_WIRES = ("int8", "int4", "nf4")  # formats whose weights are never changed (ops/lowbit.py)
 Fault = tuple[str, str]  # a key of the config, and what is wrong with its value
 
 
@@ -156,6 +157,8 @@ class Traits:
     """Formats that weights may have at rest and on the link, beside the dtype of compute."""
     frozen_wires: Callable[[Any], tuple[str, ...]] = lambda settings: ()
     """Further formats, whose weights cannot be changed: those that the method takes with these settings."""
+    frozen_by: str = ""
+    """Own settings with which it takes them, where its defaults do not; for messages."""
     underflow_safe: bool = False
     """float16 is safe: the method has no gradients, or scales its loss."""
     journaled: bool = False
@@ -203,6 +206,12 @@ class Traits:
     def all_wires(self, own: Any) -> tuple[str, ...]:
         """Every format that the method takes with these settings."""
         return (*self.wires, *self.frozen_wires(own))
+
+    def beside(self, wire: str, own: Any) -> str:
+        """How this method learns beside weights in a format that cannot be changed, in words; "": not at all."""
+        if wire in self.frozen_wires(own):
+            return self.name
+        return f"{self.name} with {self.frozen_by}" if self.frozen_by and wire in FROZEN_WIRES else ""
 
     def from_original(self, own: Any) -> bool:
         """Whether a run with these own settings goes on from the original model, and not from a checkpoint's."""

@@ -298,10 +298,10 @@ def dry_lines(config: TrainConfig, choice: select.Choice, data: Data) -> list[li
     formats, said = choose_format(module, directory, chosen.dtype, config.wire)
     layout, placed = place(module, config.placement, config.gpu_memory, formats, device, workload(config, data))
     where = [start_block.device_line(config.device, device), str(chosen), *said]
-    weights = "weights: on the hub, not checked"
+    weights = ["weights: on the hub, not checked"]
     if Path(source).is_dir():
         weights = check_weights(module, layout, Path(source), fresh_head=config.head is not None)
-    model = [*start_block.model_lines(module, layout, chosen.dtype), weights]
+    model = [*start_block.model_lines(module, layout, chosen.dtype), *weights]
     return [model, [*where, *placed.reasons, start_block.kernels()]]
 
 

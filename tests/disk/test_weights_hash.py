@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from keyhole.disk.weights_hash import content_hash, read_header
 from keyhole.errors import UserError
+from tests.disk.published import write_gguf
 
 
 def test_files_do_not_matter_and_bits_do(tiny_model: Path, tmp_path: Path) -> None:
@@ -40,3 +41,18 @@ def test_bin_files_hash_as_the_same_tensors_in_safetensors(tiny_model: Path, tmp
     """A run's journal names its base by this hash, whichever format the base was published in."""
     torch.save(load_file(tiny_model / "model.safetensors"), tmp_path / "pytorch_model.bin")
     assert content_hash(tmp_path) == content_hash(tiny_model)
+
+
+def test_a_gguf_has_a_hash_of_its_bytes(tiny_model: Path, tmp_path: Path) -> None:
+    """So that a run on it has a journal, and can be resumed: the same file under another name, and one flipped bit."""
+    write_gguf(tiny_model, tmp_path / "in", "Q8_0")
+    found, file = content_hash(tmp_path / "in"), next((tmp_path / "in").glob("*.gguf"))
+    file = file.rename(file.with_name("other.gguf"))
+    assert content_hash(tmp_path / "in") == found and len(found) == 64
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert content_hash(tmp_path / "in") != found
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="ends before the data of"):
+        content_hash(tmp_path / "in")

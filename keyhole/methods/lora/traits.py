@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from keyhole.limits import BelowOne, Count, Positive
-from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activations
+from keyhole.methods.base import FROZEN_WIRES, Demo, Fault, RunSettings, Traits, host_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ LORA = Traits(
     device_bytes="keyhole.methods.lora.memory:device_bytes",
     step_work="keyhole.methods.lora.memory:step_work",
     wires=("fp32", "bf16", "fp16"),
-    frozen_wires=lambda own: ("int8", "int4", "nf4"),
+    frozen_wires=lambda own: FROZEN_WIRES,
     keeps_base=True,
     by_expert=lambda own: True,
     faults=_faults,

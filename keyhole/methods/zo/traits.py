@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
-from keyhole.methods.base import Advice, Demo, Fault, RunSettings, Traits
+from keyhole.methods.base import FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
 from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
 from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 
@@ -127,7 +127,8 @@ ZO = Traits(
     step_work="keyhole.methods.zo.work:step_work",
     steps=20.0,  # MeZO trains 20,000 steps where fine-tuning takes 600 to 1,000
     wires=("fp32", "bf16", "fp16", "fp8"),
-    frozen_wires=lambda own: ("int8", "int4", "nf4") if _keeps_factors(own) else (),
+    frozen_wires=lambda own: FROZEN_WIRES if _keeps_factors(own) else (),
+    frozen_by="zo.rank=2 zo.fold=false",
     underflow_safe=True,
     journaled=True,
     announces="pages",

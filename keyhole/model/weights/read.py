@@ -18,6 +18,7 @@ from keyhole.machine.progress import tell
 from keyhole.model.model import Model
 from keyhole.model.structure.layout import FlatTensor, Layout
 from keyhole.model.structure.skeleton import auto_class, saved_buffers
+from keyhole.model.weights.unused import find_unused, unused_line
 
 Target = FlatTensor | torch.Tensor
 
@@ -31,6 +32,7 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
     if names is None:
         return _fill_by_transformers(model, directory, dtype, may_lack)
     check_shapes(model.layout, stored, names, directory)
+    _say(model, unused_line(find_unused(model.module, stored, names, directory)))
     targets: dict[str, Target] = {t.name: t for t in model.layout.tensors} | saved_buffers(model.module)
     done, total = 0, sum(tensor.shape.numel() for tensor in model.layout.tensors) * dtype.itemsize
     for file in sorted({stored[name].file for name in names.values()}):
@@ -43,10 +45,28 @@ def fill_from(model: Model, directory: Path, dtype: torch.dtype, fresh_head: boo
                 if isinstance(target, FlatTensor) and model.homes.takes_codes(target, source.grid):
                     model.homes.put_codes(target, *source.codes(directory, in_file))
                 else:
-                    _fill(model, target, source.read(directory, in_file) if source.form else shard.get_tensor(in_file))
+                    found = source.read(directory, in_file) if source.form else shard.get_tensor(in_file)
+                    _check_numbers(target, found, f"{directory / file} holds {in_file}")
+                    _fill(model, target, found)
                 done += target.shape.numel() * dtype.itemsize
                 tell("reading weights", done, max(done, total), "bytes")
     return [tensor for tensor in model.layout.tensors if tensor.name not in names]
+
+
+def _say(model: Model, lines: list[str]) -> None:
+    """Adds lines to what is said of the model, once."""
+    if model.placed is not None:
+        model.placed.reasons += [line for line in lines if line not in model.placed.reasons]
+
+
+def _check_numbers(target: Target, found: torch.Tensor, what: str) -> None:
+    """UserError where a file has whole numbers for a weight: codes of a format that is not read here."""
+    if not found.is_floating_point() and (isinstance(target, FlatTensor) or target.is_floating_point()):
+        kind = str(found.dtype).removeprefix("torch.")
+        raise UserError(
+            f"model: {what} in {kind}: codes of quantised weights, in a format that is not read here; dequantize the "
+            "model first, or fetch it in 16 bits"
+        )
 
 
 def _head_names(module: nn.Module) -> frozenset[str]:
@@ -100,19 +120,20 @@ def check_shapes(layout: Layout, stored: Mapping[str, Stored], names: dict[str, 
             raise UserError(f"model: {file} holds {tensor.name} with shape {found.shape}; config.json says {expected}")
 
 
-def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head: bool = False) -> str:
-    """What a load would find, from the headers alone: UserError, or a line that says what is there. fresh_head: as in
+def check_weights(module: nn.Module, layout: Layout, directory: Path, fresh_head: bool = False) -> list[str]:
+    """What a load would find, from the headers alone: UserError, or lines that say what is there. fresh_head: as in
     `fill_from`."""
     stored = stored_tensors(directory)
     names = match_names(module, layout, stored, _head_names(module) if fresh_head else frozenset())
     files = len({one.file for one in stored.values()})
     count = f"{len(stored)} tensors in {files} {'file' if files == 1 else 'files'}"
     if names is None:
-        return f"weights: {count}, whose names Transformers will have to match; not checked further"
+        return [f"weights: {count}, whose names Transformers will have to match; not checked further"]
     check_shapes(layout, stored, names, directory)
+    left = unused_line(find_unused(module, stored, names, directory))
     drawn = [t.name for t in layout.tensors if t.name not in names]
     rest = f"complete but for {', '.join(drawn)}, drawn by the seed," if drawn else "complete"
-    return f"weights: {count}, {rest} and of the shapes that the config says"
+    return [f"weights: {count}, {rest} and of the shapes that the config says", *left]
 
 
 def _fill_by_transformers(
@@ -128,6 +149,7 @@ def _fill_by_transformers(
     fresh = may_lack & set(info["missing_keys"])
     if missing := sorted(set(info["missing_keys"]) - fresh):
         raise UserError(f"model: {directory} lacks {missing[0]} ({len(missing)} tensors); is it the right checkpoint?")
+    _say(model, unused_line(sorted(info["unexpected_keys"])))
     theirs = dict(other.named_parameters(remove_duplicate=False))
     for tensor in (t for t in model.layout.tensors if t.name not in fresh):
         source = theirs.pop(tensor.name)
