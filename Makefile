@@ -11,7 +11,7 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 	tests/model/forward/test_lockstep.py tests/model/forward/test_head.py tests/model/forward/test_memory.py \
 	tests/methods/test_table.py tests/methods/zo/test_write_back.py tests/methods/lomo/test_adalomo.py tests/methods/lsp/test_fit.py \
 	tests/methods/lsp/test_memory.py tests/methods/adam_offload/test_exchange.py tests/methods/adam_offload/test_state.py \
-	tests/methods/apollo_mini tests/methods/baselines/test_galore.py tests/plan tests/data/test_formats.py tests/data/test_render.py \
+	tests/methods/apollo_mini tests/methods/baselines/test_galore.py tests/plan tests/loading/test_load.py tests/data/test_formats.py tests/data/test_render.py \
 	tests/data/test_loader.py tests/checkpoint/test_files.py tests/checkpoint/journal/test_format.py tests/eval/test_tasks.py \
 	tests/eval/test_scoring.py tests/config/test_types.py tests/config/test_rules.py tests/report tests/training/test_schedule.py tests/training/test_resume.py \
 	tests/training/test_rundir.py tests/training/test_metrics.py tests/demo/test_report.py tests/compare/test_file.py \
@@ -20,7 +20,7 @@ CORE := tests/test_layers.py tests/test_docs.py tests/test_configs.py tests/test
 # Bytecode is kept whatever the environment says: both workers, and every process that a test starts, import the same files
 PYTEST := PYTHONDONTWRITEBYTECODE= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test check run-tests lint style types fix docs setup clean
+.PHONY: demo test check matrix run-tests lint style types fix docs setup clean
 
 demo: $(STAMP)
 	$(BIN)/keyhole demo
@@ -30,6 +30,9 @@ test: style  # types are checked beside the tests: the first time takes half a m
 
 check: style  # before every commit: the core tests of every package, in two minutes
 	$(MAKE) --no-print-directory -j 2 types run-tests TESTS="$(CORE)"
+
+matrix: $(STAMP)  # of properties over families, methods and dtypes, the cases that `make test` leaves out
+	$(PYTEST) -m matrix
 
 run-tests: $(STAMP)
 	$(PYTEST) $(TESTS)

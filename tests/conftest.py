@@ -7,6 +7,7 @@ directory. Tests that change a directory copy it first.
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from keyhole.report.story import Answers
+from tests.matrix import mark_the_rest
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # tests trace and generate no code: no pool of processes
 gc.disable()  # until all is imported: imports make no garbage worth a walk through all that is there
 settings.register_profile("keyhole", deadline=None)  # the machine may be busy; slow is not wrong
 settings.load_profile("keyhole")
@@ -86,10 +91,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run's curve is an empty file, but in tests with the mark `picture`: drawing costs more than a short run."""
+    """A run's curve is an empty file, but in tests with the mark `picture`, and prompts for its page are not answered,
+    but in those with the mark `answers`: both cost more than a short run."""
     if "keyhole.training.reports" in sys.modules and "picture" not in request.keywords:
         draw = lambda metrics, picture, title: picture.write_bytes(b"") == 0  # noqa: E731
         monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
+    if "keyhole.training.loop" in sys.modules and "answers" not in request.keywords:
+        none = lambda model, dataset, step, *about: Answers(step, "")  # noqa: E731
+        monkeypatch.setattr("keyhole.training.loop.generated", none)
 
 
 kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
@@ -135,8 +144,15 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "--lazy", str(path)], check=False)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before marks select."""
+    mark_the_rest(items)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What the imports made is never garbage: collections during the tests need not look at it again."""
     gc.enable()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # a step makes thousands of objects and hardly a cycle

@@ -14,7 +14,8 @@ from keyhole.config.schema import TrainConfig
 from keyhole.machine.sizes import Bytes
 
 
-class _Dumper(yaml.SafeDumper):
+# With the emitter of libyaml, where there is one: a quarter of the time
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Safe YAML that quotes the word `None`, which the loader would read as null."""
 
 
@@ -31,7 +32,7 @@ _Dumper.add_multi_representer(Path, lambda dumper, path: _represent_text(dumper,
 
 def dump(value: Any) -> str:
     """Plain data as block YAML, keys in the order given, lines never folded."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"))
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=2**30)
 
 
 def to_node(value: Any) -> yaml.MappingNode:

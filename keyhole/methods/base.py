@@ -63,13 +63,14 @@ class Shared:
 
 
 class RunSettings(Protocol):
-    """What a method may ask of the other settings of a run."""
+    """What a method may ask of the other settings of a run. max_steps: None where the data decide, or nobody knows."""
 
     dtype: str | None
     wire: str | None
     placement: str
     max_grad_norm: float | None
     weight_decay: float
+    max_steps: int | None
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Workload:
     experts: float = 1.0  # the share of a stack of experts that a token meets, for the time of products
     ranks: int = 1  # processes that train together, and how many of them share this machine's memory
     local_ranks: int = 1
+    steps: int | None = None  # of the whole run, for what grows with it; None: not known
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from keyhole.model.weights.format import PACKED
 FORWARD_H, FORWARD_W, BACKWARD = 45, 6, 5
 COMPILED = 0.25
 COMPILED_KERNELS = 0.3
+GRAPH = 0.53  # of the bytes of a block at work, what its graph keeps: `lora`, Llama-8B (past_the_link_h200_2026-11-16)
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ EXPERT = Launches(25, 60)  # of one expert
 class StepWork:
     """One step. adam: parameters that the CPU updates; through_host: bytes that updates read and write in host memory,
     whoever makes them; host_bytes: state in host memory; saved_bytes: state in a
-    checkpoint, beside the weights."""
+    checkpoint, beside the weights; kept_bytes: activations that are kept on the device because there is room, beyond
+    what the step needs; together: passes whose rows go through one product."""
 
     products: float = 0.0
     touched: float = 0.0
@@ -66,6 +68,8 @@ class StepWork:
     kernels: float = 0.0
     host_bytes: int = 0
     saved_bytes: int = 0
+    kept_bytes: int = 0
+    together: int = 1
 
     def plus(self, **more: float) -> "StepWork":
         """With so much more of some parts."""
@@ -166,10 +170,14 @@ def _kept_share(layout: Layout, streamed: set[int], work: Workload, room: Room) 
     how = getattr(work.settings, "activations", "block")
     if how != "auto" or streamed or room.limit_bytes is None:
         return float(how == "none")
-    hidden, wide = _widths(layout)
-    of_block = room.formats.dtype.itemsize * work.tokens * (HIDDEN * hidden + WIDE * wide)
     left = room.limit_bytes - reverse_bytes(layout, streamed, work, room).total
-    return min(1.0, max(0, int(KEPT * left / of_block)) / max(1, layout.block_count))
+    return min(1.0, max(0, int(KEPT * left / _block_activations(layout, work, room))) / max(1, layout.block_count))
+
+
+def _block_activations(layout: Layout, work: Workload, room: Room) -> int:
+    """Bytes of one block at work, for all micro-batches of a step."""
+    hidden, wide = _widths(layout)
+    return room.formats.dtype.itemsize * work.passes * work.tokens * (HIDDEN * hidden + WIDE * wide)
 
 
 def _is_recorded(layout: Layout, work: Workload, room: Room, rates: Rates) -> bool:
@@ -193,7 +201,10 @@ def reverse_work(
     so much of it is made; plain: by torch's autograd over the whole model. What the slots still hold at the turn does
     not come up again. What the update itself touches, and what goes home, is the method's."""
     forward, elements = forward_flops(layout, work), activation_bytes(layout, work, room)
-    again = 1.0 - _kept_share(layout, streamed, work, room)
+    share_kept = _kept_share(layout, streamed, work, room)
+    again, extra = 1.0 - share_kept, 0
+    if getattr(work.settings, "activations", "block") == "auto":
+        extra = int(share_kept * layout.block_count * GRAPH * _block_activations(layout, work, room))
     launches = PLAIN if plain else RECORDED if _is_recorded(layout, work, room, rates) else SWEPT
     share, kernels = (COMPILED, COMPILED_KERNELS) if _is_compiled(work) else (1.0, 1.0)
     home = met_bytes(layout, streamed, work, room)
@@ -214,6 +225,7 @@ def reverse_work(
             + reverses * (again * expert_forward + expert_reverse)
         ),
         host_bytes=kept,
+        kept_bytes=extra,
     )
 
 

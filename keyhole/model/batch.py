@@ -62,8 +62,24 @@ def loss_rows(nll: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
     if batch.candidates is not None:
         scores = batch.candidates.scores(nll)
         return torch.nn.functional.cross_entropy(scores, batch.candidates.right_Q, reduction="none")
-    rows_B = torch.arange(batch.row_count, device=nll.device)
-    return (rows_B[:, None] == batch.row_N).to(nll.dtype) @ nll
+    return sum_by_row(nll, batch)
+
+
+def sum_by_row(x_N: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+    """[B] sums over the trained tokens of each row, added in the same order every time, which index_add_ on a GPU is
+    not."""
+    return _in_row(batch).to(x_N.dtype) @ x_N
+
+
+def count_by_row(batch: DeviceBatch) -> torch.Tensor:
+    """[B] numbers of trained tokens."""
+    return _in_row(batch).sum(dim=1)
+
+
+def _in_row(batch: DeviceBatch) -> torch.Tensor:
+    """[B, N] whether a trained token is of a row."""
+    rows_B = torch.arange(batch.row_count, device=batch.row_N.device)
+    return rows_B[:, None] == batch.row_N
 
 
 def as_list(batch: Batch | list[Batch]) -> list[Batch]:

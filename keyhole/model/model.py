@@ -31,6 +31,7 @@ from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, Placed
 from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
 from keyhole.model.classification import ClassificationHead
+from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding
 from keyhole.model.forward.experts import compute_by_expert
 from keyhole.model.forward.fused_relu import fuse_relu
@@ -52,7 +53,6 @@ from keyhole.model.weights.homes import Homes
 from keyhole.offload import arena
 from keyhole.offload.engine import Engine
 from keyhole.ops.autocast import without_autocast
-from keyhole.ops.loss import RunningChoice, RunningNLL
 from keyhole.ranks import Ranks
 from keyhole.weak import weakly
 
@@ -324,8 +324,7 @@ class Model:
     def nll(self, batch: Batch | list[Batch]) -> Any:
         """Summed NLL and number of trained tokens of each row. A list of batches is run together: each unit crosses the
         link once."""
-        batches, found = self._evaluated(batch, self._nll_of)
-        results = [_by_row(nll_N, b) for nll_N, b in zip(found, batches, strict=True)]
+        results = evaluation.nll_by_row(self, self.to_device(batch))
         return results[0] if isinstance(batch, Mapping) else results
 
     @without_autocast()
@@ -333,68 +332,14 @@ class Model:
     def token_scores(self, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(nll_N, best_N) of each batch: the NLL of each target, and the token that is likeliest in its place. All
         batches are run together; a position may be asked for several targets."""
-        states = self._evaluated_as_sent(batches, lambda *found: self._running(*found, kind=RunningChoice))
-        return [(state.nll_N(), state.best_N) for state in states]
+        return evaluation.token_scores(self, batches)
 
     @without_autocast()
     @torch.no_grad()
     def logits(self, batches: list[Batch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of a classifier: the logits [B, L] of each batch, and the loss of its rows [B], in float32. All batches are
         run together."""
-        sent, found = self._evaluated(batches, lambda logits, sent, spine: logits)
-        return [(x.float(), self.head.nll(x, b.target_N)) for x, b in zip(found, sent, strict=True)]
-
-    def _evaluated(
-        self,
-        batch: Batch | list[Batch],
-        result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[torch.Tensor]],
-    ) -> tuple[list[DeviceBatch], list[torch.Tensor]]:
-        """One pass per batch, without gradients. result: of hidden states, batches and spine, within the sweep."""
-        batches = self.to_device(batch)
-        return batches, self._evaluated_as_sent(batches, result)
-
-    def _evaluated_as_sent(
-        self,
-        batches: list[DeviceBatch],
-        result: Callable[[list[torch.Tensor], list[DeviceBatch], torch.Tensor], list[Any]],
-    ) -> list[Any]:
-        self.apply_deferred()
-
-        def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
-            self.binding.bind(unit, self.acquire_weights(unit) if unit else None, spine)
-            for i in range(len(batches)):
-                resume(i)
-            if unit:
-                self.engine.release(unit.index)
-
-        with self.sweep("evaluate"):
-            spine = self.acquire_weights(self.layout.spine)
-            hidden = self.lockstep(batches, serve, lambda i, ids_M: self.table_rows(ids_M).to(self.dtype))
-            return result(hidden, batches, spine)
-
-    def _nll_of(
-        self, hidden: list[torch.Tensor], batches: list[DeviceBatch], spine: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """The loss of every trained token of every pass, or of every row."""
-        if self.classifies:
-            return [self.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
-        return [state.nll_N() for state in self._running(hidden, batches, spine)]
-
-    def _running(
-        self,
-        hidden: list[torch.Tensor],
-        batches: list[DeviceBatch],
-        spine: torch.Tensor,
-        kind: type[RunningNLL] = RunningNLL,
-    ) -> list[Any]:
-        """Of every pass, the state of its trained tokens after all chunks of the vocabulary."""
-        running = [kind(b.target_N) for b in batches]
-        for unit in self.layout.head_units:
-            self.binding.bind_head(unit, self.acquire_weights(unit), spine)
-            for state, x in zip(running, hidden, strict=True):
-                self.head.add_nll(state, x, unit.rows[0])
-            self.engine.release(unit.index)
-        return running
+        return evaluation.class_logits(self, self.to_device(batches))
 
     @without_autocast()
     @torch.no_grad()
@@ -512,9 +457,3 @@ class Model:
 def _put_back(patches: Patches, changes: Changes) -> None:
     patches.take_out()
     changes.put_back()
-
-
-def _by_row(nll_N: torch.Tensor, batch: DeviceBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    nll_B = torch.zeros(batch.row_count, device=nll_N.device).index_add_(0, batch.row_N, nll_N)
-    count_B = torch.zeros(batch.row_count, dtype=torch.long, device=nll_N.device)
-    return nll_B, count_B.index_add_(0, batch.row_N, torch.ones_like(batch.row_N))

@@ -36,7 +36,7 @@ barriers: before the first, every rank has waited for its GPU, so all gathers of
 second, every writer has waited for its copies. Within sweeps of all, shared homes are never committed.
 
 Bytes per page and rank: k over the link, (K - 1) k received; slots are larger by less than K ALIGN bytes.
-Tested with gloo: processes on a CPU, two on one GPU. NCCL between several GPUs is untested.
+Tested with gloo between processes on a CPU. NCCL between several GPUs is untested.
 """
 
 import time

@@ -116,7 +116,7 @@ class Costs:
 
     def host_bytes(self, layout: Layout, streamed: set[int]) -> int:
         """Host memory of streamed units, of all ranks of this machine: parts; or all weights, blocks of which are there
-        once (keyhole/loading.py)."""
+        once (keyhole/loading)."""
         formats, cut, here = self.room.formats, self.cut(layout), self.work.local_ranks
         if here == 1 and not cut:
             return host_bytes(layout, streamed, formats)

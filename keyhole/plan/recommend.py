@@ -6,7 +6,8 @@ Rows that fit are compared by the hours to learn what AdamW learns in the steps 
 
 The last factor is the method's own (`steps` of its row): a rule of thumb, since no formula knows a task. Methods that
 train every parameter come first: adapters are named only where nothing else fits. Of rows within NEAR of the fastest
-the one with the least GPU memory is taken, since it leaves room for longer samples.
+the one with the least GPU memory is taken, since it leaves room for longer samples. What a run of so many steps would
+be refused for (fp8, whose rounding adds up) is named only where nothing else fits.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ NEAR = 1.05
 
 def recommended(rows: Sequence[Row]) -> Row | None:
     """The row to take; None where none fits."""
-    fitting = [row for row in rows if row.fits and row.full] or [row for row in rows if row.fits]
+    fitting = [row for row in rows if row.fits and not row.refused] or [row for row in rows if row.fits]
+    fitting = [row for row in fitting if row.full] or fitting
     if not fitting:
         return None
     least = min(row.hours for row in fitting)

@@ -40,8 +40,8 @@ class StepSeconds:
 
 
 def step_seconds(work: StepWork, rates: Rates, *, rows: int, itemsize: int, units: int = 0) -> StepSeconds:
-    """rows: tokens per product; units: that cross the link, counted once per sweep."""
-    busy = work.products / rates.products_at(rows, itemsize) + work.touched / rates.device_memory
+    """rows: tokens per pass; units: that cross the link, counted once per sweep."""
+    busy = work.products / rates.products_at(rows * work.together, itemsize) + work.touched / rates.device_memory
     launching = work.kernels * rates.launch
     if rates.gpu_bytes is None:  # a CPU computes nothing while it calls
         busy, launching = busy + launching, 0.0

@@ -75,7 +75,9 @@ class Question:
         passes, tokens = self.accumulation * row.passes(own), self.batch * self.length
         clips = self.clips and row.sweep != "forward"  # a forward sweep has no norm to clip by
         share = experts_share(self.module.config)
-        return Workload(row.name, tokens, passes, own, clips, length=self.length, experts=share)
+        return Workload(
+            row.name, tokens, passes, own, clips, length=self.length, experts=share, steps=int(self.steps * row.steps)
+        )
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Row:
     fits: bool
     missing: str = ""
     """What it lacks, where it does not fit."""
+    refused: str = ""
+    """Why `keyhole train` would not take a run of so many steps without another setting."""
     on_gpu: float = 1.0
     """Share of the weights that stays there."""
     seconds: StepSeconds | None = None
@@ -191,7 +195,7 @@ def make_row(
     sweeps = 2 if traits.sweep == "reverse" else 1
     itemsize = question.dtype.itemsize
     seconds = step_seconds(asked, question.rates, rows=work.tokens, itemsize=itemsize, units=sweeps * len(streamed))
-    gpu = traits.planned_bytes(layout, streamed, work, room).total
+    gpu = traits.planned_bytes(layout, streamed, work, room).total + asked.kept_bytes
     process = PROCESS_BYTES[question.rates.gpu_bytes is not None]
     away = host_bytes(layout, streamed, room.formats)
     host = away + asked.host_bytes + process
@@ -208,6 +212,7 @@ def make_row(
         )
         if need > have
     ]
+    faults = traits.faults(work.settings, _Run(None, wire, placement, max_steps=work.steps))
     return Row(
         method=traits.name,
         placement=placement,
@@ -221,6 +226,7 @@ def make_row(
         bound_by=seconds.bound_by,
         fits=not lacks,
         missing=" and ".join(lacks),
+        refused="; ".join(why for _, why in faults),
         on_gpu=1 - away / max(1, total),
         seconds=seconds,
         full=not traits.keeps_base,
@@ -237,3 +243,4 @@ class _Run:
     placement: str
     max_grad_norm: float | None = None
     weight_decay: float = 0.0
+    max_steps: int | None = None

@@ -96,6 +96,7 @@ def find_job(request: Request) -> Job:
     if origin.state is not None:
         data.train.load_state_dict(origin.loader)
     total = total_steps(config.max_steps, config.num_train_epochs, data.train.steps_per_epoch)
+    check_length(config, total)
     rate, warmup = config.learning_rate, config.warmup_ratio
     peak = 1.0 if rate == AUTO_RATE else rate  # of a rate that is found, the schedule is a factor
     schedule = Schedule(config.lr_scheduler_type, peak, total, warmup, config.min_lr_ratio)
@@ -105,6 +106,13 @@ def find_job(request: Request) -> Job:
     where = {"directory": request.directory, "origin": origin, "notes": request.notes, "base": request.base}
     made = {"data": data, "schedule": schedule, "display": display, "judge": judge}
     return Job(config=config, run_id=run_id, parts=parts, **where, **made)
+
+
+def check_length(config: TrainConfig, total: int) -> None:
+    """What the method has against a run of so many steps, where the data decided on them; all else was checked."""
+    row = METHODS[config.method]
+    for key, fault in row.faults(getattr(config, row.section), replace(config, max_steps=total)):
+        raise UserError(f"{key}: {fault}")
 
 
 def dry_run(job: Job) -> int:
@@ -267,7 +275,9 @@ def workload(config: TrainConfig, data: Data) -> Workload:
     searches = config.learning_rate == AUTO_RATE
     passes = config.gradient_accumulation_steps * max(row.passes(own), row.search_passes if searches else 0)
     length = max(1, longest_row(data.train.dataset))
-    return Workload(config.method, tokens, passes, own, config.max_grad_norm is not None, searches, length)
+    clips, total = config.max_grad_norm is not None, config.max_steps
+    total = total_steps(total, config.num_train_epochs, data.train.steps_per_epoch)
+    return Workload(config.method, tokens, passes, own, clips, searches, length, steps=total)
 
 
 def _tokens(batches: Loader | EvalBatches) -> int:

@@ -9,7 +9,7 @@ def test_a_streamed_step_is_held_against_compute_and_link() -> None:
     """The larger of the resident step and of the bytes at the rate of the link; and against peft."""
     rows = [
         CASE | {"name": "peft, bf16, resident", "step_s": 1.0},
-        CASE | {"name": "int4, resident", "step_s": 0.5},
+        CASE | {"name": "int4, resident, blocks run twice", "step_s": 0.5},
         CASE | {"name": "int4, streamed in 4GiB", "step_s": 0.6, "bytes_up": 10e9},
     ]
     ends = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in table(rows, {"up": 50.0}) if "lora" in line]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from keyhole.cli import main
 from keyhole.config import load_config
 from keyhole.methods import METHODS
+from tests.matrix import in_every_run
 
 
 @pytest.fixture
@@ -27,6 +28,7 @@ def config(tmp_path: Path, tiny_model: Path, tiny_data: Path) -> Path:
     return path
 
 
+@in_every_run(lambda method: method in ("zo", "lsp", "lomo-lora", "adam-offload", "sgd"))
 @pytest.mark.parametrize("method", METHODS)
 def test_train_with_every_method(config: Path, method: str, capsys: Any) -> None:
     """Each method runs from the command line, and the config it stores runs again and means the same."""

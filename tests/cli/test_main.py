@@ -11,6 +11,7 @@ import typer
 import keyhole.cli
 from keyhole.cli import app, main
 from keyhole.errors import UserError
+from tests.matrix import in_every_run
 
 ROOT = Path(keyhole.cli.__file__).parents[2]
 SURFACE = {
@@ -239,6 +240,7 @@ def test_escapes_from_files_do_not_reach_the_terminal(tmp_path: Path, capsys: An
         assert len(message) < 30_000
 
 
+@in_every_run(lambda closed: closed in ("2>&-", "<&- >&- 2>&-"))
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams_and_a_plain_locale_end_well(closed: str) -> None:
     """A daemon or a cron job may have no stdin, stdout or stderr, and a C locale: the exit code is still right."""

@@ -94,7 +94,7 @@ words = st.text(max_size=12)
 known_keys = st.sampled_from([*table.settings(), *table.sections()])
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(st.dictionaries(known_keys | st.text(max_size=6), trees, max_size=6))
 def test_any_tree_is_read_or_refused(tree: dict[str, Any]) -> None:
     """Random values under real and invented keys give a config or a UserError, nothing else."""

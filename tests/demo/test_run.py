@@ -19,6 +19,7 @@ from keyhole.errors import UserError
 from keyhole.eval.tasks import read_task
 from keyhole.methods import METHODS
 from keyhole.methods.base import Demo
+from tests.matrix import in_every_run
 
 
 @contextmanager
@@ -125,13 +126,21 @@ def test_a_cap_only_lowers_steps() -> None:
 
 
 @pytest.mark.slow
+@in_every_run(lambda steps: steps < 100)
 @pytest.mark.parametrize(
-    "method, steps, at_least", [("adamw", 40, 0.95), ("lsp", 40, 0.95), ("sgd", 60, 0.9), ("zo", 150, 0.75)]
+    "method, steps, at_least, falls_to",
+    [
+        ("adamw", 25, 0.95, 0.7),
+        ("lsp", 25, 0.95, 0.5),
+        ("sgd", 30, 0.95, 0.5),
+        ("zo", 50, 0.45, 0.9),
+        ("zo", 150, 0.75, 0.9),
+    ],
 )
-def test_methods_learn_the_task(method: str, steps: int | None, at_least: float, tmp_path: Path) -> None:
-    """From chance to where the README says, on held-out notes, in half the demo's steps; zo is clearly on its way."""
+def test_methods_learn_the_task(method: str, steps: int, at_least: float, falls_to: float, tmp_path: Path) -> None:
+    """From chance to where the README says, on held-out notes, in a third of the demo's steps; zo is on its way."""
     result = run_demo(tmp_path, methods=[method], steps=steps, device="cpu")[0]
     assert 0.45 <= result.accuracy_before <= 0.55
     assert result.accuracy_after >= at_least
-    assert result.loss_after < result.loss_before
+    assert result.loss_after < falls_to * result.loss_before
     assert (assets.MODEL / "model.safetensors").read_bytes() != (tmp_path / method / "model.safetensors").read_bytes()

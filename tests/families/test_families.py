@@ -6,6 +6,8 @@ import transformers
 from tests.families.checks import CHECKS
 from tests.families.sweep import PAGE, run, table
 from tests.families.tiny import TYPES
+from tests.matrix import in_every_run
+from tests.model.decoders import NAMES
 
 FAST = [
     "llama",
@@ -25,6 +27,7 @@ FAST = [
 ]
 
 
+@in_every_run(lambda model_type, check: model_type not in NAMES or check == next(iter(CHECKS)))
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("model_type", FAST)
 def test_of_every_kind_a_family(model_type: str, check: str) -> None:

@@ -61,7 +61,7 @@ def packed(header: dict[str, Any]) -> bytes:
     return front + journal.CRC.pack(zlib.crc32(front))
 
 
-@settings(parent=MANY, max_examples=12)
+@settings(parent=MANY, max_examples=8)
 @given(data=st.data())
 def test_odd_journals(ended: Callable[..., Place], data: st.DataObject) -> None:
     """Any value of a header whose checksum is right, and any byte of the file: replayed and resumed, or refused."""
@@ -94,7 +94,7 @@ def test_a_journal_of_numbers_that_are_not_finite_writes_no_model(ended: Callabl
     assert not list((place.out / "again").glob("*")) if (place.out / "again").exists() else True
 
 
-@settings(parent=MANY, max_examples=12)
+@settings(parent=MANY, max_examples=8)
 @given(data=st.data())
 def test_odd_states(ended: Callable[..., Place], data: st.DataObject) -> None:
     """Any value of a checkpoint's state, with a right checksum."""

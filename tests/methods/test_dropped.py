@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import keyhole
 from keyhole.methods import METHODS
+from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
 CASES = [
@@ -50,6 +51,7 @@ def remains(model: list[keyhole.Model], name: str, **options: Any) -> list[str]:
     return left + ["memory"] * sum(not ref.expired() for ref in memory)
 
 
+@in_every_run(lambda name, placement: placement == "stream" or not METHODS[name].streams or name in ("zo", "lomo"))
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(("name", "placement"), CASES)
 def test_with_every_method(name: str, placement: str) -> None:

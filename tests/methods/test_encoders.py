@@ -9,6 +9,7 @@ import keyhole
 from keyhole import ops
 from keyhole.methods import METHODS
 from keyhole.methods.base import Method
+from tests.matrix import in_every_run
 from tests.methods.test_objective import EPS, OWN
 from tests.model.encoders import batch, config, plain_loss
 from tests.model.streaming import streamed
@@ -30,6 +31,7 @@ def make(name: str, model: keyhole.Model) -> Method:
     return METHODS[name].load()(model, lr=1e-3, **own)
 
 
+@in_every_run(lambda encoder, name: encoder == "bert" or name == {"roberta": "lomo", "mpnet": "adam-offload"}[encoder])
 @pytest.mark.parametrize(("encoder", "labels"), [*((name, 3) for name in NAMES), ("bert", 1)])  # 1: regression
 @pytest.mark.parametrize("name", ["lomo", "lsp", "adamw", "adam-offload"])
 def test_equals_the_textbook_loop(name: str, encoder: str, labels: int) -> None:
@@ -78,6 +80,7 @@ def test_zo_equals_the_textbook_loop(encoder: str) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-5)
 
 
+@in_every_run(lambda encoder, name: encoder != "mpnet" or name in ("zo", "lsp", "adam-offload"))
 @pytest.mark.parametrize(
     ("encoder", "name"), [(e, n) for e in NAMES for n in STREAMED if e != "roberta" or n in ("zo", "lomo")]
 )
@@ -93,6 +96,7 @@ def test_streamed_equals_resident(encoder: str, name: str) -> None:
     assert all(torch.equal(tensor, found[0][1][key]) for key, tensor in found[1][1].items())
 
 
+@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw", "lora", "galore"))
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns(name: str) -> None:
     """On one batch, the loss falls, with the model's own dropout where the method uses it."""
@@ -100,7 +104,7 @@ def test_every_method_learns(name: str) -> None:
     rates = {"zo": 3e-3, "adalomo": 1e-2, "galore": 1e-2, "lora": 1e-2, "lomo": 0.05, "sgd": 0.05, "lomo-lora": 0.05}
     method, one = METHODS[name].load()(model, lr=rates.get(name, 3e-3), **OWN.get(name, {})), batch(8)
     before = float(model.nll(one)[0].mean())
-    for _ in range(10):
+    for _ in range(6):
         method.step(one)
     assert float(model.nll(one)[0].mean()) < before - 0.02
 

@@ -6,6 +6,7 @@ import torch
 import keyhole
 from keyhole.methods import METHODS
 from keyhole.ops.autocast import without_autocast
+from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
 
@@ -21,6 +22,7 @@ def test_it_is_off_inside_and_on_again_afterwards() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@in_every_run(lambda name: name in ("zo", "lomo", "lsp", "adam-offload", "adamw", "lora"))
 @pytest.mark.parametrize("name", METHODS)
 def test_steps_evaluation_and_generation_are_the_same(name: str) -> None:
     """With and without the caller's autocast, to the bit."""

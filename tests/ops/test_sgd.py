@@ -95,7 +95,7 @@ def test_small_steps_add_up(rounding: str) -> None:
     assert abs(1.5 - moved - 2.0**-7) < 2.0**-7 * 0.03
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(
     n=st.integers(1, 12_000),
     offset=st.sampled_from([0, 8, 8 * 1001, 8189, (1 << 33) + 12_347, (1 << 43) + 5]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from keyhole.errors import UserError
-from keyhole.loading import _shared_work
+from keyhole.loading.model import _shared_work
 from keyhole.methods import METHODS
 from keyhole.methods.adam_offload.memory import host_state_bytes
 from keyhole.methods.base import Workload

@@ -1,8 +1,10 @@
-"""The real torchrun: two agents on the loopback, one rank each, as two machines."""
+"""The real torchrun: two agents on the loopback, one rank each, as two machines.
+
+The agents are forks in which torch is imported already; what they start are new processes, `python -m keyhole`.
+"""
 
 import os
 import socket
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,20 @@ from pathlib import Path
 import pytest
 
 from keyhole.training.start import train as train_alone
-from tests.ranks.launch import written
+from tests.ranks.launch import LIMIT_S, written
 from tests.ranks.test_training import ZO, assert_same_run
+from tests.training.children import server
 from tests.training.runs import Make
+
+
+def agent(words: list[str], out: Path, env: dict[str, str]) -> None:
+    """`torchrun WORDS`, which prints into a file."""
+    for stream in (1, 2):
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ.update(env)
+    from torch.distributed.run import main
+
+    main(words)
 
 
 @pytest.mark.slow
@@ -24,14 +37,17 @@ def test_two_agents_on_the_loopback_are_two_machines(make: Make, tmp_path: Path)
         port = free.getsockname()[1]
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     words += ["-m", "keyhole", "train", written(tmp_path, replace(two, save_steps=None))]
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    agents = [
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for _ in range(2)
-    ]
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    files = [tmp_path / f"agent {number}" for number in range(2)]
+    agents = [server.Process(target=agent, args=(words, file, env)) for file in files]
+    for each in agents:
+        each.start()
     assert train_alone(alone) == 0
-    said = [agent.communicate(timeout=300)[0] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    for each in agents:
+        each.join(LIMIT_S)
+        each.kill()
+        each.join()
+    said = [file.read_text() for file in files]
+    assert [each.exitcode for each in agents] == [0, 0], said
     assert sum("ranks: 2 on 1 machine" in text for text in said) == 1  # both have this host's name
     assert_same_run(two, alone)

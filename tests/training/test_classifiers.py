@@ -20,6 +20,7 @@ from keyhole.methods import METHODS
 from keyhole.methods.lsp.traits import LSPConfig
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
+from tests.matrix import in_every_run
 from tests.training.classifiers import save_encoder, write_task
 from tests.training.runs import Make, metrics, same, weights
 
@@ -46,6 +47,7 @@ def make(tmp_path: Path) -> Make:
     return build
 
 
+@in_every_run(lambda method: method != "lsp")
 @pytest.mark.parametrize(("method", "steps"), [("adamw", 12), ("lomo", 12), ("lsp", 12), ("zo", 30)])
 def test_accuracy_rises(make: Make, method: str, steps: int) -> None:
     """From chance to most of the dev questions, from a head that was drawn."""
@@ -55,6 +57,7 @@ def test_accuracy_rises(make: Make, method: str, steps: int) -> None:
     assert dev["eval_accuracy"] > 0.8 and dev["eval_loss"] < 0.5 and dev["eval_rows"] == dev["eval_questions"] == 40
 
 
+@in_every_run(lambda method: method in ("lora", "galore", "adalomo", "lomo-lora"))
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in HOW])
 def test_every_other_method_trains(make: Make, method: str) -> None:
     """The loss of two steps is finite, and what is saved loads again."""
@@ -64,6 +67,7 @@ def test_every_other_method_trains(make: Make, method: str) -> None:
     keyhole.load(config.output_dir, device="cpu").close()
 
 
+@in_every_run(lambda family: family == "bert")
 @pytest.mark.parametrize(("family", "method"), [*(("bert", method) for method in HOW), ("roberta", "lomo")])
 def test_streamed_and_stopped_is_resident_and_whole(
     make: Make, stop_after: Callable[[int], None], family: str, method: str

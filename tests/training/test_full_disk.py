@@ -16,6 +16,7 @@ from keyhole.training import display, saving, trackers
 from keyhole.training import loop as trainer
 from keyhole.training.display import Display
 from keyhole.training.start import train
+from tests.matrix import in_every_run
 from tests.training.children import Child
 from tests.training.runs import Make, losses, metrics, same, weights
 
@@ -74,6 +75,7 @@ def no_growth_from_4_to_8() -> None:
     trainer.Run.step = step
 
 
+@in_every_run(lambda method, background: background == (method == "zo"))
 @pytest.mark.parametrize(("method", "background"), [("zo", True), ("adamw", True), ("adamw", False)])
 def test_files_that_cannot_grow_do_not_stop_training(make: Make, method: str, background: bool) -> None:
     """A real limit on file sizes during two saves: loud, the old checkpoint stays, a later save succeeds, same bits."""

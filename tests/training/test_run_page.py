@@ -21,6 +21,8 @@ from keyhole.training.run_page import EVERY_S, RunPage
 from keyhole.training.start import train
 from tests.training.runs import Make, losses
 
+pytestmark = pytest.mark.answers
+
 
 def directory(config: TrainConfig) -> Path:
     return Path(config.output_dir) / "run"

@@ -20,6 +20,7 @@ from keyhole.training import loop
 from keyhole.training.selection import Selection
 from keyhole.training.start import Parts, train
 from keyhole.training.validation import as_published, common_metric
+from tests.matrix import in_every_run
 from tests.training.runs import metrics, same, weights
 
 DEV, TEST = 10, 12  # questions
@@ -59,6 +60,7 @@ def first_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Selection, "best_steps", lambda self: sorted(self.values))
 
 
+@in_every_run(lambda method: method in ("lora", "lomo-lora", "zo"))
 @pytest.mark.parametrize("method", ["adamw", "lora", "lomo-lora", "zo", "adam-offload"])
 def test_the_published_model_is_the_one_that_is_tested(
     make: Callable, monkeypatch: pytest.MonkeyPatch, method: str

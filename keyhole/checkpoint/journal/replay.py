@@ -82,7 +82,7 @@ class Replayed:
 def replay(base: str, path: Path, out: Path, *, steps: int | None = None, say: Say = print, **where: Any) -> Replayed:
     """Writes the model that a journal leads to from `base` (a directory, a hub id, or demo) to the directory `out`.
 
-    steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (loading.py).
+    steps: stop after this step of the run; None = all. where: device, placement, gpu_memory (keyhole.load).
     """
     begin_s, base = time.perf_counter(), assets.locate(base, assets.MODEL)
     if out.exists() and not out.is_dir():
@@ -179,7 +179,9 @@ def method_of(header: Header, model: Model) -> ZO:
 
 
 def _low_rank(header: Header) -> dict[str, Any]:
-    """The settings of directions of low rank, which journals from before have not."""
+    """The settings of directions of low rank, which journals from before have not (those from before periods were
+    folded into sums: never)."""
     section = METHODS[ZO.name].section
-    found = {name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold")}
+    found = {name: header.config.get(f"{section}.{name}") for name in ("rank", "refresh", "fold", "fold_periods")}
+    found |= {"fold_error": header.config.get(f"{section}.fold_error", 0.0)}
     return found if found["rank"] is not None else {}

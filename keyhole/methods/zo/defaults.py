@@ -7,6 +7,7 @@ multiplies a number of size one: it is the movement of a weight per step, and al
 from dataclasses import dataclass
 
 SEARCH_STEPS = 24  # of learning_rate: auto
+FOLD_PERIODS, FOLD_ERROR = 32, 0.1  # zo.fold=false
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ copies of the spine for every pair of looks.
 for m micro-batches; a unit's own copies are two, whatever the estimator: pairs are made one after the other.
 
 With directions of low rank (low_rank/) a pass carries the rows of all its looks at once, blocks have factors instead of
-copies, and weights that are stored in another dtype than that of compute are converted as they arrive.
+copies, and weights that are stored in another dtype than that of compute are converted as they arrive. Kept factors
+grow with the run: counted as at its end, on the device and, in float32, on the host.
 """
 
 from dataclasses import replace
@@ -17,13 +18,13 @@ from dataclasses import replace
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.memory import forward_bytes
 from keyhole.methods.zo.defaults import DEFAULTS
-from keyhole.methods.zo.low_rank.parts import factor_numels
+from keyhole.methods.zo.low_rank.parts import factor_numels, kept_numels
 from keyhole.methods.zo.traits import ZOConfig, directions
 from keyhole.model.forward.graphs import SMALL_FLOP_WITH_FACTORS
 from keyhole.model.forward.memory import ForwardBytes, launched_as_graphs, recorded_numel, widest
 from keyhole.model.structure.layout import Layout
 
-KEPT_PERIODS = 20  # of a run that keeps all of its factors, for the plan
+KEPT_PERIODS = 20  # of a run whose length is not known
 
 
 def device_bytes(layout: Layout, streamed: set[int], work: Workload, room: Room) -> ForwardBytes:
@@ -59,12 +60,24 @@ def _low_rank_bytes(
         graphs = 2 * b * tokens * at_once.passes * hidden * layout.block_count
         if not launched_as_graphs(layout, tokens):  # and what `planned` has only for smaller blocks
             graphs += b * recorded_numel(tokens, at_once.passes, hidden, widest(layout))
-    return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b) + graphs, logits=logits)
+    return replace(planned, perturbed=copies + factor_bytes(layout, own, pairs, b, work.steps) + graphs, logits=logits)
 
 
-def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int) -> int:
-    """Factors, their looks, and those of a fold that waits. Of kept periods, which grow with the run, KEPT_PERIODS."""
+def factor_bytes(layout: Layout, own: ZOConfig, pairs: int, element_bytes: int, steps: int | None = None) -> int:
+    """Factors, their looks, and those of a fold that waits, or all kept terms at the end of a run of so many steps."""
     factors, v = factor_numels(layout, own.rank)
     now = 4 * factors * (1 + 2 * pairs) + element_bytes * v
-    later = 4 * factors + element_bytes * v if own.fold else KEPT_PERIODS * element_bytes * (factors + v)
+    later = 4 * factors + element_bytes * v if own.fold else element_bytes * kept_terms(layout, own, steps)
     return now + later
+
+
+def kept_terms(layout: Layout, own: ZOConfig, steps: int | None) -> int:
+    """Numbers in all terms that are kept at the end of a run (low_rank/kept.py), at most: a fold may find that it can
+    leave out none but those that a matrix has no room for."""
+    periods = KEPT_PERIODS if steps is None else steps // own.refresh
+    since = periods if own.fold_periods is None else min(periods, own.fold_periods)
+
+    def terms(side: int) -> int:
+        return own.rank * since + min(side, own.rank * (periods - since))
+
+    return kept_numels(layout, terms)

@@ -21,6 +21,7 @@ passes.
 Legend: q directions, m micro-batches; a look is a place near w (estimators/base.py); passes are numbered look by look.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,7 @@ from keyhole.methods.base import AUTO_RATE, Method, Shared, checked_rate
 from keyhole.methods.dropout import dropout_rates
 from keyhole.methods.weight_decay import weight_decay_of
 from keyhole.methods.zo.closure import takes_closure
-from keyhole.methods.zo.defaults import DEFAULTS
+from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS
 from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.estimators.base import Estimate, Pair
 from keyhole.methods.zo.looks import Looks, look_at_all, look_at_parts
@@ -42,6 +43,7 @@ from keyhole.methods.zo.low_rank import state as factor_state
 from keyhole.methods.zo.low_rank.factors import Factors
 from keyhole.methods.zo.rate_search import RateSearch
 from keyhole.methods.zo.recorded_step import RecordedSteps
+from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 from keyhole.methods.zo.update import Pending, Update
 from keyhole.model.batch import Batch
 from keyhole.model.forward.compile import compile_forward
@@ -80,10 +82,13 @@ class ZO(Method):
         deferred_update: bool = True,
         write_back_every: int | None = None,
         compile: bool | str = False,
+        fp8_steps: int = USUAL_STEPS,
         rank: int | None = None,
         refresh: int = 50,
         fold: bool = True,
         merge: bool = True,
+        fold_periods: int | None = FOLD_PERIODS,
+        fold_error: float = FOLD_ERROR,
     ) -> None:
         if estimator not in DEFAULTS:
             raise UserError(f"zo: estimator {estimator!r} is none of {', '.join(DEFAULTS)}")
@@ -113,7 +118,7 @@ class ZO(Method):
         self.weight_decay, self.deferred_update = weight_decay, deferred_update
         self.noise = {"seed": seed, "distribution": distribution or usual.distribution}
         self.decay = {"weight_decay": weight_decay, "rounding": rounding}
-        self.step_count = 0
+        self.step_count, self.fp8_steps = 0, fp8_steps
         self._now: Count | None = None  # another step, in `at_step`
         spared = weight_decay_of(model.module, weight_decay, weight_decay_on).spared
         self.keeps_base = self.light = low_rank and not fold
@@ -133,6 +138,7 @@ class ZO(Method):
         self.factors: Factors | None = None
         if low_rank:
             how = {"rank": rank, "refresh": refresh, "fold": fold, "rounding": rounding, "merge": merge}
+            how |= {"fold_periods": fold_periods, "fold_error": fold_error}
             self.factors = Factors(model, self.noise, **how, pairs=self.spines.shape[0])
             self.update.beside = self.factors.bring_home
         self.recorded = RecordedSteps(self)
@@ -152,6 +158,8 @@ class ZO(Method):
         searches = self.search is not None and self.search.found is None
         looks = self._look(self.model.checked(batch), searches)
         self.model.apply_deferred(before_step_of=self)
+        if self.step_count == self.fp8_steps and self.model.formats.codec is not None and not self.light:
+            warnings.warn(f"wire: {refusal(self.step_count + 1, self.fp8_steps)}", stacklevel=2)  # of one's own loop
         self.update.begin()
         nll = self.run_passes(looks) if searches else self.recorded.run(looks)
         loss = self._search(nll, looks) if searches else self._estimate(nll, looks)
@@ -350,8 +358,9 @@ class ZO(Method):
         return blocks + off + search
 
     def news(self) -> list[str]:
-        """The rate, when it has just been found."""
-        return [] if self.search is None else self.search.news()
+        """The rate, when it has just been found, and folds of kept periods."""
+        folds = [] if self.factors is None else self.factors.kept.news()
+        return folds + ([] if self.search is None else self.search.news())
 
     def flush(self) -> None:
         """Applies the deferred update, so that the weights at home are the weights after the last step (of matrices
@@ -362,14 +371,15 @@ class ZO(Method):
         """Applies known updates, each with its weight decay, and yields every unit that has had them all."""
         return self.update.replay(updates) if self.factors is None else factor_state.replay(self, updates)
 
-    def metrics(self) -> dict[str, torch.Tensor]:
+    def metrics(self) -> dict[str, torch.Tensor | float]:
         """Of the last step, unread: scalars on the device. `changed`: share of weights moved by the update before."""
         if self.projected is None:
             return {}
         changed, total = self.changed, self.update.trained_numel
         if self.factors is not None:
             changed, total = changed + self.factors.changed, total + self.factors.parts.numel
-        return {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
+        found = {"projected_grad": self.projected.abs().mean(), "changed": changed / total}
+        return found | self.factors.kept.metrics() if self.light else found
 
     def state_dict(self) -> dict[str, Any]:
         """The noise needs no state: the step count says it all. Flush first."""

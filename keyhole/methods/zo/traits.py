@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from keyhole.limits import BelowOne, Count, Limit, Positive
 from keyhole.methods.base import FROZEN_WIRES, Advice, Demo, Fault, RunSettings, Traits
-from keyhole.methods.zo.defaults import DEFAULTS, SEARCH_STEPS
+from keyhole.methods.zo.defaults import DEFAULTS, FOLD_ERROR, FOLD_PERIODS, SEARCH_STEPS
+from keyhole.methods.zo.rounded_run import USUAL_STEPS, refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +34,18 @@ class ZOConfig:
     """Steps between two write-backs of a streamed block (same results); null = 4 while the GPU waits for the link, else 1."""  # noqa: E501
     compile: bool = False
     """Run blocks through torch.compile: faster where the GPU is the bound; streams whole blocks. Rounds differently."""
+    fp8_steps: Count = USUAL_STEPS
+    """wire: fp8: the most steps of a run whose updates are rounded to 8 bits, which adds noise that grows with them (docs/methods.md); a longer run has to say so."""  # noqa: E501
     rank: Annotated[int, Limit(1, 256)] | None = None
     """Directions of low rank in the linear layers of blocks (LOZO): z = U V^T / sqrt(rank), learned in factors; weights are read once per step for all passes, and not written within a period; null = full rank."""  # noqa: E501
     refresh: Count = 50
     """zo.rank: steps of a period, for which V is kept (U is drawn every step)."""
     fold: bool = True
     """zo.rank: at the end of a period, add what it learned to the weights; false = keep the factors of every period, so that weights never change."""  # noqa: E501
+    fold_periods: Count | None = FOLD_PERIODS
+    """zo.fold=false: after every so many periods, fold all that earlier ones learned into one sum of low rank beside the weights; null = keep every period apart."""  # noqa: E501
+    fold_error: BelowOne = FOLD_ERROR
+    """zo.fold=false: the most that all such folds together may lose of a matrix's sum, as a share of its Frobenius norm; where fewer terms would lose more, more are kept."""  # noqa: E501
     merge: bool = True
     """zo.fold=false: save the model with all factors added; false = the weights as they were, and the factors in adapter/, as peft reads them."""  # noqa: E501
 
@@ -70,7 +77,8 @@ def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
 
 
 def _advice(own: ZOConfig) -> Advice:
-    return Advice(lower=("directions",) if directions(own) > DEFAULTS[own.estimator].least else ())
+    lower = ("directions",) if directions(own) > DEFAULTS[own.estimator].least else ()
+    return Advice(lower, (f"refresh={10 * own.refresh}",) if _keeps_factors(own) else ())  # fewer periods to keep
 
 
 def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
@@ -80,6 +88,8 @@ def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
     if own.clip is not None and not usual.clips:
         yield "zo.clip", f"has no meaning with zo.estimator={own.estimator}, which scales by a spread; set zo.clip=null"
     yield from _low_rank_faults(own, run)
+    if run.wire == "fp8" and not _keeps_factors(own) and (run.max_steps or 0) > own.fp8_steps:
+        yield "wire", refusal(run.max_steps or 0, own.fp8_steps)
     if run.max_grad_norm is not None:
         yield "max_grad_norm", "zo has no gradient to clip; set max_grad_norm=null and use zo.clip"
 
@@ -91,6 +101,9 @@ def _keeps_factors(own: ZOConfig) -> bool:
 def _low_rank_faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
     if not own.merge and not _keeps_factors(own):
         yield "zo.merge", "false needs factors that are kept; set zo.rank and zo.fold=false, or zo.merge=true"
+    for key, usual in {"fold_periods": FOLD_PERIODS, "fold_error": FOLD_ERROR}.items():
+        if getattr(own, key) != usual and not _keeps_factors(own):
+            yield f"zo.{key}", "is about factors that are kept; set zo.rank and zo.fold=false, or leave it out"
     if own.rank is None:
         if not own.fold:
             yield "zo.fold", "has no meaning without zo.rank; set zo.rank, or zo.fold=true"
@@ -120,7 +133,7 @@ ZO = Traits(
     journaled=True,
     announces="pages",
     ranks="replicas",
-    may_change=("clip", "deferred_update", "write_back_every"),
+    may_change=("clip", "deferred_update", "write_back_every", "fp8_steps"),
     passes=_passes,
     usual_rates=_usual_rates,
     forwards=_forwards,

@@ -17,6 +17,7 @@ from dataclasses import replace
 from keyhole.machine.rates import Rates
 from keyhole.methods.base import Room, Workload
 from keyhole.methods.work import StepWork, forward_work, home_bytes, met_bytes, unpacked_bytes
+from keyhole.methods.zo.memory import kept_terms
 from keyhole.methods.zo.traits import ZO, ZOConfig
 from keyhole.model.structure.layout import Layout
 
@@ -60,4 +61,7 @@ def _low_rank_work(
     folds = 1 / own.refresh if own.fold else 0.0
     touched += 2 * folds * sum(unpacked_bytes(layout.units[i], room) for i in blocks)
     down = home_bytes(layout, streamed - set(blocks), room) + folds * home_bytes(layout, streamed & set(blocks), room)
-    return replace(found, kernels=found.kernels / looks * 1.5).plus(touched=touched, down=down)
+    kept = 0 if own.fold else kept_terms(layout, own, work.steps)
+    found = found.plus(products=work.passes * work.tokens * kept)  # two operations per number; of a run, half of them
+    found = replace(found, kernels=found.kernels / looks * 1.5, together=looks)
+    return found.plus(touched=touched, down=down, host_bytes=4 * kept, saved_bytes=4 * kept)

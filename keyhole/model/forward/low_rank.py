@@ -38,7 +38,7 @@ class NotByRows(Exception):
 
 @dataclass(frozen=True)
 class Added:
-    """What a layer's product gets. earlier: (v, a) that all looks share; transposed: the weight lies as [I, O]."""
+    """What a layer's product gets. earlier: (a, v) that all looks share; transposed: the weight lies as [I, O]."""
 
     v_rI: torch.Tensor
     b_LrO: torch.Tensor
@@ -173,7 +173,7 @@ def product(x: torch.Tensor, layer: nn.Module, added: Added, tiles: RowTiles | N
     p_LMr = ops.narrow(x_MI, added.v_rI).view(looks, -1, rank)
     y_MO = ops.widen(p_LMr, added.b_LrO, added.bias_LO, x.dtype).view(-1, outputs)
     if added.earlier is not None:
-        v_kI, a_kO = added.earlier
+        a_kO, v_kI = added.earlier
         y_MO.addmm_(x_MI @ v_kI.t(), a_kO)
     if tiles is None:
         y_MO.addmm_(x_MI, layer.weight if added.transposed else layer.weight.t())

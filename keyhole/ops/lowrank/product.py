@@ -24,8 +24,8 @@ from keyhole.ops.rounding.round import round_nearest
 ROWS_IN, DEPTH, STAGES = 16, 256, 5  # few programs: each must have many loads under way
 LEAST = 16  # columns of tl.dot
 FEW = 4  # ranks up to this are added up without tl.dot, which would multiply by twelve columns of zeros
-FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 4
-ROWS_OUT, COLUMNS, WARPS_OUT = 32, 128, 4
+FEW_ROWS, FEW_DEPTH, FEW_WARPS = 2, 1024, 2
+ROWS_OUT, COLUMNS, WARPS_OUT = 8, 1024, 8
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 

@@ -11,7 +11,7 @@ from keyhole.bench.memory.ledger import PARTS
 from keyhole.bench.memory.run import bench_memory
 from keyhole.bench.rows import TABLES
 from keyhole.cli import main
-from keyhole.loading import ALIGN_BYTES
+from keyhole.loading.homes import ALIGN_BYTES
 
 
 def run(out: Path, only: str) -> tuple[dict[str, dict[str, Any]], str]:

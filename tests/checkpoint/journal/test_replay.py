@@ -18,6 +18,7 @@ from keyhole.config import TrainConfig, resolve
 from keyhole.errors import NonFinite, UserError
 from keyhole.methods.zo.traits import ZOConfig
 from keyhole.training.start import train
+from tests.matrix import in_every_run
 
 VARIANTS = {
     "fp32": {},
@@ -33,6 +34,8 @@ VARIANTS = {
     "low rank, kept": {"zo": ZOConfig(rank=2, refresh=2, fold=False)},
     "not deferred": {"zo": ZOConfig(deferred_update=False, clip=0.5)},
 }  # fmt: skip
+
+FROM_THE_BASE = ("fp32", "fp8 on the link", "low rank, within a period", "not deferred")  # others: from a checkpoint
 
 
 @pytest.fixture
@@ -55,6 +58,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@in_every_run(lambda variant: variant not in FROM_THE_BASE or variant == "fp32")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_weights_of_the_run(run: Callable, tiny_model: Path, tmp_path: Path, variant: str) -> None:
     """Base and journal give the weights of the run, bit for bit, as a directory like the run's own."""
@@ -151,6 +155,7 @@ def forget(config: TrainConfig, *names: str) -> None:
         shutil.rmtree(target) if target.is_dir() else target.unlink()
 
 
+@in_every_run(lambda variant, gone: (len(gone) == 2) == (variant in FROM_THE_BASE))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("gone", [("checkpoint-5",), ("checkpoint-5", "checkpoint-2")])
 def test_resume_replays_what_no_checkpoint_holds(

@@ -24,6 +24,7 @@ from keyhole.errors import NonFinite
 from keyhole.methods import METHODS
 from keyhole.model.structure import experts
 from keyhole.plan import placement as placement_of
+from tests.matrix import in_every_run
 from tests.model.decoders import config
 
 ABOUT = About(3, {"epoch": 0}, {"seed": 1}, {"torch": "2"})
@@ -32,6 +33,7 @@ ADAPTERS = {"lora", "lomo-lora"}  # adapters beside the model: saved by waiting
 CASES = [(method, "resident", "float32") for method in METHODS if method not in ADAPTERS]
 CASES += [(method, "stream", "bfloat16") for method in METHODS if method in STREAMING]
 CASES += [("zo", "resident", "bfloat16"), ("zo", "stream", "fp8")]
+SHARED = [(name, "resident") for name in ("sgd", "lomo", "adalomo")]  # the same code as others' cases
 
 
 def batch(step: int) -> dict[str, torch.Tensor]:
@@ -76,6 +78,11 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 NO_POOL = [case for case in CASES if case[0] in ("zo", "adamw", "adam-offload")]
 
 
+@in_every_run(
+    lambda method, placement, dtype, pool: (
+        (method, placement) not in SHARED and (pool == "half" or (method == "zo") == (dtype == "bfloat16"))
+    )
+)
 @pytest.mark.usefixtures("slow_disk")
 @pytest.mark.parametrize(
     ("method", "placement", "dtype", "pool"), [(*c, "half") for c in CASES] + [(*c, "none") for c in NO_POOL]
@@ -103,6 +110,7 @@ def test_a_snapshot_of_experts_that_nobody_met(method: str, tmp_path: Path, monk
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.usefixtures("slow_disk")
+@in_every_run(lambda method, pool: pool == "half" or method == "zo")
 @pytest.mark.parametrize(("method", "placement", "dtype"), CASES)
 @pytest.mark.parametrize("pool", ["half", "none"])
 def test_the_same_on_a_gpu(

@@ -13,6 +13,7 @@ import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.adam_offload.method import AdamOffload
 from keyhole.training.schedule import Schedule
+from tests.matrix import in_every_run
 from tests.methods.baselines.test_first_order import plain_loss
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
@@ -48,6 +49,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name].cpu(), b[name].cpu()) for name in a)
 
 
+@in_every_run(lambda name: name not in ("mistral", "cohere", "olmo2"))
 @pytest.mark.parametrize(
     "name, clip",
     [(n, 0.5) for n in ("llama", "mistral", "qwen3", "olmo2", "cohere", "gemma2")] + [("llama", None), ("llama", 1e3)],

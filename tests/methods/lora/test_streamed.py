@@ -8,6 +8,7 @@ import torch
 import keyhole
 from keyhole.errors import UserError
 from keyhole.methods.lora.method import LoRA
+from tests.matrix import in_every_run
 from tests.model.decoders import batch, config
 
 pytest.importorskip("peft")
@@ -27,6 +28,7 @@ def assert_same(ours: tuple, theirs: tuple) -> None:
     assert all(torch.equal(ours[1][key], theirs[1][key]) for key in theirs[1])
 
 
+@in_every_run(lambda name: name in ("gpt2", "mixtral", "gemma3"))
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "mixtral", "gemma3"])
 def test_streamed_equals_resident_to_the_bit(name: str) -> None:
     """Losses, norms and adapters after three clipped steps of two micro-batches; nothing goes home."""

@@ -17,6 +17,7 @@ from keyhole.methods.lsp import method as lsp
 from keyhole.methods.lsp.memory import count_numbers
 from keyhole.methods.lsp.method import LSP
 from keyhole.methods.lsp.traits import LSPConfig
+from tests.matrix import in_every_run
 from tests.methods.lomo.loops import weights
 from tests.methods.lsp.loops import EPS, SMALL, SOON, load, near, torch_adamw, train
 from tests.model.decoders import batch, config
@@ -81,6 +82,7 @@ def test_in_the_whole_space_it_is_adamw(placed_by: Any, micro: int, clip: float 
 WHOLE, CUT = {"slot_count": 2}, {"slot_count": 9, "max_unit_numel": 4000}
 
 
+@in_every_run(lambda name, clip: (name == "llama") == (clip is None))
 @pytest.mark.parametrize(
     "name, how, clip", [("llama", WHOLE, None), ("llama", CUT, 0.7), ("gpt2", WHOLE, 0.7), ("gpt2", CUT, None)]
 )

@@ -20,6 +20,7 @@ from keyhole.model.forward.memory import ForwardBytes
 from keyhole.model.objective import loss_sum
 from keyhole.model.weights.format import Wire
 from keyhole.ops.loss import RunningNLL
+from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, SEED, equal, load, train, weights
 from tests.model.decoders import batch
 from tests.model.streaming import streamed
@@ -98,6 +99,7 @@ def options(estimator: str, **more: Any) -> dict[str, Any]:
     return {"estimator": estimator, "directions": 3, "weight_decay": DECAY, "weight_decay_on": "all", **more}
 
 
+@in_every_run(lambda estimator, candidates: candidates or estimator in ("mezo", "fzoo"))
 @pytest.mark.parametrize("candidates", [False, True])
 @pytest.mark.parametrize("estimator", RULES)
 def test_equals_the_plain_loop(estimator: str, candidates: bool) -> None:
@@ -112,6 +114,7 @@ def test_equals_the_plain_loop(estimator: str, candidates: bool) -> None:
     assert equal(weights(book), weights(ours))
 
 
+@in_every_run(lambda estimator, directions: directions == 2 + NEW.index(estimator))
 @pytest.mark.parametrize("directions", [2, 3, 4])
 @pytest.mark.parametrize("estimator", NEW)
 def test_streamed_equals_resident(estimator: str, directions: int) -> None:
@@ -130,6 +133,7 @@ def test_streamed_equals_resident(estimator: str, directions: int) -> None:
     assert (model.engine.bytes_up - up, model.engine.bytes_down - down) == (size, size)
 
 
+@in_every_run(lambda estimator, wire: wire == "fp8" or estimator == NEW[0])
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 @pytest.mark.parametrize("estimator", NEW)
 def test_streamed_in_another_format(tiny_model: Any, estimator: str, wire: str) -> None:

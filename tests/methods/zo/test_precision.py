@@ -5,6 +5,7 @@ import torch
 
 import keyhole
 from keyhole import ops
+from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, equal, load, train, weights
 from tests.model.decoders import batch, config
 from tests.model.streaming import streamed
@@ -16,10 +17,11 @@ def test_sixteen_bit_streams_exactly(dtype: str) -> None:
     resident = load(dtype=dtype)
     other = streamed(resident, max_unit_numel=1)
     batches = [batch(seed=1), batch(seed=2, length=6)]
-    assert train(resident, 5, batches, directions=2) == train(other, 5, batches, directions=2)
+    assert train(resident, 3, batches, directions=2) == train(other, 3, batches, directions=2)
     assert equal(weights(resident), weights(other))
 
 
+@in_every_run(lambda wire, dtype: dtype == "bfloat16" or wire == "fp8")
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_wire_formats_stream_exactly(wire: str, dtype: str) -> None:

@@ -7,11 +7,13 @@ import torch
 
 import keyhole
 from keyhole.plan import placement
+from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, equal, load, train, weights
 from tests.model.decoders import NAMES, TWELVE, batch
 from tests.model.streaming import streamed
 
 
+@in_every_run(lambda name: name in TWELVE)
 @pytest.mark.parametrize("name", NAMES)
 def test_streamed_equals_resident(name: str) -> None:
     """Losses and weights after 4 steps (2 beyond the twelve) are the same bits, slots poisoned when freed."""

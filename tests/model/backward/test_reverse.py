@@ -13,6 +13,7 @@ from keyhole.methods.lomo.adalomo import AdaLOMO
 from keyhole.methods.lomo.method import LOMO
 from keyhole.methods.lsp.method import LSP
 from keyhole.model.backward.reverse import Reverse
+from tests.matrix import in_every_run
 from tests.model.backward.gradients import Collect, assert_same, by_autograd, collected, load
 from tests.model.decoders import LAYERS, batch
 from tests.model.streaming import streamed
@@ -21,6 +22,7 @@ FAMILIES = ["llama", "qwen2", "opt", "gpt2", "mixtral"]  # untied, tied, biases,
 TWO = [batch(2, 10, seed=1), batch(1, 7, seed=2)]
 
 
+@in_every_run(lambda options, count: count == 1 or options.get("activations") != "none")
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"activations": "none"}, {"activations": "host"}])
 @pytest.mark.parametrize("count", [1, 2])
@@ -99,6 +101,7 @@ class Log:
         return False
 
 
+@in_every_run(lambda clip, placement: placement == "stream" or clip is None)
 @pytest.mark.parametrize("placement", ["resident", "stream"])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("method", ["lomo", "adalomo", "adam-offload", "lsp gpu", "lsp cpu"])

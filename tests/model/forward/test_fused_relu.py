@@ -16,6 +16,7 @@ from keyhole.methods.lomo.method import LOMO
 from keyhole.model.backward.compiled_linear import linears_offer
 from keyhole.model.forward import fused_relu
 from keyhole.model.structure import find as blocks
+from tests.matrix import in_every_run
 from tests.model.decoders import LAYERS, batch, config
 from tests.model.streaming import streamed
 
@@ -81,6 +82,7 @@ def test_on_the_cpu_nothing_changes(calls: Calls, monkeypatch: pytest.MonkeyPatc
     assert calls.within == 0 and calls.apart == 2 * 3 * 4 * len(BATCHES) * LAYERS
 
 
+@in_every_run(lambda name, how: (name == "opt") == (how is None or "max_unit_numel" in how))
 @pytest.mark.usefixtures("epilogue")
 @pytest.mark.parametrize("name", ["opt", "opt_projected"])
 @pytest.mark.parametrize("how", [None, {"slot_count": 2}, {"max_unit_numel": 1, "slot_count": 2}])

@@ -105,7 +105,7 @@ def test_reference_is_the_published_rule(shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(w.double(), textbook.w, rtol=1e-6, atol=1e-8)
 
 
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(
     shape=st.one_of(
         st.tuples(st.integers(1, 3000)),

@@ -11,7 +11,7 @@ from keyhole.ops.lsp.compress import compress
 from keyhole.ops.lsp.projector import KINDS, identity_projector, random_projector
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(
     kind=st.sampled_from(sorted(KINDS)),
     tokens=st.integers(1, 100),

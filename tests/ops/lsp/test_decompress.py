@@ -12,6 +12,7 @@ from keyhole.ops.lsp.decompress import decompress_add_
 from keyhole.ops.lsp.projector import KINDS, Projector, identity_projector, random_projector
 from keyhole.ops.rounding.bits2d import bits2d_reference
 from keyhole.ops.rounding.round import stochastic_round_reference
+from tests.matrix import in_every_run
 
 SEED, STEP, OFFSET = 0xDEADBEEFCAFEBABE, 4_000_000_000, (1 << 33) + 12_347
 
@@ -60,6 +61,7 @@ def test_identity_reproduces_the_gradient(kernel_device: torch.device, choice: s
     assert torch.equal(w_mn, grad_mn)
 
 
+@in_every_run(lambda kind, choice: choice == "kernel" or kind == "runs")
 @pytest.mark.parametrize("kind, dtype", [*((kind, torch.bfloat16) for kind in sorted(KINDS)), ("runs", torch.float16)])
 @pytest.mark.parametrize("choice", ["reference", "kernel"])
 def test_stochastic_rounding_is_by_element(

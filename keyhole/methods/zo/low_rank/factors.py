@@ -16,13 +16,13 @@ When a period ends, its A begins again at 0, and what was learned is
 
     folded    W <- round(W + A V_k^T / sqrt(r)) when the unit is next visited (ops/lowrank/fold.py): W is read and
               written once per period, and not at all within it
-    kept      as a pair of factors more, rank (k + 1) r in all, in the dtype of compute; W never changes, so it may be
-              frozen in any format
+    kept      as r terms more beside W, which never changes and so may be frozen in any format; from time to time they
+              are folded into a sum in fewer terms (kept.py)
 
 A fold rounds where a dense step rounds after every update: less often by a factor of `refresh`.
 
 Bytes, for n numbers in all A and vectors, m in all V, L looks, b per number in compute:
-4 n + 4 L n + b m; until a fold is done 4 n + b m more; of kept periods b (n + m) each.
+4 n + 4 L n + b m; until a fold is done 4 n + b m more; of kept periods b (n + m) each (kept.py).
 """
 
 import weakref
@@ -36,6 +36,7 @@ import torch
 
 from keyhole import ops
 from keyhole.errors import UserError
+from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.low_rank.parts import Matrix, Parts, Vector, find_parts, vector_at
 from keyhole.methods.zo.low_rank.peft_adapter import write_factors
 from keyhole.methods.zo.update import Pending
@@ -70,6 +71,8 @@ class Factors:
         rounding: str,
         pairs: int,
         merge: bool = True,
+        fold_periods: int | None = None,
+        fold_error: float = 0.0,
     ) -> None:
         self.model, self.noise, self.rounding = weakref.proxy(model), noise, rounding
         self.rank, self.refresh, self.folds, self.merges = rank, refresh, fold, merge
@@ -81,9 +84,7 @@ class Factors:
         self.now = torch.zeros(self.parts.numel, device=device)
         wide = -(-self.parts.numel // ALIGN) * ALIGN  # so that every look begins where memory moves in wide pieces
         self.looks = torch.empty(2 * pairs, wide, device=device)[:, : self.parts.numel]
-        self.kept: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # by matrix: v [k r, I] and a [k r, O] of earlier periods
+        self.kept = Kept(self.parts, model.dtype, fold_periods, fold_error)
         self.fold: Fold | None = None
         self.steps, self.v = 0, self.draw_v(0)  # steps done; v is that of the period they lead to
         self.changed = torch.zeros((), dtype=torch.int64, device=device)
@@ -137,18 +138,10 @@ class Factors:
         if self.folds:
             self.fold = Fold(a.clone(), self.v.clone(), self.steps, set(self.units))
         else:
-            self.keep(a, self.v)
+            self.kept.add(a, self.v)
+            self.kept.end_period(self.steps, self.refresh)
         a.zero_()
         self.v.copy_(self.draw_v(self.steps // self.refresh))  # where it is: graphs have its address
-
-    def keep(self, a: torch.Tensor, v: torch.Tensor) -> None:
-        """A period more, behind those that are kept."""
-        of_period = [(self._rows(v, m.v), self._rows(a, m.a).to(v.dtype)) for m in self.parts.matrices]
-        if not self.kept:
-            self.kept = [(v_rI.clone(), a_rO.clone()) for v_rI, a_rO in of_period]
-            return
-        for i, ((v_kI, a_kO), (v_rI, a_rO)) in enumerate(zip(self.kept, of_period, strict=True)):
-            self.kept[i] = torch.cat([v_kI, v_rI]), torch.cat([a_kO, a_rO])  # one at a time: little is there twice
 
     # -- weights at home -------------------------------------------------------------------------------------------
 
@@ -217,10 +210,9 @@ class Factors:
         """(a, v) of a matrix that its home lacks, oldest first, when no fold is left to be done."""
         matrix, learned = self.parts.matrices[index], []
         if self.kept:
-            v_kI, a_kO = self.kept[index]
-            learned.append((a_kO.float(), v_kI))
+            learned.append(self.kept.learned(index))
         if self.steps % self.refresh:
-            learned.append((self._rows(self.now, matrix.a), self._rows(self.v, matrix.v)))
+            learned.append((self._rows(self.now, matrix.a), self._rows(self.v, matrix.v).float()))
         return learned
 
     def bring_home(self) -> None:
@@ -274,7 +266,7 @@ class Factors:
         index = next((i for i, m in enumerate(self.parts.matrices) if m.tensor is tensor), None)
         if index is None or not self.kept:
             return self.now[at]
-        return self.now[at] + self.kept[index][1].float().unflatten(0, (-1, self.rank)).sum(0).flatten()
+        return self.now[at] + self.kept.here[index][0].float().sum(0).repeat(self.rank)
 
     def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
         return flat[at].view(self.rank, -1)
@@ -285,6 +277,8 @@ class Factors:
         size = (4 * (self.now.numel() + self.looks.numel()) + self.v.nbytes) / 2**20
         what = f"low rank: z = U V^T / sqrt({self.rank}) in {len(parts.matrices)} linear layers"
         learned = f"learned in {parts.numel:,} numbers ({size:.1f} MiB with V and looks)"
+        if not self.folds and (kept := self.kept).every is not None:
+            end += f"; after every {kept.every} periods in as few terms as lose {kept.most:g} of its norm at most"
         when = f"every {self.refresh} steps a new V, and what was learned is {end}"
         passes = "one for all looks at a batch" if self.together else "one for each look at a batch"
         return [f"{what}, {learned}; {when}", f"passes: {passes}"]
@@ -339,7 +333,7 @@ class Factors:
             bias = self.spines[share.first : share.first + share.count, begin : begin + matrix.outputs]
         elif getattr(layer, "bias", None) is not None:
             bias = layer.bias[None].expand(flat.shape[0], -1)
-        earlier = self.kept[index] if self.kept else None
+        earlier = self.kept.here[index] if self.kept else None
         b_LrO = flat[:, matrix.a].unflatten(1, (self.rank, matrix.outputs))
         return Added(self._rows(self.v, matrix.v), b_LrO, bias, earlier, matrix.transposed)
 

@@ -1,10 +1,11 @@
 """Factors in checkpoints and in the replay of a journal.
 
 A checkpoint holds the weights as they are at home, after the last fold, and in the method's tensors what was learned
-since: `factors` (all A of the period, and the vectors), and of kept periods `kept`, their A one below the other. V is
-drawn again. So a run goes on in the middle of a period, to the bit, and a checkpoint costs 4 n bytes more (OPT-13B,
-rank 2: 22 MB). Where all factors are kept, blocks never change: then a checkpoint is *light*. It holds no model, but
-beside the factors the homes of the units that do change (spine, table, head), and a run goes on from the original one.
+since: `factors` (all A of the period, and the vectors), and of kept periods `kept`, their A one below the other, and
+the sums that earlier ones were folded into (kept.py). V is drawn again. So a run goes on in the middle of a period, to
+the bit, and a checkpoint costs 4 n bytes more (OPT-13B, rank 2: 22 MB). Where all factors are kept, blocks never
+change: then a checkpoint is *light*. It holds no model, but beside the factors the homes of the units that do change
+(spine, table, head), and a run goes on from the original one.
 
 A journal has the scalars of every step, from which A of any period can be made again: an update of A is elementwise and
 its noise a function of (seed, step, element). Replaying is the run without its passes: A moves step by step, and what
@@ -22,6 +23,7 @@ import torch
 
 from keyhole.errors import UserError
 from keyhole.methods.zo.low_rank.factors import Factors, Fold
+from keyhole.methods.zo.low_rank.kept import Kept
 from keyhole.methods.zo.update import Pending
 from keyhole.model.structure.layout import Unit
 
@@ -36,9 +38,7 @@ def to_state(factors: Factors) -> dict[str, Any]:
     state: dict[str, Any] = {"factors": factors.now}
     if not factors.folds:
         state |= {"light": True} | {f"home.{unit.index}": home for unit, home in _changing(factors)}
-    if factors.kept:
-        by_period = [a_kO.unflatten(0, (-1, factors.rank)).flatten(1) for _, a_kO in factors.kept]  # of each [k, r O]
-        state["kept"] = torch.cat(by_period, dim=1)
+    state |= dict(factors.kept.to_state())
     return state
 
 
@@ -59,16 +59,20 @@ def from_state(factors: Factors, state: Any, steps: int, homes: bool = True) -> 
         for unit, home in _changing(factors):
             home.copy_(state[f"home.{unit.index}"])
         factors.model.engine.invalidate()
-    factors.fold, factors.kept, factors.steps = None, [], steps
-    for period, a in enumerate(state["kept"] if "kept" in state else ()):
-        factors.keep(a.to(factors.now.device), factors.draw_v(period))
+    kept = factors.kept
+    factors.fold, factors.steps = None, steps
+    factors.kept = Kept(factors.parts, kept.dtype, kept.every, kept.most)
+    factors.kept.take_sums(state, factors.now.device)
+    periods = state["kept"] if "kept" in state else ()
+    for period, a in enumerate(periods, steps // factors.refresh - len(periods)):
+        factors.kept.add(a.to(factors.now), factors.draw_v(period))
     factors.v.copy_(factors.draw_v(steps // factors.refresh))
 
 
 def saved(factors: Factors, state: Any) -> Factors | None:
     """The factors of a checkpoint, beside those of the run; None where its weights hold everything."""
     steps = int(state["step_count"])
-    if steps % factors.refresh == 0 and "kept" not in state:
+    if steps % factors.refresh == 0 and "kept" not in state and "folds" not in state:
         return None
     twin = copy.copy(factors)
     twin.now, twin.v = torch.empty_like(factors.now), torch.empty_like(factors.v)

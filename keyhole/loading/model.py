@@ -2,8 +2,9 @@
 
     1. Build the module without its weights (model/structure/skeleton.py), lay it out flat (model/structure/layout.py).
     2. Decide where every unit lives (plan/placement.py).
-    3. Reserve memory of exactly that size and fill it from the weight files, shard after shard (model/weights/read.py).
-    4. Page-lock the host part and start the engine.
+    3. Reserve memory of exactly that size, with the engine that moves it (homes.py).
+    4. Fill it from the weight files, shard after shard (model/weights/read.py); page-lock the host part.
+    5. Add what the directory holds beside the weights: an adapter, factors of low rank.
 
 Peak host memory: the weights that live on the host, plus one shard of the file mapping.
 """
@@ -24,32 +25,27 @@ from torch import nn
 
 from keyhole import assets
 from keyhole.errors import UserError
+from keyhole.loading.device import choose_device
+from keyhole.loading.homes import make_engine
 from keyhole.machine.settings import Changes, matmul_precision, memory_fraction
-from keyhole.methods import METHODS
 from keyhole.methods.base import Workload
 from keyhole.methods.lora.saved_adapter import SavedAdapter
 from keyhole.methods.zo.low_rank.saved import find_factors
-from keyhole.model.backward import memory as backward
 from keyhole.model.model import Model
 from keyhole.model.structure.generation_file import read_generation_config
-from keyhole.model.structure.layout import Layout, Unit
 from keyhole.model.structure.skeleton import build, is_classifier, read_config
 from keyhole.model.structure.source import find_directory
 from keyhole.model.structure.tokenizer import read_tokenizer
-from keyhole.model.weights.format import PACKED, Wire
 from keyhole.model.weights.published import choose_format, forget_quantization, forms_in
 from keyhole.model.weights.random import fill_random
 from keyhole.model.weights.read import fill_from
 from keyhole.model.weights.save import no_progress_bars
 from keyhole.offload import arena
-from keyhole.offload.engine import Engine
 from keyhole.offload.gather import WAYS, GatheringEngine
-from keyhole.offload.shards import ShardedEngine, part_numel
 from keyhole.plan.dtype import choose_dtype
-from keyhole.plan.placement import Placement, place
+from keyhole.plan.placement import place
 from keyhole.ranks import Ranks
 
-ALIGN_BYTES = 256
 ENGINE_OPTIONS = ("overlap", "reuse_slots", "slot_count", "chaos")
 
 
@@ -83,7 +79,7 @@ def load(
     frozen: int8, int4, nf4; default: dtype).
     tf32 lets float32 products run in TF32, for the whole process, while the model lives (docs/process.md).
     graphs lets small blocks be launched as CUDA graphs (model/forward/graphs.py); reverse_graphs does so in first-order
-    steps (model/backward/recorded.py), which is new and has not passed the GPU tests yet.
+    steps (model/backward/recorded.py).
     expert_units=False has large stacks of experts computed and moved whole (docs/methods.md).
     gather: whether ranks of a machine upload a part of a unit each (offload/gather.py): auto (measured), always, never.
     workload says what will run (method, tokens per pass, number of passes), so that the budget leaves room for it.
@@ -123,53 +119,50 @@ def load(
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
         placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
-        ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
-        shared = _shared(layout, placed, workload, ranks)
-        sharded = _sharded(layout, placed, workload, ranks)
-        gathers = _gathers(gather, placed, shared, workload, ranks)
-        homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
+        engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)
         _move_buffers(module, device)
-        engine_options.setdefault("slot_count", placed.slot_count or (backward.slot_count(layout) if sharded else 0))
-        if sharded:
-            numels = {page: layout.units[page].numel for page in sharded}
-            engine = ShardedEngine(homes, numels, placed.streamed, device, ranks, **engine_options)
-        elif gathers:
-            chosen = frozenset(unit.index for unit in layout.units if unit.expert is not None)
-            how = engine_options | {"shared": shared, "chosen": chosen}
-            engine = GatheringEngine(homes, placed.streamed, device, ranks, **how)
-        else:
-            engine = Engine(homes, placed.streamed, device, shared=shared, **engine_options)
         source = None if directory is None else str(model)
         tokenizer = None if directory is None else read_tokenizer(directory, trust_remote_code)
         about = {"tokenizer": tokenizer, "source": source, "placed": placed, "changes": changes, "ranks": ranks}
         about |= {"graphs": graphs, "reverse_graphs": reverse_graphs}
         loaded = Model(module, layout, engine, formats, **about)
-        std = getattr(config, "initializer_range", None) or 0.02
-        if init == "random":
-            _pin(loaded, touch=True)
-            fill_random(loaded, std, seed)
-            loaded.drawn = True
-        else:
-            if weights is None:
-                raise UserError('a config object has no weights: pass init="random", or a model directory')
-            fresh = fill_from(loaded, weights, dtype, fresh_head=head is not None)
-            fill_random(loaded, std, seed, only=fresh)
-            loaded.drawn = bool(fresh)
-            if fresh:
-                names = ", ".join(tensor.name for tensor in fresh)
-                placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
-            _pin(loaded, touch=False)
+        _fill(loaded, weights, dtype, seed, init, fresh_head=head is not None)
         ranks.barrier()  # shared homes are filled
         if isinstance(engine, GatheringEngine):
             placed.reasons.append(engine.decide(gather))
         loaded.binding.bind_homes()
-        if adapter and directory is not None and (directory / "adapter").is_dir():
-            saved = SavedAdapter(loaded, directory / "adapter")
-            placed.adapter = saved.path
-            placed.reasons.append(str(saved))
+        if adapter and directory is not None:
+            _add_adapter(loaded, directory)
         if beside is not None:
             placed.reasons.append(beside.add_to(loaded))
         return loaded
+
+
+def _fill(loaded: Model, weights: Any, dtype: torch.dtype, seed: int, init: str, fresh_head: bool) -> None:
+    """Puts weights into the homes: from files, or drawn by the seed."""
+    std = getattr(loaded.config, "initializer_range", None) or 0.02
+    if init == "random":
+        _pin(loaded, touch=True)
+        fill_random(loaded, std, seed)
+        loaded.drawn = True
+        return
+    if weights is None:
+        raise UserError('a config object has no weights: pass init="random", or a model directory')
+    fresh = fill_from(loaded, weights, dtype, fresh_head=fresh_head)
+    fill_random(loaded, std, seed, only=fresh)
+    loaded.drawn = bool(fresh)
+    if fresh:
+        names = ", ".join(tensor.name for tensor in fresh)
+        loaded.placed.reasons.append(f"head: {names} are not in the files: drawn from seed {seed}")
+    _pin(loaded, touch=False)
+
+
+def _add_adapter(loaded: Model, directory: Path) -> None:
+    """The adapter that a directory holds beside the weights, if there is one."""
+    if (directory / "adapter").is_dir():
+        saved = SavedAdapter(loaded, directory / "adapter")
+        loaded.placed.adapter = saved.path
+        loaded.placed.reasons.append(str(saved))
 
 
 @contextmanager
@@ -213,124 +206,12 @@ def _check_names(engine_options: dict[str, Any]) -> None:
             raise UserError(f"keyhole.load: there is no argument {name!r}; {meant}")
 
 
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for, or the first GPU, or the CPU."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(device)
-    except RuntimeError as error:
-        raise UserError(f"device: {device!r} is not a device; use cpu, cuda or cuda:0") from error
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("device: cuda was asked for, but PyTorch sees no CUDA GPU here; use device=cpu")
-        index = device.index or 0
-        if index >= torch.cuda.device_count():
-            raise UserError(f"device: cuda:{index} was asked for, but there are {torch.cuda.device_count()} GPUs")
-        return torch.device("cuda", index)
-    if device.type != "cpu":
-        raise UserError(f"device: {device} is not supported; use cpu, cuda or cuda:0")
-    return device
-
-
 def _shared_work(work: Workload, ranks: Ranks) -> Workload:
     """What of it one of the ranks does; a search for a rate is done by all of them."""
     if not ranks.several:
         return work
     passes = work.passes if work.searches else -(-work.passes // ranks.size)
     return replace(work, passes=passes, ranks=ranks.size, local_ranks=ranks.local_size)
-
-
-def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
-    """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
-    weights. (Table, head and spine change every step, and are a small part.)"""
-    row = METHODS.get(work.method)
-    if ranks.local_size == 1 or row is None or row.ranks != "replicas":
-        return frozenset()
-    found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
-    for machine, rank, its in ranks.objects((ranks.machine, ranks.rank, found)):
-        if machine == ranks.machine and its != found:
-            raise UserError(
-                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
-                "since other memory is free on their GPUs; set gpu_memory to what all of them have"
-            )
-    if found:
-        placed.reasons.append(
-            f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
-        )
-    return found
-
-
-def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
-    """Units of which every rank keeps a part: blocks and head. Table and spine are small, and everybody's own."""
-    row = METHODS.get(work.method)
-    if not ranks.several or row is None or row.ranks != "shards":
-        return frozenset()
-    found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
-    placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
-    return found
-
-
-def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
-    """Whether ranks may upload a part of a unit each. UserError where they are told to and cannot."""
-    row = METHODS.get(work.method)
-    if ranks.local_size == 1:
-        why = "this process is the only one on its machine"
-    elif row is not None and row.ranks == "shards":
-        why = f"{work.method} shares out its units and gathers them already"
-    elif row is None or row.ranks is None or row.sweep != "forward":
-        why = f"{work.method} has no sweep that is the same on all ranks"
-    else:
-        why = "" if shared else "nothing is streamed"
-    if why and way == "always":
-        raise UserError(
-            f"offload.gather: always needs ranks of one machine that stream the same units: {why}; use auto"
-        )
-    return not why and way != "never"
-
-
-def _reserve(
-    layout: Layout,
-    placed: Placement,
-    formats: Wire,
-    device: torch.device,
-    shared: frozenset[int],
-    sharded: frozenset[int],
-    ranks: Ranks,
-) -> list[torch.Tensor]:
-    """One home per unit: streamed units side by side in host memory, those that ranks share in memory of their own, the
-    others side by side on the device. Of sharded units: this rank's part."""
-
-    def home_bytes(unit: Unit) -> int:
-        if unit.index not in sharded:
-            return formats.home_bytes(unit)
-        return part_numel(unit.numel, ranks.size) * formats.home_dtype(unit).itemsize
-
-    homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
-    for pages in (shared, placed.streamed - shared, {u.index for u in layout.units} - placed.streamed):
-        units = [u for u in layout.units if u.index in pages]
-        sizes = [-(-home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
-        if pages and pages <= placed.streamed:
-            flat = arena.shared_memory(sum(sizes), ranks) if pages is shared else arena.host_memory(sum(sizes))
-        else:
-            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
-            home = piece[: home_bytes(unit)].view(formats.home_dtype(unit))
-            homes[unit.index] = home
-            if unit.index in sharded:
-                home.zero_()
-            elif home.dtype != PACKED:
-                _zero_padding(unit, home)
-    return homes
-
-
-def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
-    """Of the gaps between aligned tensors: reserved memory may hold anything, and copies of them are looked at."""
-    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a spine may hold no tensor
-    for tensor, begin in zip(unit.tensors, starts[1:], strict=True):
-        end = tensor.stop - unit.start
-        if end < begin:
-            home[end:begin] = 0
 
 
 def _move_buffers(module: nn.Module, device: torch.device) -> None:

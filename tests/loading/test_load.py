@@ -1,10 +1,8 @@
 """Loading: straight into flat memory, from any layout of files, and errors that name the file."""
 
 import json
-import resource
 import shutil
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from keyhole.model.structure import source
 from keyhole.model.structure.source import find_directory
 from keyhole.plan.dtype import choose_dtype
 from tests.model.decoders import LAYERS, batch, config
-from tests.training.children import server
 
 
 @pytest.fixture(scope="module")
@@ -424,43 +421,3 @@ def test_cuda_asked_for_where_there_is_none() -> None:
     """The message says what PyTorch sees and what to write."""
     with pytest.raises(UserError, match="no CUDA GPU here; use device=cpu"):
         choose_device("cuda")
-
-
-def _measure(path: Path, writer: Connection) -> None:
-    """In a process of its own, which has imported everything and loaded nothing yet."""
-    keyhole.load(config("llama"), init="random", device="cpu")  # whatever is allocated once
-
-    def peak_bytes() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    before = peak_bytes()
-    model = keyhole.load(path, device="cpu", placement="stream")
-    writer.send((peak_bytes() - before, 4 * model.layout.numel, model.engine.slot_count * model.engine.slot_bytes))
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """130 MB of random weights in five shards, matrices of 4 and 8 MB."""
-    path = tmp_path_factory.mktemp("large")
-    shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 1000}
-    made = config("llama", **shape)
-    made.architectures = ["LlamaForCausalLM"]
-    made.save_pretrained(path)
-    model = keyhole.load(made, init="random", device="cpu")
-    save_file(dict(model.named_tensors()), path / "model.safetensors", metadata={"format": "pt"})
-    shard(path, 5)
-    return path
-
-
-@pytest.mark.slow
-def test_peak_memory_is_the_weights_and_one_shard(large: Path) -> None:
-    """Loading 130 MB never holds a second copy: weights, slots, one mapped shard, and 24 MB of slack."""
-    shard_bytes = max(file.stat().st_size for file in large.glob("*.safetensors"))
-    reader, writer = server.Pipe(duplex=False)
-    process = server.Process(target=_measure, args=(large, writer))
-    process.start()
-    writer.close()
-    used, weights, slots = reader.recv()
-    process.join()
-    assert weights > 120e6
-    assert used <= weights + slots + shard_bytes + 24e6

@@ -1,0 +1,131 @@
+"""What methods learn of a real model: the runs of the tables in learning_*.md, one after the other, in one process.
+
+    python benchmarks/learning.py MODEL TASK_DATA OUT [--minutes 9] [--only sst2,rte-lsp] [--list]
+                                  [key=value ...]
+
+MODEL: a directory of SmolLM2-135M (any other model has other rates); TASK_DATA: <task>/train, <task>/val as `task_data`
+takes them. Each run is a comparison of one method (`keyhole compare`): its table is printed and written to OUT as soon
+as it is there, with the dev metric by step and the median seconds per step. What there is no time for is said. --only:
+runs whose name begins with one of these. key=value: settings for all runs, such as loss=tokens.
+
+All runs: float32 weights with products in TF32, batches of 16, 1,000 examples, linear decay, the step that is best on
+dev is tested.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from keyhole.cli import main as keyhole
+
+COMMON = {
+    "loss": "candidates",
+    "dtype": "float32",
+    "tf32": True,
+    "batch_size": 16,
+    "num_train": 1000,
+    "num_dev": 300,
+    "num_eval": 1000,
+    "lr_scheduler_type": "linear",
+    "warmup_ratio": 0.06,
+    "max_length": 256,
+}
+LSP = {"method": "lsp", "lsp": {"d": 256, "r": 8, "alpha": 0.3, "check_freq": 100}}
+LOMO_LORA = {"method": "lomo-lora", "learning_rate": 1e-3, "lomo_lora": {"adapter_lr": 5e-4}}
+FIRST_ORDER = {
+    "adamw": {"method": "adamw", "learning_rate": 3e-5},
+    "adam-offload": {"method": "adam-offload", "learning_rate": 3e-5},
+    "lsp": LSP | {"learning_rate": 5e-5},
+    "adalomo": {"method": "adalomo", "learning_rate": 5e-4},
+    "lomo": {"method": "lomo", "learning_rate": 1.5e-3},
+    "lomo-lora": LOMO_LORA,
+}
+ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
+
+
+def first_order(epochs: int, steps_per_epoch: int = 63) -> dict[str, Any]:
+    return {"num_train_epochs": epochs, "eval_steps": steps_per_epoch * max(1, epochs // 5)}
+
+
+RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
+    "sst2-zo": ("sst2", [0, 1, 2], ZO | {"learning_rate": 3e-5}),
+    "sst2-zo-long": ("sst2", [0], ZO | {"learning_rate": 2e-5, "max_steps": 12000, "eval_steps": 1000}),
+    "sst2-zo-rank": ("sst2", [0], ZO | {"learning_rate": 3e-5, "zo": {"rank": 2, "refresh": 50}}),
+    "sst2-zo-fzoo": ("sst2", [0], ZO | {"learning_rate": 1e-3, "max_steps": 750, "zo": {"estimator": "fzoo"}}),
+    **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
+    **{f"rte-{name}": ("rte", [0], how | first_order(10)) for name, how in FIRST_ORDER.items()},
+    **{
+        f"{task}-{name}": (task, [0], FIRST_ORDER[name] | first_order(10, steps))
+        for task, steps in (("cb", 13), ("copa", 19), ("boolq", 63))
+        for name in ("adam-offload", "lsp", "lomo")
+    },
+    "rte-zo": ("rte", [0], ZO | {"learning_rate": 3e-5}),
+}
+
+
+def write(name: str, model: str, to: Path, minutes: float, more: list[str]) -> list[str]:
+    """The words of `keyhole compare` for one run."""
+    task, seeds, settings = RUNS[name]
+    common = dict(COMMON)
+    if task in ("cb", "copa"):
+        common |= {"num_train": 200, "num_dev": 50}
+    asked = {"models": {"model": model}, "tasks": [task], "methods": {name: settings}, "seeds": seeds}
+    file = to / f"{name}.yaml"
+    file.write_text(json.dumps(asked | {"common": common, "output_dir": str(to / "runs" / name)}))
+    return ["compare", str(file), f"max_minutes={minutes:.2f}", *more]
+
+
+def told(directory: Path) -> list[str]:
+    """The dev metric by step of every run, and its median seconds per step."""
+    lines = []
+    for file in sorted(directory.rglob("metrics.jsonl")):
+        rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        dev = {row["step"]: round(100 * row["eval_accuracy"], 1) for row in rows if "eval_accuracy" in row}
+        seconds = [row["seconds"] for row in rows if "seconds" in row and "loss" in row]
+        pace = f", {statistics.median(seconds):.4f} s per step" if seconds else ""
+        lines.append(f"  {file.parent.parent.name}: dev {dev}{pace}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("task_data")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    prefixes = tuple(args.only.split(","))
+    names = [name for prefix in prefixes for name in RUNS if name.startswith(prefix)]
+    if args.list:
+        print(*names, sep="\n")
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    begin_s = time.monotonic()
+    for name in dict.fromkeys(names):
+        left = args.minutes - (time.monotonic() - begin_s) / 60
+        if left < 0.3:
+            print(f"{name}: no time left", flush=True)
+            continue
+        words = write(name, args.model, args.out, left, [f"task_data={args.task_data}", *args.settings])
+        started_s = time.monotonic()
+        try:
+            code: Any = keyhole(words)
+        except SystemExit as ended:
+            code = ended.code
+        found = args.out / "runs" / name
+        print(f"{name}: exit {code}, {time.monotonic() - started_s:.0f} s", flush=True)
+        if (found / "table.md").exists():
+            for kind in ("md", "json"):
+                shutil.copy(found / f"table.{kind}", args.out / f"{name}.{kind}")
+        print(*told(found), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""`keyhole.load`: from a directory, a hub id or a config to a `Model`.
+
+model.py      the steps of it, and the weights
+homes.py      memory for every unit, and the engine
+device.py     which device
+"""
+
+from keyhole.loading.device import choose_device
+from keyhole.loading.model import load
+
+__all__ = ["choose_device", "load"]

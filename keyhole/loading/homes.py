@@ -1,0 +1,148 @@
+"""Homes for all units, in memory of exactly their size, and the engine that moves them.
+
+    resident             side by side on the device
+    streamed             side by side in host memory
+    streamed, shared     one copy for the ranks of a machine, where each computes with all weights (offload/arena.py)
+    sharded              of every unit the part of this rank, wherever it is (offload/shards.py)
+
+Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: who loads fills and page-locks them.
+"""
+
+from typing import Any
+
+import torch
+
+from keyhole.errors import UserError
+from keyhole.methods import METHODS
+from keyhole.methods.base import Workload
+from keyhole.model.backward import memory as backward
+from keyhole.model.structure.layout import Layout, Unit
+from keyhole.model.weights.format import PACKED, Wire
+from keyhole.offload import arena
+from keyhole.offload.engine import Engine
+from keyhole.offload.gather import GatheringEngine
+from keyhole.offload.shards import ShardedEngine, part_numel
+from keyhole.plan.placement import Placement
+from keyhole.ranks import Ranks
+
+ALIGN_BYTES = 256
+
+
+def make_engine(
+    layout: Layout,
+    placed: Placement,
+    formats: Wire,
+    device: torch.device,
+    workload: Workload,
+    ranks: Ranks,
+    gather: str,
+    options: dict[str, Any],
+) -> Engine:
+    """Homes for all units, still empty, and the engine that moves them: of one process, or one that shards them over
+    the ranks, or one whose ranks upload a part each."""
+    ranks.barrier()  # the plan has looked at the memory that is free, and nobody has taken any
+    shared = _shared(layout, placed, workload, ranks)
+    sharded = _sharded(layout, placed, workload, ranks)
+    gathers = _gathers(gather, placed, shared, workload, ranks)
+    homes = _reserve(layout, placed, formats, device, shared, sharded, ranks)
+    slot_count = placed.slot_count or (backward.slot_count(layout) if sharded else 0)
+    options = {"slot_count": slot_count} | options
+    if sharded:
+        numels = {page: layout.units[page].numel for page in sharded}
+        return ShardedEngine(homes, numels, placed.streamed, device, ranks, **options)
+    if gathers:
+        chosen = frozenset(unit.index for unit in layout.units if unit.expert is not None)
+        return GatheringEngine(homes, placed.streamed, device, ranks, shared=shared, chosen=chosen, **options)
+    return Engine(homes, placed.streamed, device, shared=shared, **options)
+
+
+def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
+    """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
+    weights. (Table, head and spine change every step, and are a small part.)"""
+    row = METHODS.get(work.method)
+    if ranks.local_size == 1 or row is None or row.ranks != "replicas":
+        return frozenset()
+    found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
+    for machine, rank, its in ranks.objects((ranks.machine, ranks.rank, found)):
+        if machine == ranks.machine and its != found:
+            raise UserError(
+                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
+                "since other memory is free on their GPUs; set gpu_memory to what all of them have"
+            )
+    if found:
+        placed.reasons.append(
+            f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
+        )
+    return found
+
+
+def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> frozenset[int]:
+    """Units of which every rank keeps a part: blocks and head. Table and spine are small, and everybody's own."""
+    row = METHODS.get(work.method)
+    if not ranks.several or row is None or row.ranks != "shards":
+        return frozenset()
+    found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
+    placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
+    return found
+
+
+def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
+    """Whether ranks may upload a part of a unit each. UserError where they are told to and cannot."""
+    row = METHODS.get(work.method)
+    if ranks.local_size == 1:
+        why = "this process is the only one on its machine"
+    elif row is not None and row.ranks == "shards":
+        why = f"{work.method} shares out its units and gathers them already"
+    elif row is None or row.ranks is None or row.sweep != "forward":
+        why = f"{work.method} has no sweep that is the same on all ranks"
+    else:
+        why = "" if shared else "nothing is streamed"
+    if why and way == "always":
+        raise UserError(
+            f"offload.gather: always needs ranks of one machine that stream the same units: {why}; use auto"
+        )
+    return not why and way != "never"
+
+
+def _reserve(
+    layout: Layout,
+    placed: Placement,
+    formats: Wire,
+    device: torch.device,
+    shared: frozenset[int],
+    sharded: frozenset[int],
+    ranks: Ranks,
+) -> list[torch.Tensor]:
+    """One home per unit: streamed units side by side in host memory, those that ranks share in memory of their own, the
+    others side by side on the device. Of sharded units: this rank's part."""
+
+    def home_bytes(unit: Unit) -> int:
+        if unit.index not in sharded:
+            return formats.home_bytes(unit)
+        return part_numel(unit.numel, ranks.size) * formats.home_dtype(unit).itemsize
+
+    homes: list[torch.Tensor] = [torch.empty(0)] * len(layout.units)
+    for pages in (shared, placed.streamed - shared, {u.index for u in layout.units} - placed.streamed):
+        units = [u for u in layout.units if u.index in pages]
+        sizes = [-(-home_bytes(u) // ALIGN_BYTES) * ALIGN_BYTES for u in units]
+        if pages and pages <= placed.streamed:
+            flat = arena.shared_memory(sum(sizes), ranks) if pages is shared else arena.host_memory(sum(sizes))
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for unit, piece in zip(units, arena.split(flat, sizes), strict=True):
+            home = piece[: home_bytes(unit)].view(formats.home_dtype(unit))
+            homes[unit.index] = home
+            if unit.index in sharded:
+                home.zero_()
+            elif home.dtype != PACKED:
+                _zero_padding(unit, home)
+    return homes
+
+
+def _zero_padding(unit: Unit, home: torch.Tensor) -> None:
+    """Of the gaps between aligned tensors: reserved memory may hold anything, and copies of them are looked at."""
+    starts = [tensor.start - unit.start for tensor in unit.tensors] + [unit.numel]  # a spine may hold no tensor
+    for tensor, begin in zip(unit.tensors, starts[1:], strict=True):
+        end = tensor.stop - unit.start
+        if end < begin:
+            home[end:begin] = 0

@@ -1,0 +1,171 @@
+"""What earlier periods have learned, beside weights that never change (zo.fold=false).
+
+    W + sum_j A_j^T V_j        j over all periods before the present one: k r terms after k periods
+
+Every period adds its r terms, which all passes multiply by, so the sum would grow with the run. After every `periods`
+periods (zo.fold_periods: a matter of the step alone) all of it is folded into one sum in fewer terms, of each matrix
+its largest singular triples (ops/lowrank/compress.py), never into the weights, whose grid may be coarse:
+
+    M = [sum before] + [periods since]   ->   M' with the fewest terms for which   lost^2 + |M - M'|^2 <= (error |M|)^2
+
+in the Frobenius norm. lost^2 is the energy that all folds before have dropped; it adds up by squares, since what a fold
+drops is orthogonal to all that it keeps, and but for chance to periods that are drawn later. So what a run multiplies
+by stays within `error` (zo.fold_error) of all that it has learned. Where that cannot be had with fewer terms, the
+terms stay: the bound holds, and the rank is what it takes. No more than min(O, I) are ever left of a fold. The measured
+error and the ranks are in the log.
+
+What is folded is float32, on the host: A of a period as it was learned, and the sums; passes use copies of it in the
+dtype of compute, on the device. So rounding to 16 bits does not add up either. V of a period is drawn again.
+
+Bytes for K terms of a matrix: b K (O + I) on the device; on the host 4 r O per period and 4 K (O + I) per sum.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from keyhole.methods.zo.low_rank.parts import Matrix, Parts
+from keyhole.ops.lowrank.compress import Cut, combine, cuts, gram, together
+
+Rows = tuple[torch.Tensor, torch.Tensor]  # a [K, O], v [K, I]
+
+
+@dataclass(frozen=True)
+class FoldedPeriods:
+    """A fold, for the log: after which step, terms before and after over all matrices, and the largest share of a
+    matrix's norm that all folds so far have lost."""
+
+    steps: int
+    before: int
+    ranks: tuple[int, ...]
+    error: float
+
+    def line(self, most: float) -> str:
+        """For the user."""
+        least, largest, mean = min(self.ranks), max(self.ranks), sum(self.ranks) / len(self.ranks)
+        return (
+            f"step {self.steps}: earlier periods folded into a sum of rank {mean:.1f} ({least} to {largest}; before "
+            f"{self.before / len(self.ranks):.1f}), {self.error:.2e} of its norm lost so far (zo.fold_error {most:g})"
+        )
+
+
+class Kept:
+    """Of one model. periods: between two folds; None: never."""
+
+    def __init__(self, parts: Parts, dtype: torch.dtype, periods: int | None, error: float) -> None:
+        self.parts, self.dtype, self.every, self.most = parts, dtype, periods, error
+        self.here: list[Rows] = []  # by matrix, as passes use them
+        self.periods: list[torch.Tensor] = []  # all A of each period since the last fold, on the host
+        self.sums: list[Rows] = []  # by matrix, on the host
+        self.lost: list[float] = [0.0] * len(parts.matrices)  # by matrix, the energy that folds have dropped
+        self.last: FoldedPeriods | None = None
+        self.lines: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.here)
+
+    @property
+    def rank(self) -> float:
+        """Terms of a matrix, on average."""
+        return sum(len(a) for a, _ in self.here) / max(1, len(self.here))
+
+    def add(self, a: torch.Tensor, v: torch.Tensor) -> None:
+        """A period more: all its A in float32, and V as it was used."""
+        self.periods.append(a.to("cpu", torch.float32, copy=True))
+        for i, matrix in enumerate(self.parts.matrices):
+            own = self._rows(a, matrix.a).to(self.dtype, copy=True), self._rows(v, matrix.v).clone()
+            if len(self.here) <= i:
+                self.here.append(own)
+            else:  # one at a time: little is there twice
+                self.here[i] = torch.cat([self.here[i][0], own[0]]), torch.cat([self.here[i][1], own[1]])
+
+    def _rows(self, flat: torch.Tensor, at: slice) -> torch.Tensor:
+        return flat[at].view(self.parts.rank, -1)
+
+    def learned(self, index: int) -> Rows:
+        """All terms of a matrix in float32, on the device."""
+        matrix, (_, v_KI) = self.parts.matrices[index], self.here[index]
+        a = [self._rows(period, matrix.a) for period in self.periods]
+        if not self.sums:
+            return torch.cat(a).to(v_KI.device), v_KI.float()
+        a_sum, v_sum = self.sums[index]
+        v = torch.cat([v_sum.to(v_KI.device), v_KI[len(v_sum) :].float()])
+        return torch.cat([a_sum, *a]).to(v_KI.device), v
+
+    def end_period(self, steps: int, refresh: int) -> None:
+        """After a period was added: folds, if it is time."""
+        if self.every is not None and steps // refresh % self.every == 0:
+            self.fold(steps)
+
+    @torch.no_grad()
+    def fold(self, steps: int) -> None:
+        """All of it into one sum of each matrix, some matrices at a time."""
+        before = [len(a) for a, _ in self.here]
+        k, every = max(before), range(len(before))
+        size, sums, errors = together(k, self.here[0][0].device), [], []
+        for begin in every[::size]:
+            group = every[begin : begin + size]
+            grams = (torch.stack([gram(self.learned(i)[side], k) for i in group]) for side in (0, 1))
+            for i, cut in zip(group, cuts(*grams), strict=True):
+                rows, lost = self._cut(i, cut)
+                self.lost[i] += lost * lost
+                errors.append(math.sqrt(self.lost[i]) / cut.norm if cut.norm else 0.0)
+                sums.append(rows)
+        self.here = [(a.to(self.here[0][0]), v.to(self.here[0][0])) for a, v in sums]
+        self.sums, self.periods = sums, []
+        self.last = FoldedPeriods(steps, sum(before), tuple(len(a) for a, _ in sums), max(errors))
+        self.lines.append(self.last.line(self.most))
+
+    def _cut(self, index: int, cut: Cut) -> tuple[Rows, float]:
+        """The terms of a matrix that the bound asks for, on the host, and the norm that is lost."""
+        most = self.most * cut.norm
+        m, lost = cut.rank_within(math.sqrt(max(0.0, most * most - self.lost[index])))
+        (a_KO, v_KI), m = self.learned(index), max(1, m)
+        scale = _scale(self.parts.matrices[index], self.parts.rank)
+        a_mO, v_mI = combine(cut.by_a_kk[:m], a_KO, 1 / scale), combine(cut.by_v_kk[:m], v_KI, scale)
+        return (a_mO.cpu(), v_mI.cpu()), lost
+
+    def metrics(self) -> dict[str, float]:
+        """For the log of every step."""
+        return {"kept_rank": self.rank, "fold_error": 0.0 if self.last is None else self.last.error}
+
+    def news(self) -> list[str]:
+        """Folds, each told once."""
+        told, self.lines = self.lines, []
+        return told
+
+    # -- checkpoints (state.py) ------------------------------------------------------------------------------------
+
+    def to_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """`kept` [periods, A]; of a fold its sums, in the order of matrices, and what it lost."""
+        if self.periods:
+            yield "kept", torch.stack(self.periods)
+        for i, (a_mO, v_mI) in enumerate(self.sums):
+            yield f"sum.{i}.a", a_mO
+            yield f"sum.{i}.v", v_mI
+        if self.last is not None:
+            last = self.last
+            yield "folds", torch.tensor([last.steps, last.before, last.error, *self.lost], dtype=torch.float64)
+
+    def take_sums(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """The sums of a checkpoint; its periods are then added one by one."""
+        if "folds" not in state:
+            return
+        steps, before, error, *self.lost = state["folds"].tolist()
+        self.sums = []
+        for i, matrix in enumerate(self.parts.matrices):
+            a_mO, v_mI = (state[f"sum.{i}.{name}"].to("cpu", torch.float32) for name in "av")
+            if len(a_mO) != len(v_mI) or (a_mO.shape[1], v_mI.shape[1]) != (matrix.outputs, matrix.inputs):
+                raise ValueError(f"a sum of {tuple(a_mO.shape)} and {tuple(v_mI.shape)} for {matrix.tensor.name}")
+            self.sums.append((a_mO, v_mI))
+        self.here = [(a.to(device, self.dtype), v.to(device, self.dtype)) for a, v in self.sums]
+        self.last = FoldedPeriods(int(steps), int(before), tuple(len(a) for a, _ in self.sums), error)
+
+
+def _scale(matrix: Matrix, rank: int) -> float:
+    """The norm of a row of v in the sum: about that of a row of V / sqrt(r), so that 16 bits hold a and v alike; a
+    power of two, which rounds nothing."""
+    return 2.0 ** (max(1, matrix.inputs // rank).bit_length() // 2)

@@ -1,0 +1,77 @@
+"""Passes without gradients: the loss of tokens and rows, the likeliest tokens, a classifier's logits.
+
+All batches of a call advance together (lockstep.py), so each unit crosses the link once for all of them, and the output
+matrix is visited in its chunks once, after the last block: per pass only the hidden states at trained positions and
+three numbers per trained token are kept (ops/loss.py), never the logits of the whole vocabulary.
+Legend: B rows, L labels, M tokens looked up, N trained tokens.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from keyhole.model.batch import DeviceBatch, count_by_row, sum_by_row
+from keyhole.model.structure.layout import Unit
+from keyhole.ops.loss import RunningChoice, RunningNLL
+
+Result = Callable[[list[torch.Tensor], torch.Tensor], list[Any]]
+"""Of the hidden states of all passes, and the spine, within the sweep: one result per pass."""
+
+
+def nll_by_row(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Summed NLL and number of trained tokens of each row, by batch."""
+
+    def losses(hidden: list[torch.Tensor], spine: torch.Tensor) -> list[torch.Tensor]:
+        if model.classifies:
+            return [model.head.nll(x, b.target_N) for x, b in zip(hidden, batches, strict=True)]
+        return [state.nll_N() for state in _after_the_head(model, hidden, batches, spine)]
+
+    found = evaluated(model, batches, losses)
+    return [(sum_by_row(nll_N, b), count_by_row(b)) for nll_N, b in zip(found, batches, strict=True)]
+
+
+def token_scores(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(nll_N, best_N) by batch."""
+    states = evaluated(model, batches, lambda x, spine: _after_the_head(model, x, batches, spine, RunningChoice))
+    return [(state.nll_N(), state.best_N) for state in states]
+
+
+def class_logits(model: Any, batches: list[DeviceBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits [B, L] and losses [B] by batch, in float32."""
+    found = evaluated(model, batches, lambda logits, spine: logits)
+    return [(x.float(), model.head.nll(x, b.target_N)) for x, b in zip(found, batches, strict=True)]
+
+
+def evaluated(model: Any, batches: list[DeviceBatch], result: Result) -> list[Any]:
+    """One pass per batch, and what comes of it."""
+    model.apply_deferred()
+
+    def serve(unit: Unit | None, resume: Callable[[int], None]) -> None:
+        model.binding.bind(unit, model.acquire_weights(unit) if unit else None, spine)
+        for i in range(len(batches)):
+            resume(i)
+        if unit:
+            model.engine.release(unit.index)
+
+    with model.sweep("evaluate"):
+        spine = model.acquire_weights(model.layout.spine)
+        hidden = model.lockstep(batches, serve, lambda i, ids_M: model.table_rows(ids_M).to(model.dtype))
+        return result(hidden, spine)
+
+
+def _after_the_head(
+    model: Any,
+    hidden: list[torch.Tensor],
+    batches: list[DeviceBatch],
+    spine: torch.Tensor,
+    kind: type[RunningNLL] = RunningNLL,
+) -> list[Any]:
+    """Of every pass, the state of its trained tokens after all chunks of the vocabulary."""
+    running = [kind(b.target_N) for b in batches]
+    for unit in model.layout.head_units:
+        model.binding.bind_head(unit, model.acquire_weights(unit), spine)
+        for state, x in zip(running, hidden, strict=True):
+            model.head.add_nll(state, x, unit.rows[0])
+        model.engine.release(unit.index)
+    return running
