@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from keyhole.disk.weight_files import weight_files
 from keyhole.disk.weights_hash import content_hash, read_header
 from keyhole.errors import UserError
 from tests.disk.published import write_gguf
@@ -56,3 +57,13 @@ def test_a_gguf_has_a_hash_of_its_bytes(tiny_model: Path, tmp_path: Path) -> Non
     file.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="ends before the data of"):
         content_hash(tmp_path / "in")
+
+
+def test_a_checkpoint_without_weights_is_named_as_such(tmp_path: Path) -> None:
+    """Of a run that learns beside frozen weights; nothing can be trained from it alone."""
+    (tmp_path / "keyhole_state.json").write_text("{}")
+    with pytest.raises(UserError, match="is a checkpoint without weights"):
+        weight_files(tmp_path)
+    (tmp_path / "keyhole_state.json").unlink()
+    with pytest.raises(UserError, match="has no weights"):
+        weight_files(tmp_path)
