@@ -271,3 +271,22 @@ def test_settings_that_may_not_change(make: Make) -> None:
     with pytest.raises(UserError, match="adamw.beta1"):
         train(replace(config, adamw=AdamWConfig(beta1=0.5)), resume="")
     assert before == sorted(Path(config.output_dir).rglob("*"))
+
+
+def test_a_finished_model_without_checkpoints_is_not_begun_anew(make: Make) -> None:
+    """Its checkpoints were deleted for room: --resume would start at step 0, and write over the model. The journal of
+    zo leads on; without it there is nothing to go on from."""
+    for method in ("lomo", "zo"):
+        config = make(f"finished-{method}", method=method, max_steps=3)
+        train(config)
+        root = Path(config.output_dir)
+        for path in root.glob("checkpoint-*"):
+            shutil.rmtree(path)
+        before = (root / "model.safetensors").read_bytes()
+        if method == "zo":
+            train(replace(config, max_steps=4), resume="")
+            assert (root / "model.safetensors").read_bytes() != before
+            continue
+        with pytest.raises(UserError, match="holds a finished model, and no checkpoint"):
+            train(replace(config, max_steps=4), resume="")
+        assert (root / "model.safetensors").read_bytes() == before

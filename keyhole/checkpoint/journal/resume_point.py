@@ -21,7 +21,7 @@ from keyhole.checkpoint.journal import format as journal
 from keyhole.checkpoint.journal.format import Journal, Record
 from keyhole.checkpoint.journal.writer import Writer
 from keyhole.checkpoint.state import State
-from keyhole.disk.weights_hash import content_hash
+from keyhole.disk.weights_hash import content_hash, stored_weights
 from keyhole.errors import UserError
 from keyhole.model.structure.source import find_directory
 
@@ -99,6 +99,11 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
         lies = f"ends with step {found.last}" if found is not None and found.last < begin else "begins later"
         what = f"{place.journal} is missing" if found is None else f"{place.journal} {lies}, and gets another name"
         notes = [f"resume: {what}; a new one begins after step {begin}, and `keyhole replay` needs that checkpoint"]
+    if choice.path is None and not tail and place.root.is_dir() and stored_weights(place.root):
+        raise UserError(
+            f"--resume: {place.root} holds a finished model, and no checkpoint that its run could go on from: a new "
+            f"run would write over it. Choose another output_dir (model={place.root} trains it further), or move it away"
+        )
     origin = Origin(choice, found, tail, notes, elsewhere)
     if origin.state is not None:
         _check_position(origin.loader)
