@@ -128,10 +128,9 @@ def inspect(output_dir: str, resume: bool) -> RunDir:
             f"{_way_out(found.root)}"
         )
     if not resume and found.holds is not None:
-        raise UserError(
-            f"output_dir: {found.root} holds a run already ({found.holds}); go on from there with --resume, "
-            "or choose another output_dir"
-        )
+        leads_on = checkpoints(found.root) or _has_steps(found.journal)
+        way = "go on from there with --resume, or " if leads_on else ""
+        raise UserError(f"output_dir: {found.root} holds a run already ({found.holds}); {way}choose another output_dir")
     try_place(found.root)
     return found
 

@@ -45,13 +45,15 @@ def test_strange_directories_are_refused(tmp_path: Path, resume: bool) -> None:
     assert contents(tmp_path) == {"thesis/chapter.tex": b"precious"}
 
 
-@pytest.mark.parametrize("name", ["checkpoint-4/keyhole_state.json", "model.safetensors"])
-def test_a_run_is_not_written_over(tmp_path: Path, name: str) -> None:
-    """Our own directory with something in it needs --resume."""
+@pytest.mark.parametrize(
+    ("name", "says"), [("checkpoint-4/keyhole_state.json", "--resume"), ("model.safetensors", "; choose another")]
+)
+def test_a_run_is_not_written_over(tmp_path: Path, name: str, says: str) -> None:
+    """Our own directory with something in it needs --resume, or another one where nothing leads on."""
     open_run(rundir.inspect(str(tmp_path), resume=False))
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("x")
-    with pytest.raises(UserError, match="--resume"):
+    with pytest.raises(UserError, match=f"holds a run already .*{says}"):
         rundir.inspect(str(tmp_path), resume=False)
     assert rundir.inspect(str(tmp_path), resume=True).is_ours
 

@@ -102,7 +102,7 @@ def find_origin(resume: str | None, place: Place, journaled: bool) -> Origin:
     if choice.path is None and not tail and place.root.is_dir() and stored_weights(place.root):
         raise UserError(
             f"--resume: {place.root} holds a finished model, and no checkpoint that its run could go on from: a new "
-            f"run would write over it. Choose another output_dir (model={place.root} trains it further), or move it away"
+            f"run would write over it. Choose another output_dir (model={place.root} trains on), or move the model away"
         )
     origin = Origin(choice, found, tail, notes, elsewhere)
     if origin.state is not None:
