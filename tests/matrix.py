@@ -1,8 +1,7 @@
 """Properties that hold over a matrix of cases, such as families times methods times dtypes.
 
 `make test` runs of each matrix a covering set: the values and pairs that go through code of their own. Every method,
-and every family for zo, LOMO and AdamW, is in it somewhere. The other cases have the mark `matrix`; `make matrix` runs
-them.
+and every family, is in it somewhere. The other cases have the mark `matrix`; `make matrix` runs them.
 
     @in_every_run(lambda name, dtype: dtype == "bfloat16" or name == "llama")
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

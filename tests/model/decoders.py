@@ -87,6 +87,7 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = list(DECODERS)
 TWELVE = "opt bloom gpt2 gpt_neox llama mistral qwen2 qwen3 gemma3 phi falcon mixtral".split()
+UNLIKE = "falcon_alibi gpt_oss deepseek_v3 qwen3_next recurrent_gemma mamba".split()  # the twelve
 
 
 def config(name: str, **changes: Any) -> Any:

@@ -1,6 +1,7 @@
 """Short runs of every method with gradients, in one process and on several ranks: what the tests compare."""
 
 import gc
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +82,12 @@ REPLICAS = {
     "galore": Case("llama", keyhole.GaLore, 1e-3, WIDE | {"rank": 4, "update_proj_gap": 2}),
 }
 CASES = SHARDS | REPLICAS
+FIRST = (  # of every method resident and streamed, on two and four ranks, as far as there are cases
+    "lomo", "lomo, clipped", "lomo, tied, decay", "lomo, experts, decay", "adalomo", "adalomo, tied",
+    "lomo-lora, clipped", "apollo-mini", "adam-offload", "adam-offload, tied, clipped", "lsp",
+    "lsp, on the host, clipped", "adamw, clipped", "sgd, tied", "lora, int4, dropout", "galore",
+)  # fmt: skip
+PARTS = {"of every method": FIRST, "the others": tuple(name for name in CASES if name not in FIRST)}
 
 
 def results(case: Case, ranks: Ranks, device: str = "cpu") -> dict[str, Any]:
@@ -117,16 +124,17 @@ def same_bits(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return torch.equal(one["numbers"], two["numbers"]) and all(torch.equal(a[2], b[2]) for a, b in pairs)
 
 
-def write_results(directory: Path, size: int, device: str = "cpu") -> int:
-    """Of the cases for so many ranks, in a file per rank, and the memory of some methods."""
+def write_results(directory: Path, size: int, names: Iterable[str], device: str = "cpu") -> int:
+    """Of these cases, as far as they are for so many ranks, in a file per rank; and the memory of some methods."""
     torch.set_num_threads(1)
     with joined() as ranks:
         found = {}
-        for name, case in CASES.items():
+        for name in names:
+            case = CASES[name]
             if case.size == size or device != "cpu":
                 found[name] = results(case, ranks, device)
                 found[name]["same"] = not case.again or same_bits(found[name], results(case, ranks, device))
-        if device == "cpu":
+        if device == "cpu" and "lomo" in names:
             for method in (LOMO, OFFLOAD):
                 found[f"memory of {method.name}"] = memory(method, ranks)
         torch.save(found, directory / f"{size} {ranks.rank}.pt")

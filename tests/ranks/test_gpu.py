@@ -40,7 +40,7 @@ def test_gradients_of_two_ranks_are_those_of_one_process(tmp_path: Path) -> None
     """Every method with gradients, resident and streamed. galore's subspace is that of the largest singular values of a
     gradient: where two are nearly equal, rounding turns it, and Adam in it moves weights otherwise (by up to 3e-3 here
     in three steps)."""
-    launch = Launch(2, write_results, tmp_path, 2, "cuda")
+    launch = Launch(2, write_results, tmp_path, 2, tuple(CASES), "cuda")
     alone = {name: results(case, Ranks(), "cuda") for name, case in CASES.items()}
     assert launch.end() == [0, 0], launch.printed
     ours = [torch.load(tmp_path / f"2 {rank}.pt") for rank in range(2)]

@@ -13,11 +13,11 @@ from keyhole.methods.lomo.method import LOMO
 from keyhole.plan import placement
 from tests.matrix import in_every_run
 from tests.methods.lomo.loops import SIX, close, load, micro_batches, torch_sgd, train, weights
-from tests.model.decoders import LAYERS, NAMES, config
+from tests.model.decoders import LAYERS, NAMES, TWELVE, UNLIKE, config
 from tests.model.streaming import streamed
 
 
-@in_every_run(lambda name, method: method is LOMO or name in ("llama", "qwen2", "mixtral"))
+@in_every_run(lambda name, method: name in [*TWELVE, *UNLIKE] if method is LOMO else name in ("llama", "mixtral"))
 @pytest.mark.parametrize(("name", "method"), [(n, LOMO) for n in NAMES] + [(n, AdaLOMO) for n in SIX])
 def test_streamed_equals_resident(name: str, method: type) -> None:
     """Losses and weights, to the bit, with the exact norm; in six families with two micro-batches."""

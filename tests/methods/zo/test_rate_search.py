@@ -10,6 +10,7 @@ from keyhole.methods.zo.estimators import ESTIMATORS
 from keyhole.methods.zo.rate_search import CAUTION, LEAST_SHARE, chosen_rate
 from keyhole.model.batch import loss_rows, to_device
 from keyhole.model.objective import loss_sum
+from tests.matrix import in_every_run
 from tests.methods.zo.loops import EPS, equal, load, weights
 from tests.model.decoders import batch
 
@@ -69,6 +70,7 @@ def test_losses_of_rows_add_up(candidates: bool) -> None:
     torch.testing.assert_close(rows.sum(), loss_sum(nll_N, sent.candidates))
 
 
+@in_every_run(lambda estimator: estimator in ("mezo", "fzoo"))
 @pytest.mark.parametrize("estimator", DEFAULTS)
 def test_nothing_moves_until_a_rate_is_found_by_which_it_learns(
     estimator: str, monkeypatch: pytest.MonkeyPatch

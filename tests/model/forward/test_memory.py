@@ -14,6 +14,7 @@ from keyhole.model.structure.layout import find_layout
 from keyhole.model.structure.skeleton import build
 from keyhole.model.weights.format import Wire
 from keyhole.plan.placement import UNIT_BYTES
+from tests.matrix import in_every_run
 
 MEASURED = [  # GiB reserved by a step on an H200, bf16, 2048 tokens a row: model, blocks, rows, streamed, peak
     ("1.3B", None, 1, True, 1.189),  # launched as graphs
@@ -33,6 +34,7 @@ def module_of(name: str, blocks: int | None) -> torch.nn.Module:
     return build(opt_config(name, blocks=blocks), torch.bfloat16, False)
 
 
+@in_every_run(lambda name, streamed: name in ("1.3B", "13B", "175B"))
 @pytest.mark.parametrize(("name", "blocks", "rows", "streamed", "peak_gib"), MEASURED)
 def test_planned_is_near_measured(name: str, blocks: int | None, rows: int, streamed: bool, peak_gib: float) -> None:
     """Within 5 %, where 10 % are promised: no change of a formula may lose that unseen."""
