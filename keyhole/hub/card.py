@@ -58,9 +58,9 @@ def _metadata(
     classifies = "ForSequenceClassification" in str(model.get("architectures"))
     kind = "text-classification" if classifies else "text-generation"
     found: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": kind}
-    if base := _hub_id(config.get("model")):
+    if base := hub_id(config.get("model")):
         found["base_model"] = base
-    if data := [hub for source in _listed(config.get("train_data")) if (hub := _hub_id(source))]:
+    if data := [hub for source in _listed(config.get("train_data")) if (hub := hub_id(source))]:
         found["datasets"] = data
     found["tags"] = ["keyhole", *([config["method"]] if "method" in config else [])]
     tested = next((entry for entry in reversed(entries) if any(key.startswith("test_") for key in entry)), {})
@@ -77,7 +77,7 @@ def _metadata(
 
 
 def _title(name: str, config: dict[str, Any]) -> str:
-    base = _hub_id(config.get("model"))
+    base = hub_id(config.get("model"))
     made = f"[{base}](https://huggingface.co/{base})" if base else f"`{_told(config.get('model', ''))}`"
     how = f"A fine-tuned {made}: method `{config['method']}` of keyhole." if config else "A model saved by keyhole."
     return f"# {name.rpartition('/')[2]}\n\n{how}"
@@ -175,7 +175,7 @@ def _listed(value: Any) -> list[str]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _hub_id(source: Any) -> str | None:
+def hub_id(source: Any) -> str | None:
     """The source, if it is a hub id and no path."""
     if not isinstance(source, str) or source.count("/") != 1 or source.startswith(("/", ".", "~")):
         return None
@@ -184,7 +184,7 @@ def _hub_id(source: Any) -> str | None:
 
 def _told(source: str) -> str:
     """What others are told of a source: its hub id, or the name of the file or directory."""
-    return _hub_id(source) or Path(source).name or source
+    return hub_id(source) or Path(source).name or source
 
 
 def _number(value: Any) -> str:

@@ -6,20 +6,24 @@
               huggingface_hub's doing), so a push that was interrupted is simply done again
 
 What is published of a directory: the model as Transformers reads it, with its adapter; of a checkpoint neither
-keyhole_state.json nor optimizer.safetensors, which only a run can use, and nothing of run/ but the curve.
+keyhole_state.json nor optimizer.safetensors, which only a run can use, and nothing of run/ but the curve. No path of
+this machine is published: an adapter names the repository itself as its base.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from keyhole.disk.files import read_small
 from keyhole.errors import UserError
-from keyhole.hub.card import README, card, written_by
+from keyhole.hub.card import README, card, hub_id, written_by
 from keyhole.model.structure.source import check_directory, hub_answers
 
 FOLDERS = ("adapter", "additional_chat_templates")
+ADAPTER, MOST_BYTES = "adapter/adapter_config.json", 2**20
 STALE = re.compile(r"(model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|pytorch_model.*\.bin)")
 NAME = re.compile(r"([\w.-]{1,96}/)?[\w.-]{1,96}")
 
@@ -89,11 +93,23 @@ def push(
     with _asking(name):
         there = api.list_repo_files(name)
         stale = [file for file in there if STALE.fullmatch(file) and file not in files]
-        operations: list[Any] = [CommitOperationAdd(file, str(path)) for file, path in files.items()]
+        operations: list[Any] = [CommitOperationAdd(file, content(file, path, name)) for file, path in files.items()]
         operations += [CommitOperationAdd(README, text_of_card(place, name).encode())]
         operations += [CommitOperationDelete(file) for file in stale]
         api.create_commit(name, operations, commit_message=f"Model trained with {written_by()}")
     return f"{api.endpoint}/{name}"
+
+
+def content(file: str, path: Path, name: str) -> str | bytes:
+    """What is sent: the file, or of an adapter whose base is a directory of this machine its settings with the base
+    that others find, the weights of this very repository."""
+    if file != ADAPTER:
+        return str(path)
+    found = json.loads(read_small(path, MOST_BYTES))
+    base = found.get("base_model_name_or_path")
+    if base is None or hub_id(base):
+        return str(path)
+    return json.dumps(found | {"base_model_name_or_path": name}, indent=2).encode()
 
 
 def _check_token() -> None:

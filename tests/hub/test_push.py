@@ -105,6 +105,20 @@ def test_a_push_is_one_commit_with_model_and_card(hub: Hub, trained: Path) -> No
     assert len(hub.large) >= 1 and b"base_model: owner/base" in repo.files["README.md"]
 
 
+@pytest.mark.parametrize(
+    ("base", "sent"), [("/home/me/secret", "me/tuned"), ("owner/base", "owner/base"), (None, None)]
+)
+def test_an_adapter_names_a_base_that_others_find(hub: Hub, trained: Path, base: str | None, sent: str | None) -> None:
+    """No path of this machine; what is here stays as it is."""
+    file = trained / "adapter" / "adapter_config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"base_model_name_or_path": base, "r": 8}))
+    push(trained, "me/tuned")
+    found = json.loads(hub.repos["me/tuned"].files["adapter/adapter_config.json"])
+    assert found == {"base_model_name_or_path": sent, "r": 8}
+    assert json.loads(file.read_text())["base_model_name_or_path"] == base
+
+
 def test_a_second_push_replaces_weights_in_other_files(hub: Hub, trained: Path) -> None:
     """Shards of an earlier push do not stay beside the new ones; the user's own card is kept as it is."""
     push(trained, "me/tuned")
