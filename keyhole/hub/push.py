@@ -85,6 +85,7 @@ def push(
     if not any(file.endswith((".safetensors", ".bin")) for file in files):
         raise UserError(f"push: {directory} has no weights (model.safetensors); has its run ended?")
     name = prepare(name, private)
+    contents = {file: content(file, path, name) for file, path in files.items()}
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     api = HfApi()
@@ -93,7 +94,7 @@ def push(
     with _asking(name):
         there = api.list_repo_files(name)
         stale = [file for file in there if STALE.fullmatch(file) and file not in files]
-        operations: list[Any] = [CommitOperationAdd(file, content(file, path, name)) for file, path in files.items()]
+        operations: list[Any] = [CommitOperationAdd(file, sent) for file, sent in contents.items()]
         operations += [CommitOperationAdd(README, text_of_card(place, name).encode())]
         operations += [CommitOperationDelete(file) for file in stale]
         api.create_commit(name, operations, commit_message=f"Model trained with {written_by()}")
@@ -105,8 +106,11 @@ def content(file: str, path: Path, name: str) -> str | bytes:
     that others find, the weights of this very repository."""
     if file != ADAPTER:
         return str(path)
-    found = json.loads(read_small(path, MOST_BYTES))
-    base = found.get("base_model_name_or_path")
+    try:
+        found = json.loads(read_small(path, MOST_BYTES))
+        base = found.get("base_model_name_or_path")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"push: {path} is no JSON object ({error}); mend it, or remove the adapter") from error
     if base is None or hub_id(base):
         return str(path)
     return json.dumps(found | {"base_model_name_or_path": name}, indent=2).encode()

@@ -20,13 +20,18 @@ NEAR = 1.05
 
 def recommended(rows: Sequence[Row]) -> Row | None:
     """The row to take; None where none fits."""
-    fitting = [row for row in rows if row.fits and not row.refused] or [row for row in rows if row.fits]
+    fitting = _candidates(rows)
     fitting = [row for row in fitting if row.full] or fitting
     if not fitting:
         return None
     least = min(row.hours for row in fitting)
     near = [row for row in fitting if row.hours <= NEAR * least]
     return min(near, key=lambda row: (row.gpu_bytes, row.hours))
+
+
+def _candidates(rows: Sequence[Row]) -> list[Row]:
+    """Rows that fit and can be run as they are; where there are none, those that fit."""
+    return [row for row in rows if row.fits and not row.refused] or [row for row in rows if row.fits]
 
 
 def settings_of(row: Row, question: Question) -> str:
@@ -39,14 +44,15 @@ def settings_of(row: Row, question: Question) -> str:
 
 def reason(row: Row, rows: Sequence[Row], question: Question) -> str:
     """A sentence."""
-    fitting = sum(other.fits for other in rows)
+    rows = _candidates(rows)
+    fitting = len(rows)
     if not row.full:
         return f"nothing that trains all parameters fits; {row.method} trains adapters beside them"
-    fastest = min((other for other in rows if other.fits and other.full), key=lambda other: other.hours)
+    fastest = min((other for other in rows if other.full), key=lambda other: other.hours)
     count = f"{fitting} rows that fit" if fitting != 1 else "the one row that fits"
     learns = f"learns what {question.steps:,} steps of AdamW learn in {row.hours:.2g} h"
     if fastest is row:
-        others = [other for other in rows if other.fits and other.full and other.method != row.method]
+        others = [other for other in rows if other.full and other.method != row.method]
         next_best = min(others, key=lambda other: other.hours, default=None)
         against = "" if next_best is None else f" (next {next_best.method}, {next_best.hours:.2g} h)"
         return f"of {count} the fastest: {learns}{against}; bound by {row.bound_by}"

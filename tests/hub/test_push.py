@@ -119,6 +119,17 @@ def test_an_adapter_names_a_base_that_others_find(hub: Hub, trained: Path, base:
     assert json.loads(file.read_text())["base_model_name_or_path"] == base
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_a_broken_adapter_is_no_fault_of_the_hub(hub: Hub, trained: Path, text: str) -> None:
+    """The message names the file, and nothing is sent."""
+    file = trained / "adapter" / "adapter_config.json"
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.raises(UserError, match="adapter_config.json is no JSON object"):
+        push(trained, "me/tuned")
+    assert "model.safetensors" not in hub.repos["me/tuned"].files
+
+
 def test_a_second_push_replaces_weights_in_other_files(hub: Hub, trained: Path) -> None:
     """Shards of an earlier push do not stay beside the new ones; the user's own card is kept as it is."""
     push(trained, "me/tuned")

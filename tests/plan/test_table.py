@@ -267,6 +267,8 @@ def test_what_a_run_would_be_refused_for_is_not_recommended() -> None:
     assert "zo.fp8_steps" in by_wire["fp8"].refused and not by_wire[None].refused
     fp8, plain = (replace(by_wire[wire], fits=True, hours=hours) for wire, hours in (("fp8", 1.0), (None, 9.0)))
     assert recommend.recommended([fp8, plain]) is plain
+    said = recommend.reason(plain, [fp8, plain], question(small()))
+    assert "the one row that fits" in said and "within" not in said
     assert recommend.recommended([fp8, replace(plain, fits=False)]) is fp8
     few = rows(question(small(), gpu_gib=0.02, batch=1, length=64, methods=("zo",), steps=100))
     assert not any(row.refused for row in few)
