@@ -42,7 +42,7 @@ FIRST_ORDER = {
     "adam-offload": {"method": "adam-offload", "learning_rate": 3e-5},
     "lsp": LSP | {"learning_rate": 5e-5},
     "adalomo": {"method": "adalomo", "learning_rate": 5e-4},
-    "lomo": {"method": "lomo", "learning_rate": 5e-3, "loss": "tokens"},
+    "lomo": {"method": "lomo", "learning_rate": 1e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
