@@ -25,7 +25,7 @@ from tests.training.children import server
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """A finished comparison, how often weights were opened and data prepared for it, and how many models there were when
+    """A finished comparison, how often weights were opened and data prepared for it, and how many models were left when
     memory was given back."""
     root = tmp_path_factory.mktemp("undisturbed")
     counts = {"weights": 0, "data": 0, "models left": 0}
