@@ -1,13 +1,13 @@
-"""Files in, batches out: formats, templates and masks, packing, a resumable loader.
+"""From files to batches: formats, templates and masks, packing, a resumable loader.
 
 files, readers, columns          sources as files, and their rows
 formats, turns                   rows as chats or plain text
-chat_template                    a chat as text, and where its answers stand
-template_segments, sandbox, bill the program of a chat template, and what it may spend
+chat_template                    a chat as text, and the positions of its answers
+template_segments, sandbox, bill runs the program of a chat template, with limits on time and memory
 render                           text as tokens, and which of them are trained on
-collect, prepare, packing        samples that are cut, dropped, mixed and packed; report.py counts
+collect, prepare, packing        cuts, drops, mixes and packs samples; report.py counts
 dataset, loader                  samples in memory, batches in a resumable order
 settings, run, cache             the data of a run
-tasks/                           public tasks by name, and task files of one's own
-capacity, preview                what a model can take; samples for people
+tasks/                           public tasks by name, and the user's own task files
+capacity, preview                the limits of a model; samples as readable text
 """

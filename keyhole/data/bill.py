@@ -1,10 +1,10 @@
-"""What a template may spend, and what it has spent.
+"""How much time and memory a template may use, and how much it has used.
 
-    budget = 2^26 + 64 * characters of the messages         a loop's turn costs 64, a call 2048
+    budget = 2^26 + 64 * characters of the messages         an iteration of a loop costs 64, a call 2048
 
-About a million turns, or 64 million characters: a few seconds. Long templates in use spend some 10^5 of it on a chat of
-ten turns. No value can be larger than what was paid for it: lists are charged with all that is nested in them when
-they are made, so one that holds itself twice, sixty times over, is stopped at a million items.
+This allows about a million iterations, or 64 million characters: a few seconds. Long templates in use need some 10^5
+for a chat of ten turns. No value can be larger than its cost: a list is charged with everything nested in it when it is
+made, so a list that contains itself twice, nested sixty times, is stopped at a million items.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ TOO_MUCH = "the template loops or multiplies text beyond all bounds, so it was s
 
 
 class Runaway(Exception):
-    """A template that would take more memory or time than any honest one."""
+    """A template exceeded its budget of memory or time."""
 
 
 class Watch:
-    """The state of one rendering: what is spent, and which message the output belongs to."""
+    """The state of one rendering: the cost so far, and which message the output belongs to."""
 
     def __init__(self, messages: list[dict[str, Any]], budget: int) -> None:
         self.left, self.position, self.dated = budget, 0, False
         self.index = {id(message): i for i, message in enumerate(messages)}
-        self.loops: list[int | None] = []  # of the loops that are running: the message each one stands at
+        self.loops: list[int | None] = []  # for each running loop: the index of its current message
         self.segments: list[tuple[int, int, int]] = []
         self.marked: list[tuple[int, int]] = []
         self.since = 0
@@ -39,7 +39,7 @@ class Watch:
         return text
 
     def note(self) -> None:
-        """Closes the stretch of output that ends here."""
+        """Assigns the output since the last call to the current message."""
         owner = next((i for i in reversed(self.loops) if i is not None), None)
         if owner is not None and self.position > self.since:
             self.segments.append((self.since, self.position, owner))
@@ -60,7 +60,7 @@ class Watch:
 
 
 def size(value: Any, most: int) -> int:
-    """The weight of a value with all that is nested in it: 1 per character, 64 per item; stops above `most`."""
+    """The cost of a value with everything nested in it: 1 per character, 64 per item; stops above `most`."""
     total, todo = 0, [value]
     while todo and total <= most:
         item = todo.pop()
@@ -77,12 +77,12 @@ def size(value: Any, most: int) -> int:
 
 
 def flat_size(value: Any) -> int:
-    """The weight of a value by itself."""
+    """The cost of a value without nested values."""
     return 1 + len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
 
 
 def depth(value: Any) -> int:
-    """How many lists and dicts lie in each other at most."""
+    """The nesting depth of lists and dicts."""
     level, here = 0, [value]
     while here := [item for item in here if isinstance(item, list | tuple | dict)]:
         level += 1

@@ -1,19 +1,18 @@
 """Tokenised data on disk, for the next run on the same files (setting `data_cache`).
 
-An entry is found by a hash of all that its tokens depend on: the bytes of the files, the tokenizer, the chat template,
-the settings of preparation, the versions of the libraries that tokenise, and the code of keyhole/data. Reading and
-hashing a file is some hundred times faster than tokenising it. The date counts only where the template asks for it.
-Packing and mixing are done after reading, so they share an entry.
+An entry is identified by a hash of everything that its tokens depend on: the bytes of the files, the tokenizer, the
+chat template, the settings of preparation, the versions of the libraries that tokenise, and the code of keyhole/data.
+Reading and hashing a file is some hundred times faster than tokenising it. The date is part of the hash only if the
+template uses it. Packing and mixing are done after reading, so they share an entry.
 
-By default entries lie in the user's cache directory (disk/user_cache.py), for files of 64 KiB and more, and whatever
-goes wrong with them is passed over. A directory that the user names has to be one that can be written to.
+By default entries are in the user's cache directory (disk/user_cache.py), for files of 64 KiB and more, and errors with
+them are ignored. A directory that the user names must be writable.
 
     directory/<32 hex digits>.keyhole-data
 
-    8 bytes "KEYHOLED", length of the JSON u64, JSON (report, sizes), the arrays in a row, BLAKE2b-128 of all that
+    8 bytes "KEYHOLED", length of the JSON u64, JSON (report, sizes), the arrays one after the other, BLAKE2b-128 of all
 
-An entry whose hash does not match is made again. Hub ids are not cached here: `datasets`
-has a cache of its own.
+An entry whose hash does not match is rebuilt. Hub ids are not cached here: `datasets` has its own cache.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ from keyhole.errors import UserError
 MAGIC, FORMAT = b"KEYHOLED", 1
 FRONT = struct.Struct("<8sQ")
 SUFFIX = ".keyhole-data"
-LEAST_BYTES = 2**16  # what is smaller is tokenised in no time
+LEAST_BYTES = 2**16  # smaller files are tokenised fast enough
 NOT_IN_TOKENS = ("packing", "chat_template", "template_date")
 ARRAYS = {
     "ids": np.int32,
@@ -53,8 +52,7 @@ ARRAYS = {
 
 
 def cached(asked: str | Path, sources: list[str], tokenizer: Any, how: PrepareSettings) -> Dataset:
-    """The samples of all sources, read from the directory asked for (auto: the user's cache) or made and written
-    there."""
+    """The samples of all sources, read from this directory (auto: the user's cache), or made and written there."""
     names = resolve(sources)
     directory = cache_directory("data") if str(asked) == AUTO else Path(asked)
     if directory is None or not all(Path(name).is_file() for name in names):
@@ -78,7 +76,7 @@ def cached(asked: str | Path, sources: list[str], tokenizer: Any, how: PrepareSe
 
 
 def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettings) -> str:
-    """32 hex digits for all that the tokens depend on."""
+    """A hash, 32 hex digits, of everything that the tokens depend on."""
     template = how.template_text or getattr(tokenizer, "chat_template", None)
     settings = {f.name: getattr(how, f.name) for f in fields(how) if f.name not in NOT_IN_TOKENS}
     settings |= {"template": template, "date": str(how.day) if "strftime_now" in str(template) else None}
@@ -93,7 +91,7 @@ def key(names: list[str], sources: list[str], tokenizer: Any, how: PrepareSettin
 
 
 def _tokenizer(tokenizer: Any) -> bytes:
-    """All of a tokenizer that can be written down."""
+    """The parts of a tokenizer that can be serialised."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if hasattr(backend, "to_str") else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     about = [type(tokenizer).__name__, repr(tokenizer), str(tokenizer.special_tokens_map)]
@@ -101,7 +99,7 @@ def _tokenizer(tokenizer: Any) -> bytes:
 
 
 def write_entry(path: Path, data: Dataset) -> None:
-    """The entry, whole or not at all."""
+    """Writes the entry atomically."""
     where: Places = data.where
     arrays = {"ids": data.ids, "trained": data.trained, "lengths": data.lengths, "sources": data.sources}
     arrays |= {"file": where.file, "number": where.number}
@@ -120,7 +118,7 @@ def write_entry(path: Path, data: Dataset) -> None:
 
 
 def read_entry(path: Path) -> Dataset | None:
-    """The data set of an entry; None where there is none, or none that can be trusted."""
+    """The data set of an entry; None if it is missing or damaged."""
     try:
         with user_cache.open_entry(path) as file:
             magic, length = FRONT.unpack(file.read(FRONT.size))

@@ -1,21 +1,21 @@
-"""The limits of a model: how many positions it has, and how many token ids its embedding knows.
+"""The limits of a model: how many positions it has, and how many token ids its embedding has.
 
-Both limits are read from the HF config and compared with the data before the first step. A learned position
-table of L rows has none for token L + 1: the step would end in an IndexError, on a GPU in a device assert that
-names no line. Rotary models compute any position, so there going past L is only worth a warning: it runs, where
-the model has never been trained.
+Both limits are read from the HF config and compared with the data before the first step. A learned position table of L
+rows has no row for token L + 1: the step would end in an IndexError, on a GPU in a device assert without a line number.
+Models with rotary embeddings compute any position, so exceeding L only causes a warning: it runs, but the model was not
+trained on such positions.
 
     positions in the config     max_position_embeddings, n_positions (GPT-2) or max_seq_len (MPT)
     a table                     no rope_parameters, and a matrix of L rows (OPT: L + 2) named after positions;
-                                the module is built for this question (no memory, skeleton.py), and only when a
-                                text is longer than L
-    a classifier                its position table, without the rows before the first token (RoBERTa's begin behind
-                                the padding's)
-    rows of the embedding       vocab_size; a tokenizer may be smaller, or larger with tokens that no text has,
-                                so the ids that occur are compared, not the sizes
+                                the module is built to find it (without memory, skeleton.py), and only if a text is
+                                longer than L
+    a classifier                its position table, without the rows before the first token (RoBERTa's begin after
+                                the one for padding)
+    rows of the embedding       vocab_size; a tokenizer may be smaller, or larger with tokens that do not occur, so the
+                                ids that occur are compared, not the sizes
 
-Padding counts too. Packed rows are padded with positions from 0 on, up to the longest row of the batch, so with a
-table whole rows have to fit; and a batch is not padded beyond L (padding.py).
+Padding counts too. Packed rows are padded with positions from 0 on, up to the longest row of the batch, so with a table
+whole rows must fit; and a batch is not padded beyond L (padding.py).
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ TABLE_WORDS = ("pos", "wpe")
 
 
 def context_length(config: Any) -> int | None:
-    """The longest text the model is made for, where its HF config says so."""
+    """The model's context length, if its HF config has one."""
     text = config.get_text_config(decoder=True)
     found = (getattr(text, name, None) for name in POSITIONS)
     length = next((length for length in found if isinstance(length, int) and length > 0), None)
@@ -43,12 +43,13 @@ def context_length(config: Any) -> int | None:
 
 
 def has_table(config: Any, module: Any = None) -> bool:
-    """Whether positions end with context_length. `module`: the model, if there is one already."""
+    """Whether the model cannot compute positions beyond context_length. `module`: the model, if it is already
+    loaded."""
     text, length = config.get_text_config(decoder=True), context_length(config)
     if length is None or getattr(text, "rope_parameters", None):
         return False
     if getattr(text, POSITIONS[0], None) is None and getattr(text, "max_seq_len", None):
-        return True  # MPT: biases for max_seq_len distances, made anew at every call
+        return True  # MPT: biases for max_seq_len distances
     module = _built(config) if module is None else module
     return any(
         tensor.ndim == 2 and length <= len(tensor) <= length + 2 and any(word in name for word in TABLE_WORDS)
@@ -62,12 +63,12 @@ def _built(config: Any) -> nn.Module:
 
 
 def embedding_rows(config: Any) -> int | None:
-    """How many token ids the model knows."""
+    """The number of token ids in the model's embedding."""
     return getattr(config.get_text_config(decoder=True), "vocab_size", None)
 
 
 def check_max_length(max_length: int | None, config: Any, module: Any = None) -> None:
-    """Refuses a limit that the model's positions cannot serve."""
+    """Refuses a max_length beyond the model's positions."""
     length = context_length(config)
     if max_length and length and max_length > length and has_table(config, module):
         raise UserError(
@@ -88,7 +89,7 @@ def check_ids(ids: Any, where: str, model: Any, config: Any) -> None:
 
 
 def check_data(data: Dataset, model: Any, config: Any, module: Any = None) -> list[str]:
-    """Refuses data that the model cannot take; returns warnings. Makes the padding an id that the model has."""
+    """Refuses data beyond the model's limits; returns warnings. Ensures that the padding id is valid for the model."""
     at = int(data.ids.argmax())
     check_ids(data.ids[at], data.where[int(np.searchsorted(data.starts, at, side="right")) - 1], model, config)
     if data.pad_token_id >= (embedding_rows(config) or data.pad_token_id + 1):

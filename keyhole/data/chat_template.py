@@ -1,30 +1,30 @@
-"""A chat as one text, and where in that text the answers stand.
+"""A chat as one text, and the positions of the answers in that text.
 
-The template is the tokenizer's own, or the one of the setting `chat_template`. An answer is *what the template writes
-for an assistant turn, after what the model is given*: words, reasoning, tool calls, and the end of the turn.
+The template is the tokenizer's own, or the one of the setting `chat_template`. An answer is *the text that the template
+writes for an assistant turn, after the text that the model is given*: words, reasoning, tool calls, end of the turn.
 
-    turn i      what is written while the template's loop stands at message i (template_segments.py); for the last turn
-                also what is written after the loop. Earlier turns may be rewritten (reasoning that is dropped, a turn
-                that closes differently when it is the last): what counts is what stands in this text.
-    given       before = render(turns[:i], generation prompt on). Where `before` is a prefix of the text, the answer
-                begins behind it. A template may write earlier turns differently when they come last; then `before`
-                is no prefix, and only its part from turn i - 1 on is compared. Where that fails too, what the turn
-                has in common with the generation prompt counts as given.
+    turn i      the text that is written while the template's loop is at message i (template_segments.py); for the last
+                turn also the text after the loop. A template may rewrite earlier turns (drop reasoning, or close a turn
+                differently if it is the last): only the final text counts.
+    given       before = render(turns[:i], generation prompt on). If `before` is a prefix of the text, the answer
+                begins after it. A template may write earlier turns differently if they come last; then `before` is no
+                prefix, and only its part from turn i - 1 on is compared. If that fails too, the common prefix of the
+                turn and the generation prompt is taken as given.
 
-A template that marks its answers with `{% generation %}` is believed: exactly the marked text is trained on. Where a
-template has no loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes,
-the row is refused by name. A guess is never trained on.
+If a template marks its answers with `{% generation %}`, exactly the marked text is trained on. If a template has no
+loop over the messages, a turn is the difference of two prefixes of the chat; if these are not prefixes, the row is
+refused. keyhole never trains on a guess.
 
-What the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, or text of a
-turn. A turn whose calls are missing is not trained on at all: it would teach to stop where the assistant went on.
-A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
+Text that the template does not write cannot be trained on, and is counted (`Lost`): tool calls, reasoning, or text of a
+turn. A turn whose calls are missing is not trained on at all: it would teach the model to stop where the assistant went
+on. A tool's result that the template writes inside the assistant's turn (Gemma 4) is cut out of the answer.
 
-Without a chat template chats are written with PLAIN_TEMPLATE, headings as Alpaca had them:
+Without a chat template, chats are written with PLAIN_TEMPLATE, with Alpaca's headings:
 
     [bos] system text, ### Instruction: user text, ### Response: answer [eos]      a blank line after each
 
-Templates of Llama 3 take a `date_string`; they are given the one they fall back to. `strftime_now` gives the date
-that the run began.
+Llama 3's templates have a variable `date_string`; they get their own default. `strftime_now` returns the date on which
+the run began.
 """
 
 import datetime
@@ -54,7 +54,7 @@ Turns = list[Turn]
 
 
 class Lost(NamedTuple):
-    """Assistant turns of which the template leaves something out."""
+    """Counts of assistant turns of which the template omits something."""
 
     calls: int = 0
     reasoning: int = 0
@@ -67,11 +67,11 @@ class Rendered(NamedTuple):
     text: str
     spans: list[Span]
     lost: Lost = Lost()
-    marked: bool = False  # the template says by itself what is an answer
+    marked: bool = False  # the template marks its answers
 
 
 def bos_ids(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text by itself: [bos] or nothing."""
+    """The tokens that the tokenizer adds before every text: [bos] or nothing."""
     with_special, without = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
     return with_special[: with_special.index(without[0])] if without and without[0] in with_special else []
 
@@ -88,7 +88,7 @@ def plain_template(tokenizer: Any) -> str:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, or the one given, or the plain one."""
+    """The chat template of a tokenizer, a given one, or the plain one."""
 
     def __init__(
         self,
@@ -106,9 +106,9 @@ class ChatTemplate:
         longest_first = sorted(special.values(), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.stops = {special[i] for i in (tokenizer.eos_token_id, *stop_token_ids) if i in special}
-        eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template names it
+        eos = {} if tokenizer.eos_token else {"eos_token": ""}  # the plain template uses it
         self.variables = {**tokenizer.special_tokens_map, **eos, "date_string": DATE, **(variables or {})}
-        self.dated = False  # whether a template has asked for the date
+        self.dated = False  # whether a template has used the date
 
     def source(self, tools: list[Any] | None = None) -> str:
         """The text of the template; some tokenizers have one for chats with tools and one for those without."""
@@ -117,7 +117,7 @@ class ChatTemplate:
         return plain_template(self.tokenizer) if self.is_plain else self.tokenizer.get_chat_template(None, tools)
 
     def run(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering:
-        """The chat as text, and who wrote which part; raises what the template raises."""
+        """The chat as text, and which message each part belongs to; raises the template's errors."""
         source = self.source(tools)
         if source not in self.compiled:
             self.compiled[source] = Template(source, self.date)
@@ -126,18 +126,19 @@ class ChatTemplate:
         return done
 
     def render(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> str:
-        """The chat as text; `prompt` appends what an answer begins after."""
+        """The chat as text; `prompt` appends the generation prompt."""
         return self.run(self._ready(turns), tools, prompt).text
 
     def _try(self, turns: Turns, tools: list[Any] | None, prompt: bool = False) -> Rendering | None:
-        """A rendering, or None where the template refuses such a chat (each raises what it likes)."""
+        """A rendering, or None if the template refuses such a chat (templates raise any error)."""
         try:
             return self.run(turns, tools, prompt)
         except Exception:
             return None
 
     def _ready(self, turns: Turns) -> Turns:
-        """The turns as the template is to see them: without our own keys, calls in the form it can write."""
+        """The turns as passed to the template: without keyhole's own keys, and with calls in the form that it
+        expects."""
         plain = [{key: value for key, value in turn.items() if key not in FLAGS} for turn in turns]
         calling = (turn for turn in plain if isinstance(turn.get("tool_calls"), list))
         for turn in calling:
@@ -146,7 +147,8 @@ class ChatTemplate:
 
     @cached_property
     def takes_text_arguments(self) -> bool:
-        """Whether arguments of calls have to be JSON text: the template joins them to text, or prints Python's dict."""
+        """Whether arguments of calls must be JSON text: the template concatenates them, or would print Python's
+        dict."""
         call = {"type": "function", "id": "000000000", "function": {"name": MARKER, "arguments": {MARKER: VALUE}}}
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
         done = self._try(chat, None)
@@ -158,18 +160,18 @@ class ChatTemplate:
 
     @cached_property
     def drops_content(self) -> bool:
-        """Whether the template writes turns without their text (vision models' want it in parts)."""
+        """Whether the template drops text content (templates of vision models expect a list of parts)."""
         done = self._try([{"role": role, "content": MARKER} for role in ("user", "assistant")], None)
         return done is not None and done.text.count(MARKER) < 2
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What the template writes after a question for the model to go on from."""
+        """The text that the template writes after a question, before the answer."""
         done = self._try([{"role": "user", "content": MARKER}], None, prompt=True)
         return _after_last_turn(done) if done else ""
 
     def answers(self, example: Example) -> Rendered:
-        """The whole chat, and its answers that are trained on."""
+        """The whole chat, and its trained answers."""
         if not example.turns:
             return Rendered("", [])
         turns = self._ready(example.turns)
@@ -205,7 +207,7 @@ class ChatTemplate:
         return found
 
     def _marked(self, turns: Turns, i: int, done: Rendering) -> list[Span]:
-        """The marks inside of turn i; where turns are not known, the marks of all answers in their order."""
+        """The marked spans inside turn i; if turns are unknown, the marked spans of all answers in order."""
         own = [(a, b) for a, b, owner in done.segments if owner == i]
         if own:
             return [mark for mark in done.marked if any(a <= mark[0] < b for a, b in own)]
@@ -214,7 +216,7 @@ class ChatTemplate:
         return [done.marked[assistants.index(i)]] if in_order else []
 
     def _written(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering) -> list[Span]:
-        """What the template wrote at turn i, from where the model goes on."""
+        """The spans that the template wrote for turn i, after the given text."""
         parts = [(a, b) for a, b, owner in done.segments if owner == i]
         if not parts:
             return []
@@ -230,14 +232,14 @@ class ChatTemplate:
         return parts
 
     def _with_stop(self, text: str, end: int) -> int:
-        """An answer that closes with nothing of its own ends with the stop token that follows (GLM: <|user|>)."""
+        """If an answer has no end token of its own, it ends with the stop token that follows (GLM: <|user|>)."""
         following = self.special.match(text, end)
         stops = following is not None and following[0] in self.stops
         closed = any(match.end() == len(text[:end].rstrip()) for match in self.special.finditer(text[:end]))
         return following.end() if stops and not closed else end
 
     def _start(self, turns: Turns, tools: list[Any] | None, i: int, done: Rendering, begin: int) -> int:
-        """Where answer i begins: behind what the model is given. begin: where turn i does."""
+        """Where answer i begins: after the given text. begin: where turn i begins."""
         text, before = done.text, self._try(turns[:i], tools, prompt=True) if i else None
         if before is None:
             return begin + self._shared(text[begin:], self.generation_prompt)
@@ -252,7 +254,8 @@ class ChatTemplate:
         return begin + self._shared(text[begin:], _after_last_turn(before))
 
     def _shared(self, text: str, given: str) -> int:
-        """How far the text begins with what was given; a part of it counts up to its last whole token."""
+        """The length of the common prefix of the text and the given text; a partial match counts up to its last whole
+        token."""
         if text.startswith(given):
             return len(given)
         shared = os.path.commonprefix([text, given])
@@ -263,7 +266,7 @@ class ChatTemplate:
         return space.end()
 
     def _without_result(self, result: str, k: int, parts: list[Span], done: Rendering) -> list[Span]:
-        """The parts without the result of a tool that turn k holds, if it is written here and not at turn k."""
+        """The parts without the tool result of turn k, if it is written here and not at turn k."""
         at_home = any(result in done.text[a:b] for a, b, owner in done.segments if owner == k)
         at = next((p for a, b in parts if (p := done.text.find(result, a, b)) >= 0), -1)
         if not result or at_home or at < 0:
@@ -289,6 +292,6 @@ def _after_last_turn(done: Rendering) -> str:
 
 
 def _missing(turn: Turn, said: str) -> Lost:
-    """What of a turn is not in the text that was written for it."""
+    """The parts of a turn that are missing in its rendered text."""
     calls = any(name not in said for name in called_names(turn))
     return Lost(int(calls), int(reasoning(turn) not in said), int(words(turn) not in said))

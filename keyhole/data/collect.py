@@ -1,18 +1,17 @@
-"""Samples one by one into two growing arrays: cut, dropped, counted.
+"""Collects samples one by one into two growing arrays: cuts, drops and counts them.
 
-Token ids go into an int32 array and masks into a byte array, both of which grow in place, so the peak of memory is
-the 5 bytes per token that stay (and the sixteenth that a growing array keeps in hand).
+Token ids go into an int32 array and masks into a byte array. Both grow in place, so the peak of memory is the 5 bytes
+per token that are kept (and the sixteenth that a growing array has in reserve).
 
 A sample longer than max_length is cut (`overlong: truncate`). With n = max_length, and the first answer beginning
 after p tokens of prompt and ending at e:
 
-    e <= n    the end is cut, whatever stands there: the first answer is whole
-    e > n     the prompt loses its beginning (all but a leading bos), so that the answer survives. It keeps at least
+    e <= n    the end of the sample is cut; the first answer is complete
+    e > n     the prompt loses its beginning (except a leading bos), so that the answer survives. It keeps at least
               min(p, n/2) tokens; if the answer does not fit the rest, its end is cut
 
-The share of *trained* tokens that was cut is reported: that is what is lost. A sample with nothing left to train on is
-dropped and counted: it would cost a forward pass and teach nothing. A data set of only such samples is an error,
-since training on it would look like training.
+The share of *trained* tokens that was cut is reported. A sample without trained tokens is dropped and counted: it would
+cost a forward pass and teach nothing. A data set of only such samples is an error.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ CUT_SHOWN = 12  # tokens of a cut that the preview can show
 
 
 class Collector:
-    """Collects samples; `report` keeps count."""
+    """Collects samples; `report` has the counts."""
 
     def __init__(self, report: Report, how: PrepareSettings, bos: list[int]) -> None:
         self.report, self.how, self.bos = report, how, bos
@@ -45,7 +44,7 @@ class Collector:
         self.chats = 0
 
     def add(self, example: Example, tokens: Tokens) -> None:
-        """One example: kept, cut or dropped."""
+        """Adds one example: keeps, cuts or drops it."""
         r, ids_T, trained_T = self.report, tokens.ids_T, tokens.trained_T
         self.chats += example.turns is not None
         self.roles |= {turn["role"] for turn in example.turns or ()}
@@ -73,7 +72,7 @@ class Collector:
         self._keep(example, ids_T, trained_T, tokens)
 
     def _truncate(self, ids_T: np.ndarray, trained_T: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray, Cut]:
-        """At most n tokens, with the first answer in them as far as it goes."""
+        """At most n tokens, with as much of the first answer as possible."""
         first = int(trained_T.argmax()) if trained_T.any() else 0
         stops = np.flatnonzero(~trained_T[first:])
         end = first + int(stops[0]) if len(stops) else len(ids_T)
@@ -91,7 +90,7 @@ class Collector:
         return ids_T[:n], trained_T[:n], cut
 
     def _is_known(self, ids_T: np.ndarray, trained_T: np.ndarray) -> bool:
-        """Whether a sample of the same tokens and mask was there before; remembers it otherwise."""
+        """Whether a sample with the same tokens and mask was added before; otherwise remembers it."""
         digest = hashlib.blake2b(ids_T.tobytes() + trained_T.tobytes(), digest_size=16).digest()
         known = digest in self.seen
         self.seen.add(digest)
@@ -114,11 +113,11 @@ class Collector:
 
     @property
     def end_token_ids(self) -> list[int]:
-        """Special tokens that answers stop with, the most frequent first."""
+        """Special tokens that end answers, the most frequent first."""
         return [i for i, _ in self.ends.most_common()]
 
     def dataset(self, pad_token_id: int, chat_template: str | None) -> Dataset:
-        """The samples, each a row; an error if nothing is left."""
+        """The samples, one per row; an error if there are none."""
         if not self.lengths:
             raise UserError(self._nothing_left())
         return Dataset(

@@ -1,8 +1,8 @@
 """Rows of files that are stored by column: Parquet, and Arrow as Hugging Face's `save_to_disk` writes it.
 
-A batch of 64 rows is weighed before it becomes Python objects: its bytes, texts of dictionaries counted as often as
-they occur. A heavy batch is taken apart row by row, and a row above 16 MiB is refused. So is a file whose rows so far
-weigh a hundred times more than the file: a text that is stored once and used 10^4 times.
+The size of a batch of 64 rows is estimated before it becomes Python objects: its bytes, where texts in dictionaries
+count as often as they occur. A large batch is converted row by row, and a row above 16 MiB is refused. A file whose
+rows so far are a hundred times larger than the file is refused too: it stores a text once and uses it 10^4 times.
 """
 
 from collections import Counter
@@ -40,7 +40,7 @@ def read_parquet(path: Path) -> Iterator[Record]:
 
 
 def read_arrow(path: Path) -> Iterator[Record]:
-    """The rows of an Arrow file, in the format of streams or of files."""
+    """The rows of an Arrow file, in the stream or the file format."""
     try:
         import pyarrow
     except ImportError:
@@ -65,7 +65,7 @@ def read_arrow(path: Path) -> Iterator[Record]:
 
 
 def _check(path: Path, about: Any) -> list[str]:
-    """Refuses a file that says it holds far more than its size; returns the columns of texts."""
+    """Refuses a file whose metadata claim far more data than its size; returns the text columns."""
     bytes_in_file, texts = path.stat().st_size, set()
     values, grown = Counter(), Counter()
     for group in (about.row_group(i) for i in range(about.num_row_groups)):
@@ -85,7 +85,7 @@ def _check(path: Path, about: Any) -> list[str]:
 
 
 class _Scales:
-    """Weighs rows, and refuses a file that holds far more than its size."""
+    """Sums up the sizes of rows, and refuses a file with far more data than its size."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.total = path, 0
@@ -101,7 +101,7 @@ class _Scales:
 
 
 def _rows(path: Path, batch: Any, before: int, scales: _Scales) -> Iterator[dict[str, Any]]:
-    """The rows of a batch, none of them above the bound."""
+    """The rows of a batch, none of them above the limit."""
     weight = sum(map(_weight, batch.columns))
     rows = [batch] if weight <= MOST_ROW_BYTES else [batch.slice(i, 1) for i in range(batch.num_rows)]
     for number, row in enumerate(rows if weight > MOST_ROW_BYTES else [], before + 1):
@@ -113,7 +113,7 @@ def _rows(path: Path, batch: Any, before: int, scales: _Scales) -> Iterator[dict
 
 
 def _weight(column: Any) -> int:
-    """Bytes of an array, each text of a dictionary counted as often as it is used."""
+    """Bytes of an array; each text of a dictionary counts as often as it is used."""
     import pyarrow
     import pyarrow.compute as compute
 
@@ -135,7 +135,7 @@ def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(value: Any) -> Any:
-    """The value without the keys that are null inside of it."""
+    """The value without nested keys that are null."""
     if isinstance(value, dict):
         return {key: nested(item) for key, item in value.items() if item is not None}
     return [nested(item) for item in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""How many rows a source has, without making them: for a progress line, so a number near enough, or none."""
+"""The approximate number of rows of a source, without parsing them, for a progress line; or none."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 from keyhole.data.readers import kind_of
 
 PIECE_BYTES = 2**22
-HEADERS = {".jsonl": 0, ".ndjson": 0, ".csv": 1, ".tsv": 1}  # lines that are no row
+HEADERS = {".jsonl": 0, ".ndjson": 0, ".csv": 1, ".tsv": 1}  # header lines
 
 
 def count_rows(names: Iterable[str]) -> int | None:
-    """Rows of all files; None where one of them would have to be parsed (JSON, gzip) or lies on the hub."""
+    """Rows of all files; None if one of them would have to be parsed (JSON, gzip) or is on the hub."""
     total = 0
     for name in names:
         path = Path(name)

@@ -1,23 +1,22 @@
 """Samples in memory, ready to be batched: 5 bytes per token.
 
-All token ids lie in one int32 array and all masks in one bool array, with the start of every sample beside
-them; lists of Python ints would take 40 bytes per token. A *row* is what the model is given at once: one
-sample, or several samples packed into max_length tokens (packing.py). Rows are made when they are asked
-for:
+All token ids are in one int32 array and all masks in one bool array, with the start of every sample beside them; lists
+of Python ints would take 40 bytes per token. A *row* is one row of a batch: one sample, or several samples packed into
+max_length tokens (packing.py). Rows are built on access:
 
     row.input_ids      the ids of its samples, one after another
     row.labels         the id where trained, -100 elsewhere and at the first token of every sample, so that
                        nothing is predicted from one sample into the next
     row.position_ids   0, 1, 2, ... from the beginning of every sample (packed rows only)
 
-A data set of a *classifier* has a number per sample (a label, or the value of a regression), no trained token, and
-types of tokens where the model knows them (1 byte per token).
+A data set for a *classifier* has a number per sample (a label, or the value of a regression), no trained tokens, and
+token types if the model has them (1 byte per token).
 
-A data set of *questions* has a row per question, and in it a sample per candidate, of which one is right. Such a row
-is not one text: the loader asks for its samples, and as a single sample it is its right candidate.
+A data set of *questions* has one row per question, with one sample per candidate, of which one is right. The loader
+reads the samples of such a row; read as a single sample, the row is its right candidate.
 
-`fingerprint` is a hash of everything a batch is made of. A resumed run compares it, because going on at
-"sample 512" means nothing in other data.
+`fingerprint` is a hash of everything a batch is made of. A resumed run compares it, because a position such as "sample
+512" is meaningless in other data.
 """
 
 import hashlib
@@ -43,16 +42,16 @@ class Sample(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What truncation took from a sample: from its end, and from the beginning of its prompt."""
+    """What truncation removed from a sample: at its end, and at the beginning of its prompt."""
 
     tokens: int
     trained: int
-    first_ids: list[int]  # of what was cut at the end, for the preview
+    first_ids: list[int]  # first tokens that were cut at the end, for the preview
     before: int = 0  # tokens cut from the prompt
 
 
 class Places(Sequence[str]):
-    """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample; written out when asked for."""
+    """Where each sample came from ("train.jsonl, line 17"), in 12 bytes per sample; formatted on access."""
 
     def __init__(self) -> None:
         self.files: list[tuple[str, str]] = []  # (file, unit)
@@ -88,7 +87,7 @@ class _OneEach(Sequence[list[int]]):
 
 
 class Dataset(Sequence[Sample]):
-    """A sequence of rows. Iteration, len() and indexing are over rows; `samples` counts what is inside."""
+    """A sequence of rows. Iteration, len() and indexing are over rows; `samples` is the number of samples."""
 
     def __init__(
         self,
@@ -108,10 +107,10 @@ class Dataset(Sequence[Sample]):
         pad_token_id: int = 0,
         chat_template: str | None = None,
     ) -> None:
-        """ids and trained: an array per sample, or one of all samples together with their lengths. rows: the samples
-        of each packed row; None gives every sample a row of its own. questions: the samples of each question, and which
-        of them is right. targets, types: of each sample, for a classifier. sources: from which source a sample came.
-        chat_template: that of the chats, where it is not the tokenizer's."""
+        """ids and trained: an array per sample, or one array of all samples with their lengths. rows: the samples of
+        each packed row; None: one sample per row. questions: the samples of each question, and which of them is right.
+        targets, types: one per sample, for a classifier. sources: the source of each sample. chat_template: the
+        template of the chats, if it is not the tokenizer's."""
         if lengths is None:
             lengths = [len(x) for x in ids]
             ids = np.concatenate([*ids, np.zeros(0, dtype=np.int32)]).astype(np.int32)
@@ -121,7 +120,7 @@ class Dataset(Sequence[Sample]):
         self.trained[self.starts[:-1]] = False
         self.packed = rows is not None
         self.rows: Sequence[list[int]] = rows if rows is not None else _OneEach(len(self.lengths))
-        self.right: list[int] | None = None  # of a question's samples
+        self.right: list[int] | None = None  # index of the right one among a question's samples
         if questions is not None:
             self.rows, self.right = questions
         self.targets = None if targets is None else list(targets)
@@ -158,16 +157,17 @@ class Dataset(Sequence[Sample]):
         return (self[i] for i in range(len(self)))
 
     def row_length(self, index: int) -> int:
-        """Tokens in a row, without making it."""
+        """Tokens in a row, without building it."""
         return sum(self.lengths[i] for i in self.rows[index])
 
     def choose(self, rows: list[int]) -> None:
-        """Keeps these rows, in this order; one may stand in it several times."""
+        """Keeps these rows, in this order; a row may occur several times."""
         self.right = None if self.right is None else [self.right[i] for i in rows]
         self.rows = [self.rows[i] for i in rows]
 
     def most_samples(self, rows: int) -> int:
-        """The most samples that so many rows can have in a batch: candidates of questions count one by one."""
+        """The largest number of samples that this many rows can have in a batch: each candidate of a question
+        counts."""
         sizes = sorted((len(row) for row in self.rows), reverse=True) if self.right is not None else [1] * len(self)
         return sum(sizes[:rows])
 

@@ -1,23 +1,23 @@
-"""Cells between delimiters, for training data and tasks alike: what divides them, and what a quotation mark means.
+"""Reads CSV and TSV cells, for training data and tasks: finds the delimiter, and decides whether cells are quoted.
 
-    delimiter    .csv: what the first line has outside of quotation marks, tabs before commas before semicolons
-                 the others: tabs; a .tsv whose first line has commas and no tab is refused by what it is
+    delimiter    .csv: the first of tab, comma, semicolon that the first line has outside of quotation marks
+                 others: tabs; a .tsv whose first line has commas and no tab is refused as a CSV file
     quoting      between commas and semicolons always: "a ""b"", c" is one cell
-                 between tabs as the file has it, because both kinds are common
-    line ends    \\n, \\r\\n, or \\r where there is no other
+                 between tabs depending on the file, because both kinds are common
+    line ends    \\n, \\r\\n, or \\r if there is no other
 
-GLUE's files are written without quoting: a quotation mark is a letter, and sentences begin with one that never closes.
-pandas and spreadsheets quote cells that hold a mark, a tab or a line break, and double the marks inside. A file between
-tabs is quoted where
+GLUE's files are written without quoting: a quotation mark is a plain character, and sentences begin with one that is
+never closed. pandas and spreadsheets quote cells that contain a mark, a tab or a line break, and double the marks
+inside. A file with tabs is read as quoted if
 
     every cell that begins with a mark also closes it, and one of them has doubled marks inside,
-    or every cell but the numbers is quoted,
+    or every cell except numbers is quoted,
     or its lines do not have the same number of cells (or all names in the first are quoted), and read with quoting
     its rows do.
 
-It is not where a cell does not close otherwise. A file with whole cells in marks and nothing else to judge by is
-either: the caller says which (`marks_are_letters`). The first 64 MiB decide; what contradicts them later is an error
-of the row.
+Otherwise, if a cell opens a quote and does not close it, the file is not quoted. If whole cells are in marks and there
+is no other evidence, the caller decides (`marks_are_letters`). The first 64 MiB are examined; a later contradiction is
+an error of that row.
 """
 
 import csv
@@ -30,14 +30,14 @@ from keyhole.errors import UserError
 
 TAB = "\t"
 LOOKED_AT = 2**26  # characters of a file that decide whether it is quoted
-NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or nothing
+NUMBER = re.compile(r"\s*[-+]?[0-9]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?\s*")  # or empty
 
 
 def read_cells(
     path: Path, *, encoding: str | None = None, skip_spaces: bool = False, marks_are_letters: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
     """The cells of every row, the header too, with the line on which the row begins; no cells for an empty line.
-    skip_spaces: those after a comma are not part of the cell."""
+    skip_spaces: spaces after a comma are not part of the cell."""
     end = _line_end(path)
     with open_text(path, newline=end, encoding=encoding) as file:
         delimiter = _delimiter(path, file.readline(MOST_ROW_BYTES))
@@ -70,7 +70,7 @@ def _delimiter(path: Path, first: str) -> str:
 
 
 def _is_quoted(path: Path, end: str, encoding: str | None, marks_are_letters: bool) -> bool:
-    """Whether quotation marks around the cells of a file with tabs are not part of them."""
+    """Whether the cells of a file with tabs are quoted."""
     marked = broken = doubled = bare = False
     widths, named = set(), False
     with open_text(path, newline=end, encoding=encoding) as file:
@@ -124,7 +124,7 @@ def _first_lines(lines: Iterator[str]) -> Iterator[str]:
 
 
 def _quoted(lines: Iterator[str], path: Path, delimiter: str, skip_spaces: bool) -> Iterator[tuple[int, list[str]]]:
-    """Rows with quoted cells. A fault is told with the line on which its row begins."""
+    """Rows with quoted cells. Errors name the line on which the row begins."""
     csv.field_size_limit(MOST_ROW_BYTES)  # the default of 128 KiB is shorter than a long document
     rows = csv.reader(lines, delimiter=delimiter, skipinitialspace=skip_spaces, strict=True)
     while True:

@@ -1,15 +1,15 @@
-"""Where the data lie: sources as files, and the rows of all of them.
+"""Where the data are: resolves sources to files, and reads the rows of all of them.
 
 A source is a path, a glob, a directory, or a hub id, and a data set is a list of sources:
 
-    data/train.jsonl        one file (readers.py says which kinds there are)
+    data/train.jsonl        one file (readers.py lists the formats)
     data/part-*.parquet     every file that matches, in sorted order
     data/                   every data file directly inside, in sorted order (the report lists them); a directory that
-                            `save_to_disk` of `datasets` wrote is read as such, split "train" where it has splits
+                            `save_to_disk` of `datasets` wrote is read as a data set, split "train" if it has splits
     owner/name              a hub data set, split "train"; `owner/name:split` or `owner/name:config:split`
 
-There is no registry. Nothing is fetched unless the source is not on disk and reads like a hub id, and then
-only through the optional `datasets` package. Only regular files are read: a pipe or a device may have no end.
+There is no registry. Nothing is downloaded unless the source is not on disk and looks like a hub id, and then only
+through the optional `datasets` package. Only regular files are read: a pipe or a device may be endless.
 """
 
 import glob
@@ -28,11 +28,11 @@ HUB_ID = re.compile(r"((?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*)(?::([\w.-]+))
 
 
 def read(source: str | list[str]) -> Iterator[Record]:
-    """All rows of all sources, in order. Every source and every file must hold at least one row."""
+    """All rows of all sources, in order. Every source and every file must have at least one row."""
     sources = [source] if isinstance(source, str | Path) else list(source)
     if not sources:
         raise UserError("no data: the list of sources is empty; give a path, a glob, a directory or a hub id")
-    resolve(sources)  # all that is missing is said before anything is read
+    resolve(sources)  # reports all missing files before anything is read
     for index, name in ((i, name) for i, given in enumerate(sources) for name in resolve([given])):
         records = read_file(Path(name)) if Path(name).is_file() else read_hub(name)
         first = next(records, None)
@@ -43,14 +43,14 @@ def read(source: str | list[str]) -> Iterator[Record]:
 
 
 def resolve(sources: list[str]) -> list[str]:
-    """Paths, globs and directories as file names; hub ids pass through. All that is missing is one error."""
+    """Paths, globs and directories as file names; hub ids are left unchanged. One error names all missing files."""
     names, missing = [], []
     for source in map(str, sources):
         path = Path(source).expanduser()
         try:
             found = _found(source, path)
             missing += [] if found else [_missing(source, path)]
-        except OSError as error:  # a name that is too long, a directory that may not be read
+        except OSError as error:  # a name that is too long, a directory without read permission
             found = []
             missing.append(f"{printable(source, 200)}: cannot be read: {error.strerror or error}")
         names += found
@@ -74,7 +74,7 @@ def _found(source: str, path: Path) -> list[str]:
 
 
 def _saved(path: Path) -> list[str]:
-    """The files of a data set that `save_to_disk` wrote, in its order; none where it is no such directory."""
+    """The files of a data set that `save_to_disk` wrote, in its order; none if it is no such directory."""
     path = path / "train" if (path / "dataset_dict.json").is_file() and (path / "train").is_dir() else path
     try:
         state = read_json(path / "state.json", "data")
@@ -102,7 +102,7 @@ def _missing(source: str, path: Path) -> str:
 
 
 def only_files(paths: Iterable[Path]) -> str:
-    """What is said of directories that have the name of a data file; nothing where there are none."""
+    """A note about directories that are named like a data file; empty if there are none."""
     named = sorted(path.name for path in paths if kind_of(path) and path.is_dir())
     return f"; directories, not files, are called {listed(named)}" if named else ""
 

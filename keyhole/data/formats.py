@@ -1,24 +1,24 @@
-"""Five layouts of training data, told apart by their columns, brought into two shapes.
+"""Five layouts of training data, recognised by their columns, and converted into chats or plain text.
 
     layout              columns                               becomes
     messages            messages: [{role, content}]           a chat
     conversations       conversations: [{from, value}]        a chat (ShareGPT); a `system` column begins it
-    prompt_completion   prompt, completion                    prompt + completion, as they stand
+    prompt_completion   prompt, completion                    prompt + completion, unchanged
                         ... both lists of {role, content}     a chat; only turns of the completion are answers
     alpaca              instruction, output; input optional   a chat: instruction and input, output; a `history`
                                                               of [question, answer] pairs comes before it
     text                text                                  plain text: one long answer to an empty prompt
 
-The first layout of this list whose columns are all there is taken, so a file that also carries a leftover
-`prompt` or `text` column reads as its richest layout; `data_format` overrides, and the setting `columns` renames.
-Further columns are ignored, except `tools` of a chat, which the template gets to see.
+The first layout of this list whose columns are all present is used, so a file that also has a leftover `prompt` or
+`text` column is read as its richest layout; `data_format` overrides this, and the setting `columns` renames columns.
+Other columns are ignored, except `tools` of a chat, which is passed to the template.
 
-Strings in prompt and completion are joined byte for byte, also when the tokenizer has a chat template:
-whoever writes prompts out means them, and scoring answers by log-likelihood needs exactly that text. Who
-wants the chat template writes `messages`.
+Strings in prompt and completion are joined byte for byte, even if the tokenizer has a chat template: a written-out
+prompt is used as written, and scoring answers by log-likelihood needs exactly that text. To use the chat template,
+write `messages`.
 
-What a turn may hold, and which turns are trained on: turns.py. Anything of the wrong type is refused with file, row,
-column and what was found.
+turns.py defines what a turn may contain, and which turns are trained on. Values of the wrong type are refused with
+file, row, column and the value found.
 """
 
 import json
@@ -58,7 +58,7 @@ class Example:
 
 
 def detect(record: Record) -> str:
-    """The layout of the file this row begins."""
+    """The layout of a file, from its first row."""
     for name, columns in COLUMNS.items():
         if all(column in record.row for column in columns):
             return name
@@ -99,7 +99,7 @@ def normalise(record: Record, layout: str) -> Example:
 
 
 def rename(record: Record, columns: dict[str, str]) -> Record:
-    """The row with the columns of the setting `columns` under our names."""
+    """The row with the columns renamed by the setting `columns`."""
     missing = [theirs for theirs in columns.values() if theirs not in record.row]
     if missing:
         raise UserError(

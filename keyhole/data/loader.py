@@ -3,23 +3,21 @@
     order(seed, e) = row indices sorted by splitmix64(seed, e, index)      no generator, no state
     step = the next batch_size * gradient_accumulation_steps rows of the order, cut into micro-batches
 
-Nothing else is random, so resuming is exact: {"epoch": e, "offset": o} says which rows have been seen, and
-the next step is the one that would have come. The offset counts rows, not steps; batch sizes may change
-across a resume.
+Nothing else is random, so resuming is exact: {"epoch": e, "offset": o} determines which rows have been used, and the
+next step is the one that would have followed. The offset counts rows, not steps, so batch sizes may change across a
+resume.
 
-The end of an epoch is the end of a step: its last step takes the rows that are left, with fewer or smaller
-micro-batches, as a plain PyTorch loop without drop_last does. So an epoch is steps_per_epoch whole steps in
-which every row is seen exactly once, and num_train_epochs means what it says. The loss of a step is a mean
-over *its* tokens, so a short step is weighted right.
+An epoch ends with the end of a step: its last step takes the remaining rows, with fewer or smaller micro-batches, as a
+plain PyTorch loop without drop_last does. So an epoch is steps_per_epoch whole steps in which every row is used exactly
+once. The loss of a step is a mean over *its* tokens, so a short step is weighted correctly.
 
 Micro-batches are padded on the right, to one of a few widths (padding.py), with attention_mask 0 and label -100 there.
-Packed batches have no
-attention mask: their padding is one more sample at the end of the row, with positions from 0, that nobody
-is trained on and nobody sees.
+Packed batches have no attention mask: their padding is one more sample at the end of the row, with positions from 0,
+which has no labels and which no other sample attends to.
 
-Rows that are questions become batches with all their candidates as rows, question by question, and two more tensors
-[rows]: `question` (0, 0, 1, 1, ...) and `answer` (1 for the right candidate). batch_size counts questions.
-Rows of a classifier have one number each in `labels` [rows], and token_type_ids where the model knows them.
+If rows are questions, a batch has all their candidates as rows, question by question, and two more tensors [rows]:
+`question` (0, 0, 1, 1, ...) and `answer` (1 for the right candidate). batch_size counts questions. Rows of a classifier
+have one number each in `labels` [rows], and token_type_ids if the model has them.
 """
 
 from collections.abc import Iterator
@@ -56,7 +54,7 @@ def _splitmix64(x: np.ndarray | np.uint64) -> np.ndarray:
 def collate(
     samples: list[Sample], pad_token_id: int, pad_to_multiple_of: int = BEFORE, pad_to_most: int | None = None
 ) -> Batch:
-    """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU; of a classifier, labels are [B]."""
+    """Rows of different lengths as one batch of int64 tensors [B, T] on the CPU; for a classifier, labels are [B]."""
     width = Padding(pad_to_multiple_of, pad_to_most).width(max(len(s.input_ids) for s in samples))
 
     def padded(rows: list[list[int]], fill: int) -> torch.Tensor:
@@ -96,7 +94,7 @@ class Loader:
         shuffle: bool = True, pad_to_multiple_of: int = BEFORE, about: dict[str, Any] | None = None,
         pad_to_most: int | None = None,
     ) -> None:  # fmt: skip
-        """about: what else of the data a resumed run has to know; kept in the state."""
+        """about: further facts about the data that a resumed run needs; kept in the state."""
         assert len(dataset) > 0 and batch_size > 0 and gradient_accumulation_steps > 0
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
         self.rows_per_step = batch_size * gradient_accumulation_steps
@@ -112,7 +110,7 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far: 1.5 is half way through the second."""
+        """Passes over the data so far: 1.5 is halfway through the second."""
         return self._epoch + self._offset / len(self.dataset)
 
     @property
@@ -154,7 +152,7 @@ class Loader:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues at the exact row; refuses other data than those the state was saved with."""
+        """Continues at the exact row; refuses data that differ from those of the saved state."""
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
                 f"resume: the training data are not those of the checkpoint ({state['rows']:,} rows then, "
@@ -170,7 +168,7 @@ class Loader:
 
 
 class EvalBatches:
-    """The batches of a data set in order, as often as one likes; empty (and false) without one."""
+    """The batches of a data set in order, iterable any number of times; empty (and false) without a data set."""
 
     def __init__(
         self, dataset: Dataset | None, batch_size: int, pad_to_multiple_of: int = BEFORE, pad_to_most: int | None = None

@@ -1,7 +1,7 @@
-"""Rows of a data set for a page: token by token, with what is trained on marked.
+"""Rows of a data set for a page: token by token, with trained tokens marked.
 
-The same rows as `keyhole data` prints (preview.py), as lists instead of lines. A long run of tokens shows its two ends.
-A classifier's row has its label, and of a question's candidates the right one is named.
+The same rows as `keyhole data` prints (preview.py), as lists instead of lines. Of a long run of tokens
+only the two ends are shown. A classifier's row has its label, and the right one of a question's candidates is named.
 """
 
 from itertools import groupby
@@ -14,7 +14,7 @@ SHOWN = 120  # tokens at each end of a long run
 
 
 class Marked(NamedTuple):
-    """A sample: where it came from, what is to be said of it, and its runs of tokens: trained on or not, as text."""
+    """A sample: its place in the file, a remark about it, and its runs of tokens: trained or not, as text."""
 
     where: str
     about: str

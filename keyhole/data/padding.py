@@ -1,18 +1,18 @@
-"""How wide a batch is: rows of different lengths, padded on the right to one of a few widths.
+"""The width of a batch: rows of different lengths are padded on the right to one of a few widths.
 
-Every new shape of a batch costs: kernels are chosen anew, memory is cut anew, and a block that was recorded as a CUDA
-graph is recorded again. Short rows differ in length from batch to batch, so a batch is padded a little further than to
-its longest row (setting `pad_to_multiple_of`):
+Every new shape of a batch costs time: kernels are selected again, memory is allocated again, and CUDA graphs of blocks
+are captured again. Short rows differ in length from batch to batch, so a batch is padded a little further than to its
+longest row (setting `pad_to_multiple_of`):
 
     auto       at most 1024 tokens in the longest row L:  multiples of max(8, L / 8 rounded up to a multiple of 8),
                the last one cut to L rounded up to 8: at most 8 widths; longer rows, and packed ones: multiples of 8
-    a number   multiples of it; of 1 where the longest row would be padded beyond the model's last position
-    null       the longest row of the batch, as it is
+    a number   multiples of it; of 1 if the longest row would be padded beyond the model's last position
+    null       the longest row of the batch
 
-Padding is masked, has no label, and stands behind the tokens; the loss is a mean over trained tokens. So it changes no
-number but by rounding (sums of another length may be cut into other pieces), except where a model draws dropout masks,
-which are drawn by shape. A run keeps what it began with: the numbers are in the loader's state. Those before this
-setting had multiples of 8, by the rule for a number.
+Padding is masked, has no label, and follows the tokens; the loss is a mean over trained tokens. So it changes results
+only by rounding (sums of another length may be split differently), except in models with dropout, whose masks depend on
+the shape. A run keeps its padding: the numbers are in the loader's state. Runs from before this setting used multiples
+of 8, by the rule for a number.
 """
 
 from typing import NamedTuple
@@ -26,13 +26,13 @@ LONG, WIDTHS, STEP = 1024, 8, 8
 
 
 class Padding(NamedTuple):
-    """Batches have a multiple of so many tokens per row, but no more than `most` (None: no such limit)."""
+    """Batches have a multiple of `multiple` tokens per row, but no more than `most` (None: no limit)."""
 
     multiple: int = BEFORE
     most: int | None = None
 
     def width(self, longest: int) -> int:
-        """Tokens per row of a batch whose longest row has so many."""
+        """Tokens per row of a batch whose longest row has `longest` tokens."""
         width = _rounded(longest, self.multiple)
         return width if self.most is None else max(longest, min(width, self.most))
 
@@ -47,8 +47,8 @@ def longest_row(data: Dataset) -> int:
 
 
 def choose(data: Dataset, asked: int | str | None, positions: int | None, multiple: int | None = None) -> Padding:
-    """The padding of a data set. positions: the last position of the model, where its config has one. multiple: that of
-    the training data, for held-out data beside them: auto gives both the same widths."""
+    """The padding of a data set. positions: the last position of the model, if its config has one. multiple: that of
+    the training data, for held-out data: auto gives both the same widths."""
     row = longest_row(data)
     fits = positions is not None and row <= positions  # then the padded rows must fit too
     if asked != AUTO:
@@ -61,7 +61,7 @@ def choose(data: Dataset, asked: int | str | None, positions: int | None, multip
 
 
 def describe(data: Dataset, order: np.ndarray, batch_size: int, padding: Padding, asked: int | str | None) -> str:
-    """What padding costs in an epoch whose rows come in this order, beside what rows of different lengths cost."""
+    """The share of padding in an epoch with this order of rows, with and without the multiples."""
     lengths = np.asarray(data.lengths, dtype=np.int64)
     if data.packed or data.right is not None:
         parts = [lengths[row] for row in data.rows]

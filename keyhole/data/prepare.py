@@ -1,13 +1,13 @@
-"""From a source to a Dataset: read, normalise, tokenise, cut, drop, mix, pack; and a report of all that.
+"""From a source to a Dataset: read, normalise, tokenise, cut, drop, mix, pack; and a report about it.
 
     prepare("data/*.jsonl", tokenizer, max_length=1024) -> Dataset with .report
 
-Rows stream through in blocks (512 rows, or 4 million characters), so the source is never in memory twice; what stays
-is 5 bytes per token. What happens to samples that are too long: collect.py. The same for a whole run, train_data and
-eval_data with the settings of its config: run.py.
+Rows are processed in blocks (512 rows, or 4 million characters), so the source is never in memory as a whole; 5 bytes
+per token are kept. collect.py cuts samples that are too long. run.py prepares train_data and eval_data of a run with
+the settings of its config.
 
-`weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one (which
-ones is a function of the seed). Rows refer to samples, so a repeated sample costs no memory.
+`weights` mixes several sources: 2 gives every sample of a source two rows per epoch, 0.5 every second sample one row
+(the seed decides which). Rows refer to samples, so a repeated sample costs no memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ def prepare(
     seed: int = 0,
     **settings: Any,
 ) -> Dataset:
-    """Everything a source holds, as rows of tokens. settings: those of PrepareSettings.
+    """All rows of a source, tokenised. settings: those of PrepareSettings.
 
     limit: rows to read; samples: how many samples (or, where they are packed, full rows of them) are enough."""
     how = PrepareSettings(**settings)
@@ -58,7 +58,7 @@ def tokenise(
     limit: int | None = None,
     samples: int | None = None,
 ) -> Dataset:
-    """All samples, each in a row of its own."""
+    """All samples, one per row."""
     renderer = Renderer(tokenizer, how)
     report = Report(max_length=how.max_length, train_on=how.train_on)
     collector = Collector(report, how, renderer.bos)
@@ -94,7 +94,7 @@ def arrange(data: Dataset, how: PrepareSettings, weights: Sequence[float] | None
 
 
 def _mixed(data: Dataset, weights: Sequence[float], seed: int) -> list[int]:
-    """Rows in the order of their sources, each as often as the weight of its source says."""
+    """Rows in the order of their sources, each as often as the weight of its source requires."""
     sources, chosen, told = np.array([data.sources[row[0]] for row in data.rows]), [], []
     for source, weight in enumerate(weights):
         own = np.flatnonzero(sources == source)
@@ -129,7 +129,7 @@ def _blocks(items: Iterable[Example], most: int) -> Iterator[list[Example]]:
 
 
 def _examples(records: Iterable[Record], how: PrepareSettings, report: Report) -> Iterator[Example]:
-    """Normalised rows; the layout is found anew at the first row of every file."""
+    """Normalised rows; the layout is detected again at the first row of every file."""
     layouts: dict[str, str] = {}
     for record in records:
         record = rename(record, how.columns) if how.columns else record
@@ -161,6 +161,6 @@ def _template_line(renderer: Renderer, collector: Collector) -> str:
 
 
 def pad_token_id(tokenizer: Any) -> int:
-    """Any valid id will do: padding is masked."""
+    """The padding id; any valid id works, because padding is masked."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(i for i in candidates if i is not None)

@@ -1,8 +1,8 @@
 """Samples as the model will see them, readable in any terminal.
 
-A sample is shown in runs: stretches of tokens that are only read, and stretches that are trained on, each
-with a word and the place of its first token in front, so nothing depends on colour. Tokens are separated by `|`,
-line breaks are written \\n, ids stand below:
+A sample is shown in runs of tokens that are either context (`read`) or trained, each with this word and the position of
+its first token in front, so that the output is clear without colour. Tokens are separated by `|`, line breaks are
+written \\n, and ids are below:
 
     sample 2 of 2 (notes.jsonl, line 2): 11 tokens, 3 trained
       read         0  The| soup| was| cold|.|\\n|Stamp|:
@@ -11,7 +11,7 @@ line breaks are written \\n, ids stand below:
       ids             386 297 386
       cut      3 tokens after these, 3 of them trained:  and| red|<|end|>
 
-Long runs show their two ends. In a packed row every sample is shown under its own heading.
+Of long runs only the two ends are shown. In a packed row every sample has its own heading.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def _sample(dataset: Dataset, tokenizer: Any, index: int, color: bool, show_ids:
 def run_lines(
     tokenizer: Any, run: list[int], start: int, word: str, *, color: bool = False, show_ids: bool = True
 ) -> Iterator[str]:
-    """A run of tokens that begins at `start`, with a word in front that says what they are."""
+    """A run of tokens that begins at `start`, with a word in front that says their kind."""
     gap = len(run) - 2 * SHOWN
     pieces = [run] if gap <= SHOWN else [run[:SHOWN], run[-SHOWN:]]
     at = [start, start + len(run) - SHOWN]

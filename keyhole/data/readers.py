@@ -1,18 +1,17 @@
-"""The rows of one file, by its suffix, and what a broken or hostile file is told.
+"""Reads the rows of one file, by its suffix, and refuses broken or hostile files with a clear message.
 
     .jsonl .ndjson     an object per line                       .csv .tsv     a header, then a row per record
-    .json              a list of objects, or JSONL after all    .parquet      columns; also .arrow (`save_to_disk`)
+    .json              a list of objects, or JSONL              .parquet      columns; also .arrow (`save_to_disk`)
 
-The text kinds may be compressed (.jsonl.gz). Where cells end, and what a quotation mark means: delimited.py.
+Text formats may be compressed (.jsonl.gz). delimited.py splits cells and interprets quotation marks.
 
-Rows are yielded one at a time, each with the place it came from, because the commonest complaint about data
-tools is a bare KeyError: every later error can say "train.jsonl, line 17". JSONL counts lines, CSV and
-Parquet count rows from 1 without the header. Keys that Parquet fills with null inside a nested value, because another
-row has them, are taken out again: the row never had them.
+Rows are yielded one at a time, each with its place in the file, so that every later error can say "train.jsonl, line
+17" instead of a bare KeyError. JSONL counts lines, CSV and Parquet count rows from 1 without the header. Keys that
+Parquet fills with null inside a nested value, because another row has them, are removed again.
 
-A small file can hold a great deal: a Parquet page that repeats one long text, a gzip stream of zeros. So a row has at
-most 16 MiB, which is looked at before the row is made; Parquet's texts are read as dictionaries, in which a repeated
-one lies once; and a file that says it holds a thousand times more than its size is refused.
+A small file can expand to a lot of data: a Parquet page that repeats one long text, a gzip stream of zeros. So a row
+may have at most 16 MiB, which is checked before the row is built; Parquet's texts are read as dictionaries, which store
+a repeated text once; and a file that claims a thousand times more data than its size is refused.
 """
 
 import gzip
@@ -31,7 +30,7 @@ from keyhole.errors import UserError, listed
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 MOST_ROW_BYTES = 2**24
 MOST_JSON_BYTES = 2**31
-MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # times its size, from so many bytes on
+MOST_GROWTH, GROWTH_FROM = 1000, 2**28  # factor over its size, checked from this many bytes on
 ROWS_AT_ONCE = 64
 
 
@@ -43,8 +42,8 @@ class Record:
     unit: str  # "line", "row" or "item"
     number: int  # counted from 1
     row: dict[str, Any]
-    source: int = 0  # which of the sources it came from
-    part: int = 0  # which of the rows that it was opened into, counted from 1; 0: it is one row
+    source: int = 0  # index of its source
+    part: int = 0  # which of the rows it was expanded into, from 1; 0: it is one row
 
     @property
     def where(self) -> str:
@@ -52,7 +51,7 @@ class Record:
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how a file is read, without .gz; "" for a file that is none of ours."""
+    """The suffix that determines the reader, without .gz; "" for an unknown file type."""
     packed = path.suffix.lower() == ".gz"
     suffix = Path(path.stem).suffix.lower() if packed else path.suffix.lower()
     return suffix if suffix in SUFFIXES and not (packed and suffix in (".parquet", ".arrow")) else ""
@@ -71,7 +70,7 @@ def read_file(path: Path) -> Iterator[Record]:
 
 @contextmanager
 def told(path: Path) -> Iterator[None]:
-    """What goes wrong while a file is read, as a UserError that names it."""
+    """Turns errors while a file is read into a UserError that names the file."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -83,7 +82,7 @@ def told(path: Path) -> Iterator[None]:
 
 
 class _Unpacked(io.RawIOBase):
-    """A gzip stream that refuses to grow without end."""
+    """A gzip stream that refuses to expand without limit."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.stream = path, gzip.open(path, "rb")
@@ -108,14 +107,14 @@ class _Unpacked(io.RawIOBase):
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[io.BufferedIOBase]:
-    """A file, unpacked if need be."""
+    """Opens a file, decompressed if necessary."""
     with io.BufferedReader(_Unpacked(path), 2**16) if path.suffix.lower() == ".gz" else open(path, "rb") as file:
         yield file
 
 
 @contextmanager
 def open_text(path: Path, newline: str | None = None, encoding: str | None = None) -> Iterator[TextIO]:
-    """A text file, unpacked if need be. encoding: None is UTF-8."""
+    """Opens a text file, decompressed if necessary. encoding: None is UTF-8."""
     with open_bytes(path) as file, io.TextIOWrapper(file, encoding or "utf-8-sig", newline=newline) as text:
         yield text
 
@@ -136,7 +135,7 @@ def bounded_lines(file: TextIO, path: Path) -> Iterator[str]:
 
 
 def _bad_line(path: Path) -> str:
-    """`, line 17`, or the encoding that the file seems to have; where the first byte stands that is no UTF-8."""
+    """The place of the first byte that is not UTF-8 (`, line 17`), or the encoding that the file seems to have."""
     with open_bytes(path) as file:
         number, start = 0, b""
         while line := file.readline(MOST_ROW_BYTES):
@@ -155,11 +154,11 @@ def _object(value: Any, path: Path, unit: str, number: int) -> Record:
 
 
 class _Twice(Exception):
-    """A key that an object has already."""
+    """A key occurs twice in an object."""
 
 
 def _columns(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Its second value for a key would silently win."""
+    """A JSON object; refuses a repeated key, whose second value would silently win."""
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -168,7 +167,7 @@ def _columns(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _load(text: str, path: Path, line: int | None) -> Any:
-    """JSON, or the error that says what is wrong with it; line: of the file, where the text is one line of it."""
+    """Parses JSON, or raises an error that says what is wrong; line: the line of the file, if the text is one line."""
     try:
         return json.loads(text, object_pairs_hook=_columns)
     except _Twice as error:
@@ -191,7 +190,7 @@ def _jsonl(path: Path) -> Iterator[Record]:
 
 
 def load_json(path: Path) -> Any:
-    """The one JSON value of a file; None where the file is empty."""
+    """The JSON value of a file; None if the file is empty."""
     if path.stat().st_size > MOST_JSON_BYTES:
         raise UserError(
             f"{path}: {path.stat().st_size:,} bytes in one JSON value; write it as JSONL, an object per line"
@@ -222,14 +221,14 @@ def _json(path: Path) -> Iterator[Record]:
 
 
 def is_lines(error: UserError) -> bool:
-    """Whether JSON could not be read because the file has one object per line after all."""
+    """Whether JSON could not be read because the file has one object per line."""
     cause = error.__cause__
     extra = isinstance(cause, json.JSONDecodeError) and cause.msg == "Extra data"
     return extra and cause.doc.lstrip().startswith("{")
 
 
 def _fault(error: json.JSONDecodeError) -> str:
-    """What is wrong, in which column of the line, and the line around it; `...` stands where it goes on."""
+    """What is wrong, in which column of the line, and the text around it; `...` where it continues."""
     line, at = error.doc.split("\n")[error.lineno - 1], error.colno - 1
     start, end = max(0, at - 40), at + 20
     shown = f"{'...' if start else ''}{line[start:end]}{'...' if end < len(line) else ''}"

@@ -1,21 +1,21 @@
-"""Examples into token ids, and which of them are trained on.
+"""Turns examples into token ids, and decides which of them are trained on.
 
     chat            text and answer spans from the template (chat_template.py), tokenised once, nothing added:
-                    the template has written bos itself, so it is never doubled
-    plain text      [bos] prompt answer eos; bos only where the tokenizer adds one, neither if already there
+                    the template writes bos itself, so it is never doubled
+    plain text      [bos] prompt answer eos; bos only if the tokenizer adds one, neither if already there
 
-The whole text is tokenised in one piece and answers are mapped to tokens by character offsets. Tokenising
-prompt and answer apart would give other tokens than the model has ever seen ("Answer: " + "yes" has a lone
-space that "Answer: yes" has not). A token that holds characters of both sides of the boundary counts as
-answer; when the prompt's own tokens are a prefix of the whole, which is nearly always, no such token
-exists. The report counts the rest. A tokenizer without offsets (not a fast one) is asked for the tokens of
-the text up to the boundary instead; the answer begins where they stop agreeing. Offsets stay inside the tokenizers
-library, which is asked for the few that matter: as Python tuples they would take 150 bytes per token.
+The whole text is tokenised at once, and answers are mapped to tokens by character offsets. Tokenising prompt and answer
+separately would give tokens that the model has never seen ("Answer: " + "yes" has a separate space token, "Answer: yes"
+does not). A token with characters on both sides of the boundary counts as answer; nearly always the prompt's own tokens
+are a prefix of the whole, and there is no such token. The report counts the exceptions. For a tokenizer without offsets
+(not a fast one), the text up to the boundary is tokenised separately; the answer begins where the tokens differ.
+Offsets stay inside the tokenizers library, and only the few needed ones are read: as Python tuples they would take 150
+bytes per token.
 
-The end-of-turn token is trained: it is how the model learns to stop. White space that a template writes
-after it is not: generation has ended by then. A last answer that closes with no special token gets an eos,
-also trained. `train_end_token: false` leaves all of these out of the loss, and adds no eos: where answers are one word
-and are scored, not generated, the end would be half of the trained tokens.
+The end-of-turn token is trained, so that the model learns to stop. White space that a template writes after it is not
+trained: generation has ended by then. If the last answer has no special token at its end, an eos is added and trained.
+`train_end_token: false` excludes all of these from the loss, and adds no eos: if answers are single words that are
+scored, not generated, the end would be half of the trained tokens.
 
     label[t] = id[t] where trained, else -100; label[0] = -100 always, since nothing predicts the first token
 """
@@ -36,13 +36,13 @@ class Tokens(NamedTuple):
 
     ids_T: np.ndarray  # int32
     trained_T: np.ndarray  # bool
-    end_id: int | None  # the special token its last answer stops with
-    straddles: bool  # a token lies across the beginning of an answer
+    end_id: int | None  # the special token that ends the last answer
+    straddles: bool  # a token spans the beginning of an answer
     lost: Lost = Lost()
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuses half a character: JSON can escape one, tokenizers cannot read it."""
+    """Refuses lone surrogates: JSON can escape them, tokenizers cannot read them."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -119,7 +119,7 @@ class Renderer:
         return end
 
     def _is_open(self, example: Example, rendered: Rendered) -> bool:
-        """Whether an eos has to be added: the last thing said is an answer, and nothing ends it."""
+        """Whether an eos must be added: the text ends with an answer that has no end token."""
         if self.eos is None or not self.trains_end:
             return False
         if example.turns is None:
@@ -142,7 +142,7 @@ class Locate:
         if self.encoding is None:
             return self._by_prefix(position)
         tokens = (self.encoding.char_to_token(at) for at in range(position, len(self.text)))
-        return next((token for token in tokens if token is not None), len(self.ids))  # white space may be in none
+        return next((token for token in tokens if token is not None), len(self.ids))  # white space may have no token
 
     def _by_prefix(self, position: int) -> int:
         prefix = self.tokenizer(self.text[:position], add_special_tokens=False).input_ids
@@ -150,7 +150,7 @@ class Locate:
         return next((t for t, (x, y) in enumerate(pairs) if x != y), min(len(prefix), len(self.ids)))
 
     def is_inside(self, position: int) -> bool:
-        """Whether a token lies across this position."""
+        """Whether a token spans this position."""
         t = self(position)
         if self.encoding is None or not 0 < t < len(self.ids):
             return False

@@ -1,7 +1,7 @@
-"""What was read of the data and what became of it, in a few lines.
+"""A report of a few lines: what was read of the data, and how it was changed.
 
-Whatever is lost between the file and the loss is counted, and said as a warning: answers that are cut, samples that
-are dropped, tool calls or reasoning that the chat template does not write.
+Everything that is lost between the file and the loss is counted and reported as a warning: cut answers, dropped
+samples, tool calls or reasoning that the chat template does not write.
 """
 
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ MOST_FILES = 5
 
 @dataclass
 class Report:
-    """Counts; `lines()` is for people."""
+    """Counts; `lines()` formats them."""
 
-    formats: dict[str, str] = field(default_factory=dict)  # file -> why it is read the way it is
+    formats: dict[str, str] = field(default_factory=dict)  # file -> its layout, and the reason
     read: int = 0
     samples: int = 0
     tokens: int = 0
@@ -40,10 +40,10 @@ class Report:
     train_on: str = "answers"
     mixture: str = ""
     cached: str = ""  # the file that the tokens were read from
-    labels: str = ""  # of a classifier's rows: how many of each
+    labels: str = ""  # for a classifier: rows per label
 
     def lines(self) -> list[str]:
-        """The counts, the losses last; what did not happen is not mentioned."""
+        """The counts as lines, losses last; zero counts are left out."""
         files = list(self.formats.items())
         out = [f"{printable(name, 300)}: {why}" for name, why in files[:MOST_FILES]]
         out += [f"... and {len(files) - MOST_FILES} more files"] if len(files) > MOST_FILES else []

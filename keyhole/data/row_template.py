@@ -1,12 +1,11 @@
-"""Texts made from the columns of a row: `prompt: "{sentence} It was"` makes training data of any table.
+"""Builds texts from the columns of a row: `prompt: "{sentence} It was"` turns any table into training data.
 
     {sentence}     the cell of that column; a name may have spaces and dots ({Customer name})
     {{ and }}      a brace
 
-A cell is written as the file has it: texts as they are, numbers and true or false as in JSON. Null, a list or an object
-has no one spelling, and is refused, as is a column that a row does not have; an empty cell of a CSV is an empty text.
-Columns that were renamed (`columns`) go by their new names. Prompt and completion are joined byte for byte, so the
-space between them stands in one of the two.
+Texts are inserted unchanged, numbers and booleans as in JSON. A null, a list, an object or a missing column is refused;
+an empty cell of a CSV is an empty text. Renamed columns (`columns`) have their new names. Prompt and completion are
+joined byte for byte, so one of the two must contain the space between them.
 """
 
 import difflib
@@ -22,11 +21,11 @@ PIECE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}|[{}]")
 
 
 class RowTemplate:
-    """A template that was read; key: the setting that it stands in."""
+    """A parsed template; key: the name of its setting."""
 
     def __init__(self, text: str, key: str) -> None:
         self.key = key
-        self.parts: list[tuple[str, str | None]] = []  # text, and the column behind it
+        self.parts: list[tuple[str, str | None]] = []  # text, and the column after it
         literal, at = "", 0
         for match in PIECE.finditer(text):
             literal, at, found = literal + text[at : match.start()], match.end(), match[0]
@@ -66,5 +65,5 @@ class RowTemplate:
 
 
 def filled(record: Record, templates: dict[str, RowTemplate]) -> Record:
-    """The row with the columns that templates make, beside its own."""
+    """The row with its own columns and those that the templates make."""
     return replace(record, row=record.row | {key: template.fill(record) for key, template in templates.items()})

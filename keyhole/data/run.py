@@ -1,16 +1,16 @@
-"""The data of a run: what the trainer and `keyhole data` call.
+"""The data of a run, for the trainer and for `keyhole data`.
 
     load_data(settings) -> Data: a resumable loader of train_data, batches of eval_data, and the report
 
-Instead of files a run may name tasks (data/tasks/): their rows, the questions of dev and test.
+Instead of files a run may name tasks (data/tasks/), which provide training rows and the questions of dev and test.
 
-Both sets are prepared in the same way. Evaluation is never packed: it has no use for it, and its loss then
-does not depend on a setting of training. Both are compared with what the model can take (capacity.py), so that
-a text too long for it is refused here and not in the middle of the run.
+Both sets are prepared in the same way, except that evaluation data are never packed, so that their loss does not depend
+on a setting of training. Both are compared with the limits of the model (capacity.py), so that a text that is too long
+is refused here and not in the middle of the run.
 
 Two things that the data depend on belong to the run and are kept in the loader's state: the date that a chat template
-may print (the day the run began, also when it is resumed later), and the template itself where it is not the
-tokenizer's, which the trained model is saved with: who talks to it then writes what it was trained on.
+may print (the day the run began, also after a resume), and the template itself if it is not the tokenizer's. That
+template is saved with the trained model, so that programs that use the model build the prompts of training.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -43,7 +43,7 @@ from keyhole.model.structure.tokenizer import read_tokenizer
 @dataclass(frozen=True)
 class Data:
     """Everything a run needs to know about its data. chat_template: the one to save with the model; None: its own.
-    dev, test: the questions of each task, where the run has tasks; eval has the right answers of dev then.
+    dev, test: the questions of each task, if the run has tasks; eval then has the right answers of dev.
     labels: names of a classifier's labels."""
 
     train: Loader
@@ -57,8 +57,8 @@ class Data:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer that lies with a model."""
-    read_config(locate(model, MODEL))  # says so in plain words when there is no model at all
+    """The tokenizer in the directory of a model."""
+    read_config(locate(model, MODEL))  # a clear error if there is no model at all
     return _tokenizer(model)
 
 
@@ -72,7 +72,7 @@ def _tokenizer(model: str) -> Any:
 
 def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
     """Loaders and report. tokenizer: None takes the model's."""
-    settings = replace(settings, template_date=settings.day.isoformat())  # one day, whenever midnight is
+    settings = replace(settings, template_date=settings.day.isoformat())  # one date, also after midnight
     known = _model_config(settings)
     tokenizer = tokenizer or _tokenizer(settings.model)
     tasks = load_tasks(settings, tokenizer, known) if settings.task else None
@@ -119,7 +119,7 @@ def load_data(settings: DataSettings, tokenizer: Any = None) -> Data:
 
 
 def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False) -> str:
-    """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads no more than these."""
+    """What `keyhole data` prints: the first samples of train_data, and a report on them. Reads only these."""
     known = _model_config(settings)
     tokenizer = _tokenizer(settings.model)
     if settings.task:
@@ -135,7 +135,7 @@ def preview_data(settings: DataSettings, count: int = 3, *, color: bool = False)
 
 
 def _model_config(settings: DataSettings) -> Any:
-    """The HF config of the model, with the head that is asked for; refused where the data's settings do not fit it."""
+    """The HF config of the model, with the requested head; refuses data settings that do not fit it."""
     count = settings.num_labels
     if settings.head is not None and count is None and settings.task:
         count = len(class_names(read_spec(listed_names(settings.task)[0])))
@@ -153,7 +153,7 @@ def _prepare(
     known: Any,
     samples: int | None = None,
 ) -> tuple[Dataset, list[str]]:
-    """A data set that the model of HF config `known` can take, and its report."""
+    """A data set within the limits of the model with HF config `known`, and its report."""
     sources = [locate(name, demo) for name in ([source] if isinstance(source, str) else source)]
     weights = None if samples is not None else settings.train_weights
     if weights is not None and len(weights) != len(sources):
@@ -172,7 +172,7 @@ def _prepare(
 
 
 def stop_token_ids(model: str) -> tuple[int, ...]:
-    """The tokens that end an answer, as the model's generation_config.json has them; none where that cannot be read."""
+    """The tokens that end an answer, from the model's generation_config.json; none if that cannot be read."""
     try:
         ids = read_json(Path(locate(model, MODEL)) / "generation_config.json", "model").get("eos_token_id")
     except UserError:
@@ -181,7 +181,7 @@ def stop_token_ids(model: str) -> tuple[int, ...]:
 
 
 def _step_lines(settings: DataSettings, rows: int) -> list[str]:
-    """A warning where one step takes more rows than there are."""
+    """A warning if one step takes more rows than there are."""
     batch, steps = settings.batch_size, settings.gradient_accumulation_steps
     if batch * steps <= rows:
         return []

@@ -1,12 +1,12 @@
-"""A Jinja sandbox with a bill, for programs that come with a model.
+"""A Jinja sandbox with limits on memory and time, for templates that come with a model.
 
-Jinja's sandbox keeps a template away from the computer, but not from its memory and time: two nested loops, or
-`'x' * 10**10`, are enough. Here every loop turn, call, filter, product, sum, comparison, list and output is charged
-before it happens, by the size of what goes in and of what can come out of it (bill.py).
+Jinja's sandbox protects the computer from a template, but not its memory and time: two nested loops, or `'x' * 10**10`,
+are enough. Here every loop iteration, call, filter, product, sum, comparison, list and output is charged before it
+happens, by the size of its inputs and of its possible output (bill.py).
 
 The functions are those that Transformers gives its templates: `tojson`, `raise_exception`, `strftime_now`, and the tag
-`generation`. `strftime_now` answers with the date it is given, not with the clock: a run that goes on tomorrow must
-find the tokens of today. Who wrote which part of the text: template_segments.py.
+`generation`. `strftime_now` returns a given date, not the clock's: a run that is resumed tomorrow must get the same
+tokens. template_segments.py records which message each part of the text belongs to.
 """
 
 import datetime
@@ -42,7 +42,7 @@ LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
 class _Generation(Extension):
-    """The tag around what the model generates."""
+    """The tag around text that the model generates."""
 
     tags = {"generation"}
 
@@ -58,7 +58,7 @@ class _Generation(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a bill. `watch` is that of the rendering under way."""
+    """Jinja's sandbox with limits. `watch` belongs to the current rendering."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
@@ -71,7 +71,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.filters = {name: self._charged(name, filter) for name, filter in self.filters.items()}
         self.filters["tojson"] = self._charged("tojson", _tojson)
         self.filters |= {
-            # pass_context keeps Jinja from calling them once for all when it compiles
+            # pass_context prevents Jinja from evaluating them at compile time
             "watch enter": jinja2.pass_context(lambda *_: self.watch.enter()),
             "watch turn": jinja2.pass_context(lambda _, item, literal: self.watch.turn(item, literal)),
             "watch leave": jinja2.pass_context(lambda *_: self.watch.leave()),
@@ -91,7 +91,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _compared(self, left: Any, *parts: Any) -> Any:
-        """A comparison, or a chain of them (operator, value, operator, value, ...), paid for."""
+        """A comparison, or a chain of them (operator, value, operator, value, ...), charged."""
         held: Any = True
         for name, right in zip(parts[::2], parts[1::2], strict=True):
             self._charge_comparison(left, right, name in ("in", "notin"))
@@ -102,7 +102,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return held
 
     def _charge_comparison(self, left: Any, right: Any, is_search: bool) -> None:
-        """Text in text: both lengths. A value in a list: the list with all in it. Else what both have in common."""
+        """A search costs the value and the text or list with everything in it; comparing containers costs both; other
+        comparisons cost the smaller value."""
         most = self.watch.left
         if is_search and not isinstance(right, dict):
             length = len(right) if isinstance(right, Sized) else 0
@@ -113,7 +114,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.watch.spend(min(flat_size(left), flat_size(right)))
 
     def _read(self, name: str, test: Callable[..., bool]) -> Callable[..., bool]:
-        """A test that reads its values, paid for."""
+        """A test that reads its values, charged."""
 
         @functools.wraps(test)
         def paid(value: Any, *args: Any, **kwargs: Any) -> bool:
@@ -128,7 +129,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return self.date.strftime(form)
 
     def _charged(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        """The filter, paid for before it runs."""
+        """The filter, charged before it runs."""
 
         @functools.wraps(filter)
         def paid(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +148,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(context, obj, *args, **kwargs)
 
     def _charge(self, name: str, values: list[Any], kwargs: dict[str, Any]) -> None:
-        """What goes in, and what can come out of the functions that make more of it."""
+        """Charges the inputs, and the possible output of functions that enlarge their input."""
         watch, values = self.watch, [*values, *kwargs.values()]
         given = sum(flat_size(value) if name in FLAT else size(value, watch.left) for value in values)
         number = max([abs(v) for v in values if isinstance(v, int)], default=0)
@@ -164,7 +165,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             breaks = sum(texts[0].count(character) for character in LINE_BREAKS)
             cost += (breaks + 1) * max(number, 4, *map(len, texts[1:]))
         elif name == "tojson" and number:
-            watch.spend(given)  # before the walk
+            watch.spend(given)  # before the traversal
             cost *= max(map(depth, values))
         elif name in ("format", "format_map", "do_format"):
             cost += sum(int(digits[:18]) for text in texts for digits in re.findall(r"\d+", text)) + number

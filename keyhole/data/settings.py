@@ -1,9 +1,9 @@
-"""The settings that data preparation reads, and nothing else of a config.
+"""The part of a config that data preparation reads.
 
-    PrepareSettings   how a row becomes tokens: what `prepare` takes
-    DataSettings      the same, with where the rows come from and how they are batched: what a run takes
+    PrepareSettings   how a row becomes tokens; the argument of `prepare`
+    DataSettings      the same, with the sources of the rows and how they are batched; the argument of a run
 
-keyhole/config/data.py makes a DataSettings from a TrainConfig; whoever has no config makes one by hand.
+keyhole/config/data.py makes a DataSettings from a TrainConfig; without a config, make one directly.
 """
 
 import datetime
@@ -21,7 +21,7 @@ OVERLONG = ("truncate", "drop", "error")
 TRAIN_ON = ("answers", "all")
 MOST_TEMPLATE_BYTES = 2**20
 AUTO = "auto"
-BEFORE = 8  # pad_to_multiple_of of runs that began before there was a setting
+BEFORE = 8  # pad_to_multiple_of of runs from before the setting existed
 
 
 def today() -> datetime.date:
@@ -31,7 +31,7 @@ def today() -> datetime.date:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareSettings:
-    """How rows become tokens. stop_token_ids: those that end an answer of the model, besides eos."""
+    """How rows become tokens. stop_token_ids: tokens that end an answer of the model, besides eos."""
 
     data_format: str | None = None
     columns: dict[str, str] | None = None
@@ -66,13 +66,13 @@ class PrepareSettings:
 
     @cached_property
     def row_templates(self) -> dict[str, RowTemplate]:
-        """Of the columns that are made from others."""
+        """The templates of columns that are made from others."""
         given = {"prompt": self.prompt, "completion": self.completion}
         return {key: RowTemplate(text, key) for key, text in given.items() if text is not None}
 
     @cached_property
     def day(self) -> datetime.date:
-        """The date that templates may print; today's where none is set."""
+        """The date that templates may print; today if none is set."""
         if self.template_date is None:
             return today()
         try:
@@ -82,7 +82,7 @@ class PrepareSettings:
 
     @cached_property
     def template_text(self) -> str | None:
-        """The template that chat_template names or is; None leaves the choice to the tokenizer."""
+        """The text of the template that chat_template names or contains; None: the tokenizer's."""
         given = self.chat_template
         if given is None or "{{" in given or "{%" in given:
             return given
@@ -104,8 +104,8 @@ class PrepareSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(PrepareSettings):
-    """The data of a run: train_data and eval_data, or tasks by name. padding: (multiple, most) of a run that goes on
-    and began with auto, instead of what auto would be now (padding.py)."""
+    """The data of a run: train_data and eval_data, or tasks by name. padding: (multiple, most) of a resumed run that
+    began with auto, used instead of recomputing auto (padding.py)."""
 
     model: str
     train_data: str | list[str] | None = None

@@ -1,7 +1,7 @@
-"""Whether what the data settings name is there: files, tasks, a chat template. Asked before torch is imported.
+"""Checks that files, tasks and the chat template named in the data settings exist, before torch is imported.
 
-Also whether the loss is one that the tasks have. No row is read and no request is made, so it takes milliseconds: who
-mistyped a path hears of it at once. The readers look again when they read.
+It also checks that the tasks support the loss. No row is read and no request is made, so it takes milliseconds, and a
+mistyped path is reported at once. The readers check again when they read.
 """
 
 from keyhole.data.files import resolve
@@ -14,8 +14,7 @@ from keyhole.errors import UserError
 
 
 def check_sources(settings: DataSettings) -> None:
-    """Refuses files, patterns and folders that are not there, tasks that nobody knows, and a loss that a task does not
-    have."""
+    """Refuses missing files, patterns and folders, unknown tasks, and a loss that a task does not support."""
     for source in (settings.train_data, settings.eval_data):
         if source:
             resolve([source] if isinstance(source, str) else source)

@@ -1,14 +1,14 @@
-"""A chat template at work: the text it writes, and who wrote which part of it.
+"""Runs a chat template: the text it writes, and which message each part of the text belongs to.
 
-A chat template is a program in Jinja that comes with the model. The text is that of `apply_chat_template` (a test
-compares them). Before the program is compiled, statements are put into it that call the watch of the rendering
+A chat template is a program in Jinja that comes with the model. The text equals that of `apply_chat_template` (a test
+compares them). Before the program is compiled, statements are inserted that call the watch of the rendering
 (sandbox.py, bill.py):
 
-    who      A template walks over the messages in a loop. A statement at the top of every loop body, and one after
-             every loop, note the position in the output, so each character is known to be written while the loop
-             stood at message i (`segments`), or outside of any.
-    marks    The text inside `{% generation %}` (`marked`): the template's own word for what the model says.
-    cost     What the program makes is paid for, so that no template eats memory or time.
+    who      A template loops over the messages. A statement at the top of every loop body, and one after every loop,
+             record the position in the output, so each character is known to be written while the loop was at message
+             i (`segments`), or outside of any loop.
+    marks    The text inside `{% generation %}` (`marked`): the template's own mark for text that the model generates.
+    cost     Everything that the program computes is charged, so that no template uses too much memory or time.
 """
 
 import datetime
@@ -26,16 +26,16 @@ MOST_SOURCE = 2**20
 
 
 class Rendering(NamedTuple):
-    """A text, and who wrote which part: (start, end, index of the message)."""
+    """A text, and the message of each part: (start, end, index of the message)."""
 
     text: str
     segments: list[tuple[int, int, int]]
     marked: list[tuple[int, int]]
-    dated: bool = False  # the date was asked for
+    dated: bool = False  # the template used the date
 
 
 class Watched(NodeTransformer):
-    """Puts the statements that watch into a parsed template."""
+    """Inserts the watching statements into a parsed template."""
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:
         self.generic_visit(node)
@@ -70,7 +70,7 @@ class Watched(NodeTransformer):
 
 
 def _is_short(left: nodes.Expr, operand: nodes.Operand) -> bool:
-    """Whether a comparison reads no more than what the source spells out."""
+    """Whether a comparison has a literal operand, which bounds its cost."""
     right = operand.expr
     if operand.op in ("in", "notin"):
         right_items = right.items if isinstance(right, nodes.List | nodes.Tuple) else [right]
@@ -79,7 +79,7 @@ def _is_short(left: nodes.Expr, operand: nodes.Operand) -> bool:
 
 
 def _literal(body: list[nodes.Node]) -> int:
-    """Characters that a body writes without being asked."""
+    """Literal characters that a body writes."""
     return sum(len(data.data) for part in body for data in [*part.find_all(nodes.TemplateData)])
 
 
@@ -88,7 +88,7 @@ def _statement(name: str, lineno: int, item: nodes.Expr | None = None, literal: 
 
 
 def _watched(name: str, item: nodes.Expr, lineno: int, literal: int = 0) -> nodes.Filter:
-    """A filter that no template can name, since a name has no space; a filter costs less than a call."""
+    """A filter that no template can name, because its name contains a space; a filter costs less than a call."""
     return nodes.Filter(item, f"watch {name}", [nodes.Const(literal)], [], None, None, lineno=lineno)
 
 
@@ -105,11 +105,11 @@ class Template:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says by itself what the model generates."""
+        """Whether the template marks the text that the model generates."""
         return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source) is not None
 
     def render(self, messages: list[dict[str, Any]], variables: dict[str, Any]) -> Rendering:
-        """Runs the template. Whatever it raises comes through; Runaway when it does too much."""
+        """Runs the template. Its errors are passed on; Runaway if it exceeds its budget."""
         messages = [_with_reasoning(message) for message in messages]
         budget = BUDGET + PER_CHARACTER * size([messages, variables], BUDGET)
         watch = self.sandbox.watch = Watch(messages, budget)
@@ -119,6 +119,6 @@ class Template:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which the reasoning stands under each name that templates read it by."""
+    """A copy with the reasoning under every name that templates use for it."""
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return {**message} if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

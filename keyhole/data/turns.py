@@ -1,12 +1,13 @@
-"""One turn of a chat: what it may hold, whether it is trained on, and the parts of what was said.
+"""One turn of a chat: its allowed content, whether it is trained on, and its parts.
 
     role, content        required; only a turn that calls tools may have no content
     reasoning            under one of the names of REASONING, or inside the content, before </think>
     tool_calls           [{function: {name, arguments}}], or {name, arguments} alone; arguments: an object or JSON text
-    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl) take a turn out
+    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl) exclude a turn from the
+    loss
 
-Templates differ in how they take the arguments of a call: most encode an object themselves, some join JSON text. Given
-the wrong one they encode the text a second time, print Python's dict, or fail; `call_as` writes what is wanted.
+Templates differ in how they expect the arguments of a call: most encode an object themselves, some concatenate JSON
+text. With the wrong form they encode the text twice, print Python's dict, or fail; `call_as` converts the arguments.
 """
 
 import json
@@ -16,23 +17,23 @@ from keyhole.data.files import Record
 from keyhole.errors import UserError, printable
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-FLAGS = ("weight", "train")  # the template does not see them
+FLAGS = ("weight", "train")  # not passed to the template
 
 Turn = dict[str, Any]
 
 
 def wrong(record: Record, column: str, expected: str, value: Any) -> UserError:
-    """The error for a value of another kind, with its row, its column and the beginning of what was found."""
+    """The error for a value of the wrong type, with its row, its column and the beginning of the value."""
     try:
         text = repr(value) if not isinstance(value, str) else repr(value[:60])
-    except (RecursionError, ValueError):  # nested too deeply, or an integer too long to be written
+    except (RecursionError, ValueError):  # nested too deeply, or an integer with too many digits
         text = "..."
     found = f"{type(value).__name__} {text:.60}" if value is not None else "null"
     return UserError(f"{record.where}: column {printable(column, 80)}: expected {expected}, found {found}")
 
 
 def read_turn(record: Record, place: str, turn: Any) -> Turn:
-    """A turn that is well formed, without its nulls: Parquet fills absent keys with them."""
+    """A valid turn, without nulls, which Parquet inserts for missing keys."""
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
         raise wrong(record, place, "an object with role and content", turn)
     if "content" not in turn and not turn.get("tool_calls"):
@@ -61,12 +62,12 @@ def _content(record: Record, place: str, turn: Turn) -> str:
 
 
 def is_trained(turn: Turn) -> bool:
-    """Whether a turn is an answer to learn: an assistant's, and not taken out."""
+    """Whether a turn is trained on: an assistant's turn that is not excluded."""
     return turn["role"] == "assistant" and turn.get("weight") != 0 and turn.get("train") is not False
 
 
 def call_as(call: Any, text: bool) -> Any:
-    """A tool call under `function`, its arguments as JSON text or as what that text says."""
+    """A tool call under `function`, with its arguments as JSON text or as an object."""
     if not isinstance(call, dict):
         return call
     if "function" not in call and "name" in call:
@@ -92,11 +93,11 @@ def called_names(turn: Turn) -> list[str]:
 
 
 def reasoning(turn: Turn) -> str:
-    """The reasoning of a turn: a field of its own, or what stands before </think>."""
+    """The reasoning of a turn: a separate field, or the text before </think>."""
     field = next((turn[key] for key in REASONING if isinstance(turn.get(key), str)), "")
     return (field or turn["content"].rpartition("</think>")[0].rpartition("<think>")[2]).strip()
 
 
 def words(turn: Turn) -> str:
-    """The words of a turn without its reasoning."""
+    """The text of a turn without its reasoning."""
     return turn["content"].rpartition("</think>")[2].strip()

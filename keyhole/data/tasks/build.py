@@ -1,8 +1,8 @@
-"""A row of a data set as a question: names computed, prompt and candidates written, the right answer found.
+"""Turns a row of a data set into a question: computes names, renders prompt and candidates, finds the right answer.
 
 A label is compared as text (`columns.spelled`): true, "True" and 1 are spellings like `entailment`, and the task file
-says which belong to which candidate. A label that is none of them is refused with its row, never guessed: a data set
-whose 0 and 1 are the other way round would train the opposite.
+lists the spellings of each candidate. Any other label is refused with its row, never guessed: with 0 and 1 exchanged,
+the model would learn the opposite.
 """
 
 import math
@@ -19,7 +19,7 @@ MOST_CANDIDATES = 1000
 
 
 def build(record: Record, spec: TaskSpec) -> Question | None:
-    """The question of one row that has the task's columns; None where its answer is empty."""
+    """The question of a row with the task's columns; None if its answer is empty."""
     try:
         return _choice(record, spec) if spec.kind == CHOICE else _free(record, spec)
     except UserError as error:
@@ -56,7 +56,7 @@ def _candidates(row: dict[str, Any], spec: TaskSpec) -> list[str]:
 
 
 def _right(row: dict[str, Any], candidates: list[str], spec: TaskSpec) -> list[int]:
-    """The indices of the right candidates, the first that is named first."""
+    """The indices of the right candidates; the first one named comes first."""
     if spec.right is None:
         return [_label(row["label"], len(candidates), spec)]
     named = spec.right.run(row)
@@ -94,7 +94,7 @@ def _free(record: Record, spec: TaskSpec) -> Question | None:
     return Question(prompt, (answer,), 0, record.where, references=texts)
 
 
-MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # where a model's text goes in a program
+MARK = "\N{SYMBOL FOR SUBSTITUTE}completion\N{SYMBOL FOR SUBSTITUTE}"  # the place of the model's text in a program
 
 
 def _number(value: Any, column: str) -> float:

@@ -1,12 +1,12 @@
 """The drawn questions of a task on disk, for the next run on the same files (setting `data_cache`).
 
-Drawing 1,500 questions reads all rows of the files first: which of them have a label decides what is drawn. An entry
-holds what was drawn, found by a hash of all that it depends on: the bytes of the files and of the task file, how many
-questions of each split, the seed, and the code of keyhole/data.
+Drawing 1,500 questions must first read all rows of the files, because only rows with a label can be drawn. An entry has
+the drawn questions, and is identified by a hash of everything that they depend on: the bytes of the files and of the
+task file, the number of questions of each split, the seed, and the code of keyhole/data.
 
     directory/<32 hex digits>.keyhole-task      JSON: split -> [about, [warnings], [questions]]; BLAKE2b-128 of it
 
-Tasks that are read from the hub are not kept here: `datasets` has a cache of its own.
+Tasks that are read from the hub are not cached here: `datasets` has its own cache.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from keyhole.disk.user_cache import cache_directory, digest_of_code, digest_of_f
 from keyhole.errors import UserError
 
 SUFFIX = ".keyhole-task"
-LEAST_BYTES = 2**16  # what is smaller is read in no time
+LEAST_BYTES = 2**16  # smaller files are read fast enough
 PACKAGE = Path(__file__).parent.parent
 LISTS = ("candidates", "also", "references", "texts")
 
@@ -36,8 +36,8 @@ Drawn = dict[str, Task]
 def kept(
     asked: str | None, spec: TaskSpec, text: str, places: dict[str, Split], how: Any, draw: Callable[[], Drawn]
 ) -> Drawn:
-    """What `draw` returns, read from the directory asked for (auto: the user's cache) or drawn and written there.
-    text: of the task file; how: whatever else the draw depends on, as JSON has it."""
+    """The result of `draw`, read from this directory (auto: the user's cache), or drawn and written there.
+    text: the text of the task file; how: everything else that the draw depends on, as JSON."""
     names = sorted({name for place in places.values() for name in place.names})
     directory = cache_directory("tasks") if asked == AUTO else None if asked is None else Path(asked)
     if directory is None or not all(Path(name).is_file() for name in names):
@@ -70,7 +70,7 @@ def _packed(drawn: Drawn) -> bytes:
 
 
 def _read(path: Path, spec: TaskSpec) -> Drawn | None:
-    """The tasks of an entry; None where there is none that can be trusted."""
+    """The tasks of an entry; None if it is missing or damaged."""
     content = user_cache.read_entry(path)
     try:
         return None if content is None else {

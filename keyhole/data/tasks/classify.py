@@ -1,8 +1,8 @@
 """Questions for a classifier: the task's text, or both of its texts, as one row of tokens with one label.
 
-Texts go through the tokenizer with the special tokens that it was made for: [CLS] a [SEP], or [CLS] a [SEP] b [SEP]
-with token types 0 and 1 where the model knows types. A row that is too long loses tokens at the end, of two texts from
-the longer one; it may also be dropped or refused (`overlong`). Training and scoring have the same rows.
+The tokenizer adds its special tokens to the texts: [CLS] a [SEP], or [CLS] a [SEP] b [SEP] with token types 0 and 1 if
+the model has types. A row that is too long loses tokens at the end; of two texts, the longer one does. Such a row may
+also be dropped or refused (`overlong`). Training and scoring use the same rows.
 """
 
 from collections import Counter
@@ -19,11 +19,11 @@ from keyhole.data.tasks.labels import Labels
 from keyhole.data.tasks.question import Question, Task
 from keyhole.errors import UserError
 
-UNFIT = {"loss": "tokens", "packing": False, "train_end_token": None}  # settings that only models of language have
+UNFIT = {"loss": "tokens", "packing": False, "train_end_token": None}  # settings that only language models have
 
 
 def check_settings(settings: DataSettings, architecture: str) -> None:
-    """Refuses what has no meaning for a classifier."""
+    """Refuses settings that have no meaning for a classifier."""
     if not settings.task:
         raise UserError(
             f"train_data: {architecture} classifies texts, and labels come from a task: set task to one by name, such "
@@ -35,10 +35,10 @@ def check_settings(settings: DataSettings, architecture: str) -> None:
 
 
 class TextEncoder:
-    """Texts of questions into rows of tokens."""
+    """Turns texts of questions into rows of tokens."""
 
     def __init__(self, tokenizer: Any, config: Any, max_length: int | None = None, overlong: str = "truncate") -> None:
-        """config: of the model, which says whether types of tokens are known, and what pads."""
+        """config: the model's, which has the number of token types and the padding id."""
         if tokenizer is None:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
         self.tokenizer, self.max_length, self.overlong = tokenizer, max_length, overlong
@@ -71,7 +71,7 @@ class TextEncoder:
     def _tokens(
         self, texts: Sequence[tuple[str, ...]], limit: int | None = None
     ) -> list[tuple[list[int], list[int] | None]]:
-        """Ids and types of each row. All have as many texts as the first: those of one task do."""
+        """Ids and types of each row. All questions have the same number of texts, because they are of one task."""
         if not texts:
             return []
         columns = [list(column) for column in zip(*texts, strict=True)]
@@ -90,7 +90,7 @@ def _prompt(question: Question) -> str:
 
 
 def class_set(tasks: Sequence[Task], encoder: TextEncoder, labels: Labels) -> Dataset:
-    """All questions of the tasks; a question's source is the place of its task in the list."""
+    """All questions of the tasks; a question's source is the index of its task."""
     found = [(source, q, row) for source, t in enumerate(tasks)
              for q, row in zip(t.questions, encoder.encode(t.questions, labels), strict=True)]  # fmt: skip
     kept = [(source, question, row) for source, question, row in found if row is not None]

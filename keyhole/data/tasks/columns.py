@@ -1,12 +1,12 @@
-"""The columns of a row under the task's own names, whichever download the row comes from.
+"""Maps the columns of a row to the task's own names, for every known download of a data set.
 
 lists opened     `rows: [data, data.paragraphs]`: the row is repeated for each item of the list at a path, and the
-                 item stands where the list stood. A path that leads to no list is passed over, so that rows that
-                 are flat already (Hugging Face's) need no other file.
-names            `question: [question, passage.questions.question]`: the first that is there; dots lead into
-                 objects, unless a column is really called so
+                 item replaces the list. A path that leads to no list is ignored, so that flat rows
+                 (Hugging Face's) can use the same task file.
+names            `question: [question, passage.questions.question]`: the first that exists; dots lead into
+                 objects, unless a column has exactly this name
 no label         rows whose label is missing, -1, - or empty (the test sets of benchmarks, MNLI's disputed pairs)
-                 are no questions: left out and counted
+                 are left out and counted
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ NO_LABEL = ("", "-", "-1", "none", "null")
 
 
 def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record]:
-    """Rows with the task's columns, and nothing else. left_out: counts those without a label."""
+    """Rows with only the task's columns. left_out: counts rows without a label."""
     column = spec.value or "label"
     for record in records:
         opened = _opened([record.row], spec.rows)
@@ -36,7 +36,7 @@ def pick_all(records: Iterable[Record], spec: TaskSpec, left_out: Counter[str]) 
 
 
 def spelled(value: Any) -> str:
-    """A label as text: true and True are one, so are 1, 1.0 and "1"."""
+    """A label as text: true and True are the same, and so are 1, 1.0 and "1"."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     text = str(value).strip().lower()
@@ -44,7 +44,7 @@ def spelled(value: Any) -> str:
 
 
 def lookup(row: Any, path: str) -> Any:
-    """The value of a column or at a dotted path; MISSING where there is none."""
+    """The value of a column or at a dotted path; MISSING if there is none."""
     if isinstance(row, dict) and path in row:
         return row[path]
     head, dot, rest = path.partition(".")
@@ -66,7 +66,7 @@ def _items(row: dict[str, Any], path: str) -> list[dict[str, Any]]:
 
 
 def _with(row: dict[str, Any], path: str, item: Any) -> dict[str, Any]:
-    """A copy of the row with another value where `lookup` finds one."""
+    """A copy of the row with another value at this path."""
     head, _, rest = path.partition(".")
     return {**row, path: item} if path in row else {**row, head: _with(row[head], rest, item)}
 

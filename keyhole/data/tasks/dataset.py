@@ -1,10 +1,10 @@
-"""Questions as rows to train on, by one of two losses.
+"""Turns questions into training rows, for one of two losses.
 
-    tokens        one row per question: the prompt, and the right answer, whose tokens are trained
+    tokens        one row per question: the prompt and the right answer, whose tokens are trained
     candidates    one row per question with all its candidates as samples; the loss compares them (model/objective.py).
-                  Of several right candidates the first is kept: the others are neither right nor wrong there
+                  Of several right candidates only the first is kept; the others are left out
 
-Both have the tokens that scoring has (encode.py).
+Both use the same tokens as scoring (encode.py).
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ TOKENS, CANDIDATES = "tokens", "candidates"
 
 
 def ends(task: Task, train_end_token: bool | None) -> bool:
-    """Whether the token that ends a text is trained: as the setting says, else as the task does."""
+    """Whether the end token is trained: by the setting, else by the task file."""
     return task.spec.end_token if train_end_token is None else train_end_token
 
 
 def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, loss: str) -> Dataset:
-    """All questions of the tasks; a question's source is the place of its task in the list."""
+    """All questions of the tasks; a question's source is the index of its task."""
     encoder = Encoder(tokenizer, how.max_length, how.overlong)
     samples: list[Sample] = []
     rows: list[list[int]] = []
@@ -69,7 +69,7 @@ def training_set(tasks: Sequence[Task], tokenizer: object, how: DataSettings, lo
 
 
 def _kept(question: Question, loss: str) -> list[int]:
-    """The candidates that become samples; none where no choice is left."""
+    """The candidates that become samples; none if no choice is left."""
     if loss == TOKENS:
         return [question.answer]
     kept = [i for i in range(len(question.candidates)) if i not in question.also]

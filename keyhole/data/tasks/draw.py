@@ -1,16 +1,17 @@
-"""Which questions train, which choose the model (dev), and which judge it (test): drawn by seed.
+"""Draws by seed which questions are for training, which select the best step (dev), and which score the model (test).
 
-As in MeZO, train and dev are drawn from the training split and do not share a row; test is drawn from the validation
-set, whose answers are public.
+As in MeZO, train and dev are drawn from the training split and share no row; test is drawn from the validation set,
+whose answers are public.
 
     order    a permutation of the rows that is a pure function of the seed (loader.order)
     train    its first num_train rows
-    dev      the next num_dev; where there are fewer than num_train + num_dev rows, dev takes its number first, but no
-             more than two of five rows (CB: 250 rows, num_dev 100 -> 150 to train, as MeZO has it)
-    test     num_eval rows drawn with seed 0 whatever the seed of the run, so that all runs answer the same questions
+    dev      the next num_dev; if there are fewer than num_train + num_dev rows, dev takes its number first, but at
+             most two fifths of the rows (CB: 250 rows, num_dev 100 -> 150 to train, as in MeZO)
+    test     num_eval rows drawn with seed 0, regardless of the seed of the run, so that all runs answer the same
+             questions
 
-Only what is drawn is rendered: 1,500 of QQP's 364,000 rows. Splits that name one row twice are refused; questions that
-stand in two files, or twice in one, are counted in a warning, as are texts that are empty.
+Only drawn rows are rendered: 1,500 of QQP's 364,000 rows. Splits that share a row are refused; questions that occur in
+two files, or twice in one, are counted in a warning, and so are empty texts.
 """
 
 from collections import Counter
@@ -37,7 +38,7 @@ TEST_SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """How many questions of each kind; None: all there are."""
+    """The number of questions of each kind; None: all."""
 
     train: int | None = 1000
     dev: int = 500
@@ -54,7 +55,7 @@ def load_task(
     training: bool = True,
     cache: str | None = None,
 ) -> dict[str, Task]:
-    """{"train", "dev", "test"} of a task; only "test" where training is false. splits: the setting task_splits; cache:
+    """{"train", "dev", "test"} of a task; only "test" if training is false. splits: the setting task_splits; cache:
     the setting data_cache."""
     text = read_text(name)
     spec = read_spec(name)
@@ -79,7 +80,7 @@ def _draw(spec: TaskSpec, places: dict[str, Split], numbers: Numbers, training: 
 
 
 def _compared(drawn: dict[str, Task]) -> dict[str, Task]:
-    """The same, with a warning where a split asks what an earlier one asked."""
+    """The same tasks, with a warning if a split repeats a question of an earlier one."""
     asked = {split: {_asked(question) for question in task.questions} for split, task in drawn.items()}
     for one, other in combinations(drawn, 2):
         task = drawn[other]
@@ -90,13 +91,13 @@ def _compared(drawn: dict[str, Task]) -> dict[str, Task]:
 
 
 def _asked(question: Question) -> tuple[str, tuple[str, ...]]:
-    """What makes two questions the same; an answer in free text does not."""
+    """The key by which questions are compared: without an answer in free text."""
     choices = question.candidates if len(question.candidates) > 1 else ()
     return str(question.prompt), choices
 
 
 def _check_disjoint(spec: TaskSpec, places: dict[str, Split]) -> None:
-    """Refuses splits with a common row: a model would be chosen or judged by what it was trained on."""
+    """Refuses splits with a common row: a model would be selected or scored on rows that it was trained on."""
     for one, other in combinations(places, 2):
         first, second = places[one], places[other]
         shared = set(first.names) & set(second.names)
@@ -146,7 +147,7 @@ def _read(spec: TaskSpec, place: Split) -> tuple[list[Record], str]:
 
 
 def _why(spec: TaskSpec, place: Split) -> str:
-    """Why a split has no rows: its slice, or its files."""
+    """Why a split has no rows: because of its slice, or of its files."""
     if count := len(read_split(spec, Split(place.names), Counter())):
         low, high = place.start, place.stop
         aside = f" (its last {-high:,} are set aside for another split)" if isinstance(high, int) and high < 0 else ""
@@ -171,7 +172,7 @@ def _task(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Spli
 
 
 def _empty(spec: TaskSpec, records: list[Record], chosen: np.ndarray, place: Split) -> tuple[str, ...]:
-    """A warning for each text that is empty in some of the rows."""
+    """A warning for each text that is empty in some rows."""
     found: dict[str, list[str]] = {}
     for record in (records[i] for i in chosen):
         for name in (name for name in spec.columns if name not in spec.optional):

@@ -1,14 +1,14 @@
-"""Questions into rows of tokens, one per candidate: the same for training and for scoring.
+"""Turns questions into rows of tokens, one per candidate; training and scoring use the same rows.
 
-Where does the candidate begin? Prompt and candidate are tokenised as one text, because apart they would give
-tokens that the model has never seen. The prompt ends where the tokens of (prompt + candidate) stop agreeing
-with those of the prompt alone, for the candidate where that happens first, so that all candidates are judged
-from the same place on. Text is preceded by bos where the tokenizer adds one.
+Prompt and candidate are tokenised as one text, because separately they would give tokens that the model has never seen.
+The candidate begins at the first position where the tokens of (prompt + candidate) differ from those of the prompt
+alone, for the candidate where that happens first, so that all candidates are scored from the same position on. bos
+comes first if the tokenizer adds one.
 
-No end token follows a candidate: it would be half of what is trained, and teach nothing about the choice. A task in
+No end token follows a candidate: it would be half of the trained tokens, and teach nothing about the choice. A task in
 free text may ask for one (`end_token`). A row that is too long loses the beginning of its prompt; an answer in free
-text also its end, where it is longer than what half of a row, or a short prompt, leaves to it. What is too long may
-also be dropped or refused (`overlong`).
+text also loses its end, if it is longer than half of a row and than the room that a short prompt leaves. Rows that are
+too long may also be dropped or refused (`overlong`).
 """
 
 import os.path
@@ -21,7 +21,7 @@ from keyhole.errors import UserError
 
 
 class Encoder:
-    """Questions into rows of tokens, one row per candidate."""
+    """Turns questions into rows of tokens, one row per candidate."""
 
     def __init__(self, tokenizer: Any, max_length: int | None = None, overlong: str = "truncate") -> None:
         if tokenizer is None:
@@ -32,10 +32,10 @@ class Encoder:
         self.truncated = 0
 
     def encode(self, questions: list[Question], end_token: bool = False) -> list[list[Sample]]:
-        """The rows of each question; none for a question that is dropped. All texts go through the tokenizer in one
+        """The rows of each question; none for a question that is dropped. All texts are tokenised in one
         call. end_token: each row ends with eos."""
         if not questions:
-            return []  # which a tokenizer does not take
+            return []  # a tokenizer refuses an empty list
         prompts = [self._prompt(question) for question in questions]
         texts = [p + c for p, q in zip(prompts, questions, strict=True) for c in ("", *q.candidates)]
         tokens = iter(self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"])
@@ -43,7 +43,7 @@ class Encoder:
         return [self._rows(q, [next(tokens) for _ in range(1 + len(q.candidates))], end) for q in questions]
 
     def prompts(self, questions: list[Question]) -> list[list[int]]:
-        """The prompts alone, for an answer to be generated; a long one loses its beginning."""
+        """Only the prompts, for generated answers; a long prompt loses its beginning."""
         texts = [self._prompt(question) for question in questions]
         made = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return [self._short(question, ids) for question, ids in zip(questions, made, strict=True)]
@@ -59,7 +59,7 @@ class Encoder:
             return question.prompt
         try:
             return self.template.render(question.prompt, None, prompt=True)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any error
             raise UserError(f"{question.where}: the chat template cannot write the prompt: {error}") from None
 
     def _rows(self, question: Question, tokens: list[list[int]], end: list[int]) -> list[Sample]:
@@ -82,7 +82,7 @@ class Encoder:
         return [self._cut(question, [*before, *ids, *end], len(before) + begin, len(before)) for ids in full]
 
     def _before(self, question: Question, prompt_ids: list[int]) -> list[int]:
-        """bos as in training; something must stand before the first scored token, or nothing predicts it."""
+        """bos as in training; there must be a token before the first scored one, which is predicted from it."""
         is_chat = not isinstance(question.prompt, str)
         if self.bos and not is_chat and prompt_ids[: len(self.bos)] != self.bos:
             return self.bos
@@ -94,10 +94,10 @@ class Encoder:
         return first[:1]
 
     def _cut(self, question: Question, ids: list[int], begin: int, keep: int) -> Sample:
-        """The row with its candidate trained; a long prompt loses its beginning, except for `keep` tokens."""
+        """The row with its candidate marked as trained; a long prompt loses its beginning, except for `keep` tokens."""
         surplus = len(ids) - self.max_length if self.max_length else 0
         if surplus > 0 and len(question.candidates) == 1:
-            answer = max(self.max_length - begin, self.max_length // 2)  # what is left of the row, but half at least
+            answer = max(self.max_length - begin, self.max_length // 2)  # the rest of the row, at least half of it
             ids = ids[: begin + answer]
             surplus = len(ids) - self.max_length
         if surplus > 0:

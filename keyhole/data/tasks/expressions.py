@@ -1,12 +1,12 @@
-"""The little programs of a task file: texts and values made from the columns of a row.
+"""The Jinja programs of a task file: texts and values from the columns of a row.
 
-    Text          "{{ premise }}\\nDoes this mean ..."      Jinja text, as it stands: no line break is taken away
+    Text          "{{ premise }}\\nDoes this mean ..."      Jinja text, unchanged: no line break is removed
     Expression    "[choice1, choice2]"                      one Jinja expression; its value may be of any kind
 
-Both run in the sandbox that chat templates run in (data/sandbox.py): no file, no attribute with underscores, no loop
-without end. A column that the row has not is an error, never an empty text; so is whatever else goes wrong in them
-(UserError). Nor is null, a list or an object ever written into a text as Python spells it ("None", "['a']"): a file
-that means them says so (`x is none`, `x | join`). Besides Jinja's filters there is one:
+Both run in the same sandbox as chat templates (data/sandbox.py): no files, no attributes with underscores, no endless
+loops. A missing column is an error, never an empty text; all other failures are errors too (UserError). A null, a list
+or an object is never written into a text as Python prints it ("None", "['a']"): a task file must handle them explicitly
+(`x is none`, `x | join`). There is one filter besides Jinja's:
 
     spans | slices(text)     the pieces of `text` from `start` to `end` (inclusive) of each span, as ReCoRD marks its
                              entities
@@ -27,7 +27,7 @@ from keyhole.errors import UserError, printable
 
 RESULT = "result"
 SHOWN = "shown"
-OF_TEXT = (  # filters that would write a value as text first
+OF_TEXT = (  # filters that would convert a value to text first
     "trim", "lower", "upper", "capitalize", "title", "replace", "string", "escape", "e", "forceescape", "center",
     "indent", "wordwrap", "truncate", "striptags", "wordcount", "format", "urlize", "safe",
 )  # fmt: skip
@@ -37,7 +37,7 @@ class _Program:
     """Jinja source, compiled once."""
 
     def __init__(self, source: str, key: str) -> None:
-        """key: where the source stands in the task file, for messages."""
+        """key: the key of the source in the task file, for messages."""
         self.source, self.key = source, key
         self.sandbox = Sandbox()
         self.sandbox.undefined = jinja2.StrictUndefined
@@ -47,7 +47,7 @@ class _Program:
         self.sandbox.filters |= {"slices": self._slices, SHOWN: _shown}
         try:
             self.program = self.sandbox.from_string(Watched().visit(_Shown().visit(self._parse())))
-        except Exception as error:  # SyntaxError too: Jinja writes Python, which allows 20 nested loops
+        except Exception as error:  # also SyntaxError: Jinja generates Python, which allows 20 nested loops
             raise UserError(f"{key}: not valid Jinja: {printable(str(error), 200)}: {source!r:.120}") from None
 
     def _parse(self) -> nodes.Template:
@@ -57,7 +57,7 @@ class _Program:
         self.sandbox.watch = Watch([], BUDGET + PER_CHARACTER * size(variables, BUDGET))
         try:
             return self._made(variables)
-        except Exception as error:  # a filter raises whatever it likes
+        except Exception as error:  # filters raise any error
             said = printable(str(error) or type(error).__name__, 200)
             raise UserError(f"{self.key}: {said}: {self.source!r:.120}") from None
 
@@ -97,12 +97,12 @@ class Expression(_Program):
     def _made(self, variables: dict[str, Any]) -> Any:
         value = getattr(self.program.make_module(variables), RESULT)
         if isinstance(value, jinja2.Undefined):
-            str(value)  # raises, with the name that is missing
+            str(value)  # raises, with the missing name
         return value if isinstance(value, str | int | float | list | dict | None) else list(value)
 
 
 class _Shown(NodeTransformer):
-    """`a ~ b` looks at its parts as a filter of text does."""
+    """Makes `a ~ b` check its parts as text filters do."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Concat:
         parts = [nodes.Filter(part, SHOWN, [], [], None, None, lineno=node.lineno) for part in node.nodes]
@@ -110,7 +110,7 @@ class _Shown(NodeTransformer):
 
 
 def _shown(value: Any) -> Any:
-    """The value, unless no text is meant by it."""
+    """The value; refuses values that are not text, a number or a boolean."""
     if value is None or isinstance(value, list | tuple | dict):
         found = "null" if value is None else f"{'an object' if isinstance(value, dict) else 'a list'}, {value!r:.60}"
         raise UserError(f"found {found} where a text is written; correct or remove the row, or test for it")
@@ -118,7 +118,7 @@ def _shown(value: Any) -> Any:
 
 
 def _of_text(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, which refuses what is no text; Jinja's contexts may stand before the value."""
+    """The filter, which refuses values that are not text; Jinja may pass a context before the value."""
 
     @functools.wraps(filter)
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
-"""The labels of a classifier, and which class of a task is which of them.
+"""The labels of a classifier, and which of them belongs to which class of a task.
 
-    names    of a task's classes: as the data spell them (`labels` of the task file: negative, positive), or else the
-             candidates; of a task with a `value` one name, its column: a regression
-    order    the model's label of each class. By name, where the model's config has names that the task knows (a
-             published model of MNLI may begin with contradiction); by number, where it has none (LABEL_0, LABEL_1) or
-             a head was asked for, which then gets the task's names
+    names    the names of a task's classes: as spelled in the data (`labels` of the task file: negative, positive), or
+             else the candidates; a task with a `value` is a regression with one name, its column
+    order    the model's label of each class. By name, if the model's config has names that the task knows (a
+             published model of MNLI may begin with contradiction); by number, if it has none (LABEL_0, LABEL_1) or
+             a new head was requested, which then gets the task's names
 
-Anything else is refused: a guessed order would train, or score, the opposite.
+Anything else is refused: a wrong order would train, or score, the opposite.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ def class_names(spec: TaskSpec, num_labels: int | None = None) -> tuple[str, ...
 
 
 def find_labels(specs: Sequence[TaskSpec], config: Any, head_asked: bool = False) -> Labels:
-    """The labels of a classifier for these tasks, which must have the same. config: the model's."""
+    """The labels of a classifier for these tasks, which must have the same labels. config: the model's."""
     names = class_names(specs[0], config.num_labels)
     for other in specs[1:]:
         if (found := class_names(other, config.num_labels)) != names:
@@ -83,7 +83,7 @@ def find_labels(specs: Sequence[TaskSpec], config: Any, head_asked: bool = False
 
 
 def _by_name(spec: TaskSpec, names: tuple[str, ...], own: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The place of each class among the model's labels; None where one has none, or two the same."""
+    """The index of each class among the model's labels; None if one is missing, or two are the same."""
     known = [{name.lower(), text.strip().lower()} for name, text in zip(names, spec.candidates, strict=True)]
     known = [words | set(spec.labels[i] if spec.labels else ()) for i, words in enumerate(known)]
     places = [[i for i, name in enumerate(own) if name.strip().lower() in words] for words in known]

@@ -1,4 +1,4 @@
-"""Names of tasks and of their splits in a config, as far as they can be judged without reading a row."""
+"""Names of tasks and of their splits in a config, checked as far as possible without reading a row."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from keyhole.errors import UserError, listed
 
 
 def check_names(names: Sequence[str], splits: dict[str, str] | None) -> None:
-    """Refuses two tasks of one name, whose results could not be told apart, and splits of a task that is not there."""
+    """Refuses two tasks of the same name, whose results could not be distinguished, and splits of a missing task."""
     called: dict[str, str] = {}
     for name in names:
         own = task_name(name)
@@ -25,7 +25,7 @@ def check_names(names: Sequence[str], splits: dict[str, str] | None) -> None:
 
 
 def own_splits(given: dict[str, str] | None, name: str) -> dict[str, str]:
-    """The splits that the setting names for this task: `train`, or `boolq.train` where there are several tasks."""
+    """The splits that the setting names for this task: `train`, or `boolq.train` if there are several tasks."""
     found = {}
     for key, value in (given or {}).items():
         task, _, split = key.rpartition(".")
@@ -37,14 +37,14 @@ def own_splits(given: dict[str, str] | None, name: str) -> dict[str, str]:
 
 
 def listed_names(names: str | list[str] | None) -> list[str]:
-    """One name, several or none, as a list; shipped tasks as they are called here."""
+    """One name, several or none, as a list; names of shipped tasks are normalised."""
     words = [names] if isinstance(names, str) else list(names or ())
     return [own_name(name) for word in words for name in divided(word)]
 
 
 def divided(word: str) -> list[str]:
-    """`sst2,rte` is two names; a path with a comma in it is one. A name that is none among others is left to be
-    refused by itself."""
+    """`sst2,rte` is two names; a path with a comma in it is one. Unknown names among others are kept, to be refused
+    by name."""
     parts = [part.strip() for part in word.split(",")]
     known = [is_task_name(part) for part in parts]
     shipped = any(is_task_name(part) and not is_task_file(part) for part in parts)

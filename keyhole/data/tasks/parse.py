@@ -1,6 +1,7 @@
-"""Reads a task file into a TaskSpec, or says what is wrong with it: the file, the key, what was found and expected.
+"""Reads a task file into a TaskSpec, or reports what is wrong with it: the file, the key, the value found and what was
+expected.
 
-Scalars are taken as the text in the file: YAML's guesses (`no` is False, `1.0` a number) would change label words.
+Scalars are read as text: YAML's conversions (`no` is False, `1.0` a number) would change label words.
 """
 
 import os
@@ -29,13 +30,13 @@ MOST_BYTES = 2**18
 
 
 def read_spec(name: str) -> TaskSpec:
-    """The task of that name, or of that file."""
+    """The task with this name, or from this file."""
     path, is_file = _path(name)
     return parse_spec(read_text(name), path.stem, str(path) if is_file else name)
 
 
 def read_text(name: str) -> str:
-    """The text of the task file of that name, or of that file."""
+    """The text of the task file with this name or path."""
     path, _ = _path(name)
     try:
         return read_small(path, MOST_BYTES).decode()
@@ -46,7 +47,7 @@ def read_text(name: str) -> str:
 
 
 def _path(name: str) -> tuple[Path, bool]:
-    """The task file, and whether it is one of the user's."""
+    """The task file, and whether it is the user's own."""
     if is_task_file(name):
         return Path(os.path.expanduser(name)), True
     if not is_task_name(name):
@@ -75,7 +76,7 @@ def parse_spec(text: str, name: str, source: str) -> TaskSpec:
 
 
 def _fault(spec: TaskSpec) -> str:
-    """What one key demands of another."""
+    """A rule between two keys that is violated; "" if there is none."""
     if len({METRICS[metric] for metric in spec.metrics}) > 1:
         return f"metric: {', '.join(spec.metrics)} do not go together: some choose, some generate"
     if (spec.kind == CHOICE) != bool(spec.candidates):
@@ -104,7 +105,7 @@ def _fault(spec: TaskSpec) -> str:
 
 
 class _Loader(yaml.BaseLoader):
-    """Every scalar as the text in the file; a key that stands twice is an error."""
+    """Reads every scalar as text; a repeated key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]

@@ -1,16 +1,16 @@
-"""Where the rows of a task lie: `<task>/` under the setting `task_data`, or a data set of the hub.
+"""Where the rows of a task are: `<task>/` under the setting `task_data`, or a data set of the hub.
 
     task_data/sst2/train.tsv, task_data/SST-2/dev.tsv      the folder by the task's name; case, - and _ do not matter
-    task_data/train.tsv                                    the folder itself, where it holds no folder of that name
+    task_data/train.tsv                                    the folder itself, if it has no folder of that name
 
-A split is a name and perhaps a slice: `train`, `validation`, `val[:2270]`, `val[-1000:]`, `train[:80%]`. A sum of names
-is both files, and a slice of it is taken of each (`plot+quote[:-1000]`). A name is found as, in this order,
+A split is a name with an optional slice: `train`, `validation`, `val[:2270]`, `val[-1000:]`, `train[:80%]`. A sum of
+names is both files, and its slice applies to each (`plot+quote[:-1000]`). A name is matched, in this order, by
 
-    the very name          train.jsonl, a folder train/, or with its suffix: val.jsonl[:2270]
+    the exact name         train.jsonl, a folder train/, or with its suffix: val.jsonl[:2270]
     its parts              train-00000-of-00002.parquet
     a version or prefix    train-v1.1.json, drop_dataset_train.json
 
-and validation is also called val, valid and dev. Without `task_data` the hub is asked, through `datasets`.
+and validation is also called val, valid and dev. Without `task_data` the data come from the hub, through `datasets`.
 """
 
 import os
@@ -40,17 +40,17 @@ class Split:
     """The files (or the hub id) of a split, and the slice of their rows."""
 
     names: tuple[str, ...]
-    start: Bound = None  # "80%": so many of a hundred rows
+    start: Bound = None  # "80%": a percentage of the rows
     stop: Bound = None
-    each: bool = False  # the slice is taken of each file, not of all rows together
+    each: bool = False  # the slice applies to each file, not to all rows together
 
     def rows(self, count: int) -> range:
-        """Which of so many rows are in the slice."""
+        """The rows of the slice, out of `count` rows."""
         return range(*slice(_row(self.start, count), _row(self.stop, count)).indices(count))
 
     @property
     def divided(self) -> str:
-        """The value of task_splits that divides the files between train and test, however many rows they hold."""
+        """A value of task_splits that divides the files between train and test, for any number of rows."""
         base = "+".join(Path(name).name if Path(name).is_file() else name.rpartition(":")[2] for name in self.names)
         return f'{{train: "{base}[:80%]", test: "{base}[80%:]"}}'
 
@@ -68,7 +68,7 @@ def _row(bound: Bound, count: int) -> int | None:
 
 
 def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | None = None) -> dict[str, Split]:
-    """The splits train, test and perhaps dev of a task. given: names instead of the task's own (task_splits)."""
+    """The splits train, test and optionally dev of a task. given: names instead of the task's own (task_splits)."""
     if task_data is None and spec.name == "demo":
         task_data = str(TRAIN.parent)
     if task_data is None:
@@ -84,7 +84,7 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
         there |= {split: place for split, place in found.items() if place}
         for split in (split for split, place in found.items() if not place):
             looked_for.setdefault(split, {}).update(dict.fromkeys(layout[split]))
-    if "train" not in (given or {}):  # enough to be judged by
+    if "train" not in (given or {}):  # a test split alone is enough
         for layout in layouts:
             if test := _find(folder, layout["test"], "test"):
                 return {"test": test}
@@ -97,7 +97,7 @@ def find_splits(spec: TaskSpec, task_data: str | None, given: dict[str, str] | N
 
 
 def _advice(folder: Path, missing: list[str], there: dict[str, Split]) -> str:
-    """What task_splits could say, of files that are there."""
+    """A suggestion for task_splits, with the existing files."""
     taken = {name for place in there.values() for name in place.names}
     free = sorted(path for path in folder.iterdir() if suffix_of(path) and path.is_file() and str(path) not in taken)
     told = "; or say which is which: task_splits: "
@@ -142,7 +142,7 @@ def _folder(spec: TaskSpec, root: Path) -> Path:
 
 
 def _find(folder: Path, names: tuple[str, ...], split: str) -> Split | None:
-    """The first of the names that is there. split: what it is for."""
+    """The first of the names that exists. split: its purpose."""
     for name in names:
         words, start, stop = _parts(name)
         words = ["+".join(words)] if os.path.isfile(folder / "+".join(words)) else words

@@ -1,4 +1,4 @@
-"""Questions as the model will see them: the prompt in tokens, then every candidate, the right one marked.
+"""Shows questions as the model gets them: the prompt in tokens, then every candidate, the right one marked.
 
 question 1 of 1,000 (sst2/train.tsv, row 42110): 4 tokens of prompt, 2 candidates
   read         0  f|ancy| It| was
@@ -6,7 +6,7 @@ question 1 of 1,000 (sst2/train.tsv, row 42110): 4 tokens of prompt, 2 candidate
   RIGHT        4   great
   wrong        4   terrible
 
-A classifier's rows have a label each, and no candidates.
+Rows of a classifier have a label each, and no candidates.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""A question and its answers, whatever data set it came from."""
+"""A question and its answers, independent of its data set."""
 
 import hashlib
 import json
@@ -12,27 +12,27 @@ Turns = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, what may be answered, which answer is right, and where it was found."""
+    """The prompt, the candidates, the right answer, and the place in the file."""
 
     prompt: str | Turns
-    candidates: tuple[str, ...]  # one alone: an answer in free text, which is generated or only trained on
+    candidates: tuple[str, ...]  # a single one: an answer in free text, which is generated or only trained on
     answer: int  # index of the right candidate
     where: str = "question"
     also: tuple[int, ...] = ()  # further candidates that are right
-    references: tuple[str, ...] = ()  # right answers in free text; those of a program: the program that checks it
-    value: float | None = None  # the number that a regression is judged by
-    texts: tuple[str, ...] = ()  # what a classifier is given, where that is not the prompt
+    references: tuple[str, ...] = ()  # right answers in free text; for a program, the program that checks it
+    value: float | None = None  # the target of a regression
+    texts: tuple[str, ...] = ()  # input of a classifier, if that is not the prompt
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions under one name. spec: None for a file that has its prompts and candidates written out."""
+    """Questions under one name. spec: None for a file of questions with prompts and candidates."""
 
     name: str
     questions: list[Question]
     spec: TaskSpec | None = None
     about: str = ""  # where the questions come from, in one line
-    warnings: tuple[str, ...] = ()  # what may be wrong with them
+    warnings: tuple[str, ...] = ()  # possible problems
 
     @property
     def fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""The tasks of a run: what it trains on, what chooses the model, what judges it, and a report of the draw."""
+"""The tasks of a run: questions for training, for selection (dev) and for scoring (test), and a report of the draw."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ class TaskData:
     """Rows to train on, rows for the validation loss, and the questions of dev and test, task by task."""
 
     train: Dataset
-    held_out: Dataset | None  # of dev; None without dev
+    held_out: Dataset | None  # dev; None without dev
     drawn: tuple[Task, ...]  # the questions of `train`, unless some were too long
     dev: tuple[Task, ...]
     test: tuple[Task, ...]
@@ -31,7 +31,7 @@ class TaskData:
 
 
 def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
-    """Everything about the tasks of a run. known: the HF config of the model that takes them."""
+    """Loads the tasks of a run. known: the HF config of the model."""
     names = listed_names(settings.task)
     check_names([*names, *listed_names(settings.test_task)], settings.task_splits)
     weights = settings.train_weights
@@ -51,7 +51,7 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
     report += [*data.report.lines(), *check_data(data, settings.model, known)]
     if settings.loss == CANDIDATES:
         report.append(f"loss: candidates; {len(data.lengths):,} candidates of {len(data):,} questions")
-    held_out = None  # without dev there is nothing to choose by: never test
+    held_out = None  # without dev there is no selection; test never selects
     if dev:
         held_out = _rows(dev, tokenizer, replace(settings, overlong="truncate"), TOKENS, labels, known)
         check_data(held_out, settings.model, known)
@@ -61,14 +61,14 @@ def load_tasks(settings: DataSettings, tokenizer: Any, known: Any) -> TaskData:
 def _rows(
     tasks: tuple[Task, ...], tokenizer: Any, how: DataSettings, loss: str, labels: Labels | None, known: Any
 ) -> Dataset:
-    """The questions as rows to train on: of a classifier, where there are labels."""
+    """The questions as training rows; for a classifier, if there are labels."""
     if labels is None:
         return training_set(tasks, tokenizer, how, loss)
     return class_set(tasks, TextEncoder(tokenizer, known, how.max_length, how.overlong), labels)
 
 
 def load_test_tasks(settings: DataSettings) -> tuple[Task, ...]:
-    """The tasks that only judge (test_task)."""
+    """The tasks that are only scored (test_task)."""
     names = listed_names(settings.test_task)
     if names:
         check_names([*listed_names(settings.task), *names], settings.task_splits)
@@ -85,5 +85,5 @@ def _lines(drawn: dict[str, Task]) -> list[str]:
 
 
 def warning_lines(task: Task) -> list[str]:
-    """What may be wrong with the questions of a task, for its report."""
+    """Warnings about the questions of a task, for its report."""
     return [f"warning: task {task.name}: {told}" for told in task.warnings]

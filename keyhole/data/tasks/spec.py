@@ -1,37 +1,38 @@
-"""A task file: a data set as questions, declared in YAML. The shipped ones are in library/, anyone's own work the same.
+"""A task file: YAML that turns a data set into questions. The shipped files are in library/; your own work the same
+way.
 
     title: The sentiment of a sentence (GLUE SST-2)
-    columns: {sentence: [sentence, text], label: label}   our name: its names in the data, the first that is there
+    columns: {sentence: [sentence, text], label: label}   name here: its names in the data; the first found is used
     prompt: "{{ sentence | trim }} It was"                Jinja over the columns
-    candidates: [" terrible", " great"]                   the texts of label 0, 1, ...
-    labels: [[0, negative], [1, positive]]                how the data may spell them; without: 0, 1, ...
-    metric: accuracy                                      or a list; the first is the task's own
+    candidates: [" terrible", " great"]                   the text of label 0, 1, ...
+    labels: [[0, negative], [1, positive]]                spellings in the data; default: 0, 1, ...
+    metric: accuracy                                      or a list; the first is the main one
 
-What else a file may say:
+Further keys:
 
-    optional     columns that rows may lack (none then)
+    optional     columns that rows may lack (their value is then none)
     header       names of the cells of a CSV or TSV file without a header line; `...` at the end: more may follow
-    rows         paths of lists: a row is repeated for each item, which stands where the list stood; `*` stands for the
-                 values of an object whose values are all objects
+    rows         paths of lists: a row is repeated for each item, which replaces the list; `*` stands for the values of
+                 an object whose values are all objects
     let          further names, each a Jinja expression over the columns and the names before it
-    texts        [premise, hypothesis]: Jinja for the one or two texts that a classifier is given (encoders, with
-                 head=classification); without: the prompt
+    texts        [premise, hypothesis]: Jinja for the one or two input texts of a classifier (encoders, with
+                 head=classification); default: the prompt
     candidates   also one Jinja expression: a list of texts that differs from row to row
     candidate    Jinja for one candidate, over the columns and `candidate`
     right        Jinja expression: the right candidate, or a list of them (instead of a label)
-    value        the column with the number that `pearson` compares; candidates are numbers then
+    value        the column with the number that `pearson` compares; candidates are then numbers
     answer       Jinja: the answer in free text, which is trained on (instead of candidates)
-    references   Jinja expression: all answers that count as right; without: the answer
-    extract      a regular expression: the part of an answer that is compared, its last match
+    references   Jinja expression: all answers that count as right; default: the answer
+    extract      a regular expression; its last match is the part of an answer that is compared
     program      Jinja over the columns and `completion`: a program that ends without error if the completion is right
     stop, max_new_tokens   where a generated answer ends
-    end_token    train the token that ends a text, too; for answers of many words
+    end_token    also train the end token; for answers of many words
     hub          {dataset, config, train, test}: id and splits on the Hugging Face hub
     splits       {train, test, dev}: names of files, such as validation, val[:2270], val[:80%] or a+b (both files); a
-                 list of such: the first whose files are there
+                 list of such: the first whose files exist is used
     folders      further names of the task's folder
 
-All values are read as the text that stands in the file, so `labels: [[no], [yes]]` means these words.
+All values are read as text, so `labels: [[no], [yes]]` means these words.
 """
 
 import difflib
@@ -57,7 +58,7 @@ USUAL_SPLITS = ({"train": ("train",), "test": ("validation",)}, {"train": ("trai
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """What a task file says."""
+    """The content of a task file."""
 
     name: str
     title: str
@@ -87,17 +88,17 @@ class TaskSpec:
 
     @property
     def kind(self) -> str:
-        """How answers are found: chosen, generated, or not at all (their likelihood is the result)."""
+        """How answers are found: chosen, generated, or neither (their likelihood is the result)."""
         return METRICS[self.metrics[0]]
 
     @property
     def metric(self) -> str:
-        """The task's own metric."""
+        """The task's main metric."""
         return self.metrics[0]
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that change with anything the file says, but for its title."""
+        """16 hex digits that change with any content of the file except its title."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "title"}
         text = json.dumps(told, sort_keys=True, default=lambda program: program.source)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -109,7 +110,7 @@ def task_names() -> list[str]:
 
 
 def is_task_file(name: str) -> bool:
-    """Whether a task is one of the user's, by its file."""
+    """Whether the name is the path of a user's task file."""
     return Path(name).suffix in (".yaml", ".yml")
 
 
@@ -119,13 +120,13 @@ def plain(name: str) -> str:
 
 
 def own_name(name: str) -> str:
-    """A shipped task as it is called here, whichever way it is written (SST-2 is sst2); any other name as it is."""
+    """The normalised name of a shipped task (SST-2 is sst2); any other name unchanged."""
     called = {plain(known): known for known in task_names()}
     return name if is_task_file(name) else called.get(plain(name), name)
 
 
 def task_name(name: str) -> str:
-    """What a task is called: the name of a shipped one, or that of the file without its suffix."""
+    """The name of a task: that of a shipped one, or that of the file without its suffix."""
     return Path(name).stem if is_task_file(name) else own_name(name)
 
 
@@ -135,12 +136,12 @@ def is_task_name(name: str) -> bool:
 
 
 def nearest_task(name: str) -> str:
-    """The shipped task whose name is most similar; "" where none is."""
+    """The shipped task with the most similar name; "" if there is none."""
     return next(iter(difflib.get_close_matches(plain(name), task_names(), n=1)), "")
 
 
 def unknown_task(name: str) -> str:
-    """What is said of a name that no task has."""
+    """The error message for an unknown task."""
     near = nearest_task(name)
     meant = f"did you mean `{near}`? There" if near else "there"
     return f"no task `{name}`; {meant} are {', '.join(task_names())}, and files such as my.yaml"

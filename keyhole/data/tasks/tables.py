@@ -1,16 +1,16 @@
-"""The rows of a task's files as the original downloads have them, which is not how training data look.
+"""Reads the rows of a task's files in the formats of the original downloads, which differ from training data.
 
-    .tsv .txt    cells between tabs. A quotation mark is part of a sentence, as in GLUE's files, unless the file shows
+    .tsv .txt    cells between tabs. A quotation mark is a plain character, as in GLUE's files, unless the file shows
                  that its cells are quoted (delimited.py)
     .csv         quoted cells between commas, semicolons or tabs; a quotation mark that is never closed is refused
-    no header    recognised by a first line without any known column, where the task file names the cells (`header`)
-    .txt .label  without a tab: the columns `line` and `file` (its name, the label of Subj's sentences); Latin-1 where
-                 no letter of it is UTF-8 (TREC), which is reported
-    .json        a list of rows, or one object that holds all of them (SQuAD, DROP): `rows` of the task file opens it
-    the others   as in readers.py; .gz for all kinds of text
+    no header    recognised by a first line without any known column, if the task file names the cells (`header`)
+    .txt .label  without a tab: the columns `line` and `file` (its name, the label of Subj's sentences); read as
+                 Latin-1 if its special characters are not UTF-8 (TREC), which is reported
+    .json        a list of rows, or one object with all of them (SQuAD, DROP), which `rows` of the task file expands
+    others       as in readers.py; .gz for all text formats
 
-A few lines of GLUE's files have a cell too many or too few. They are left out and counted, as everyone does; a file
-with more than one such line in a hundred is refused.
+A few lines of GLUE's files have a wrong number of cells. They are left out and counted, as is common; a file with more
+than one such line in a hundred is refused.
 """
 
 from collections import Counter
@@ -41,7 +41,7 @@ MOST_BROKEN = 0.01
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says how a task's file is read, without .gz; "" for a file that is none of ours."""
+    """The suffix that determines the reader of a task's file, without .gz; "" for an unknown file type."""
     name = Path(path.stem) if path.suffix.lower() == ".gz" else path
     return name.suffix.lower() if name.suffix.lower() in LINES else kind_of(path)
 
@@ -62,7 +62,7 @@ def _rows(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Record
 
 
 def _is_lines(path: Path, spec: TaskSpec) -> bool:
-    """Whether a file may have a text per line: by its suffix, or because the task reads lines and names such a file."""
+    """Whether a file has one text per line: by its suffix, or because the task reads lines and names such a file."""
     named = any("line" in aliases for aliases in spec.columns.values()) and path.suffix.lower() not in PACKED
     return suffix_of(path) in LINES or (named and suffix_of(path) == "")
 
@@ -81,10 +81,10 @@ def _json(path: Path) -> Iterator[Record]:
 
 
 def latin_line(path: Path) -> int | None:
-    """The first line of a line file that is Latin-1, None where all of it is UTF-8. A file that has letters of both is
-    neither: one bad byte would turn every accent of the others into two letters. It is refused."""
+    """The first line of a file of lines that is Latin-1, None if the file is UTF-8. A file with both encodings is
+    refused: read as Latin-1, every UTF-8 accent would become two characters."""
     if suffix_of(path) not in (*LINES, ""):
-        return None  # tables, old as they may be, are UTF-8
+        return None  # tables are always UTF-8
     latin, accents = None, False
     with open_bytes(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_ROW_BYTES), b""), 1):
@@ -138,7 +138,7 @@ def _cells(path: Path, spec: TaskSpec, left_out: Counter[str]) -> Iterator[Recor
 
 
 def _names(path: Path, first: list[str], spec: TaskSpec) -> tuple[list[str], bool]:
-    """The names of the cells: the first line itself, or the task's where the first line is a row already; and whether
+    """The names of the cells: the first line itself, or the task's if the first line is already a row; and whether
     rows may have further cells (`...` at the end of `header`)."""
     known = {alias for aliases in spec.columns.values() for alias in aliases}
     if known & set(first) or not spec.header:
