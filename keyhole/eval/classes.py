@@ -1,8 +1,8 @@
-"""Tasks scored by a classifier: the label with the largest logit is its answer; of a regression, the number itself.
+"""Tasks scored by a classifier: the label with the largest logit is its answer; for a regression, the number itself.
 
-`loss` is the mean over questions of what the model is trained by (model/classification.py); `chance` the accuracy of
-guessing. The numbers of a regression are correlated with the task's values; for other metrics the nearest candidate is
-its choice. Rows are those of training (data/tasks/classify.py); which label is which class: data/tasks/labels.py.
+`loss` is the mean of the training loss over questions (model/classification.py); `chance` is the accuracy of guessing.
+The numbers of a regression are correlated with the task's values; for other metrics its choice is the nearest
+candidate. Rows are those of training (data/tasks/classify.py); data/tasks/labels.py maps labels to classes.
 """
 
 from dataclasses import dataclass, field

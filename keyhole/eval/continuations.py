@@ -2,13 +2,13 @@
 
     sum_t log p(c_t | x, c_<t)        and whether greedy decoding would have written c
 
-which is what evaluation suites ask for. All pairs of a call are scored together: sorted by length, batched by tokens,
-and, when units are streamed, `passes` batches per crossing of the weights (rows.py).
+as evaluation suites need them. All pairs of a call are scored together: sorted by length, batched by tokens, and, if
+units are streamed, with `passes` batches per crossing of the weights (rows.py).
 
-The model is given x and all of c but its last token. Pairs for which these are the same tokens (the choices A, B, C
-and D behind one question) share a row: its hidden states are computed once, and its last position is asked for several
-targets. What is longer than the model's context loses its beginning; its continuation must fit.
-Legend: B rows of a batch, T positions, N (position, target) pairs that are asked for.
+The model's input is x and all of c except its last token. Pairs with the same input (the choices A, B, C and D after
+one question) share a row: its hidden states are computed once, and several targets are scored at its last position. A
+context that is too long for the model loses its beginning; the continuation must fit.
+Legend: B rows of a batch, T positions, N scored (position, target) pairs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ Pair = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class _Row:
-    """Tokens that the model is given, and the continuations that end behind them: (number of the pair, tokens)."""
+    """The input tokens of a row, and the continuations that end after them: (number of the pair, tokens)."""
 
     ids: list[int]
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
@@ -42,7 +42,7 @@ def score_continuations(
     passes: int = PASSES,
     watch: Callable[[Groups], Iterable[list[list[int]]]] = iter,
 ) -> tuple[list[float], list[bool]]:
-    """Of each pair, in their order: the log-likelihood of the continuation, and whether it is the greedy one."""
+    """For each pair, in order: the log-likelihood of the continuation, and whether it is the greedy one."""
     rows = _rows(pairs, max_length)
     if rows:
         check_ids([i for pair in pairs for part in pair for i in part], "a request", model.source, model.config)
@@ -81,7 +81,7 @@ def _rows(pairs: Sequence[Pair], max_length: int) -> list[_Row]:
 
 
 def _sent(rows: Sequence[_Row], device: torch.device) -> DeviceBatch:
-    """The rows, padded on the right, and what is asked of their positions."""
+    """The rows, padded on the right, and the scored positions and targets."""
     width = max(len(row.ids) for row in rows)
     ids_BT = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows])
     mask_BT = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows])
@@ -106,7 +106,7 @@ def _sent(rows: Sequence[_Row], device: torch.device) -> DeviceBatch:
 def _note(
     rows: Sequence[_Row], nll_N: torch.Tensor, best_N: torch.Tensor, sums: torch.Tensor, greedy: torch.Tensor
 ) -> None:
-    """Adds up what belongs to each pair, in the order in which _sent has asked."""
+    """Sums up the log-likelihoods of each pair, in the order of _sent."""
     begin = 0
     for row in rows:
         for number, tokens in row.asked:

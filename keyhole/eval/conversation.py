@@ -1,19 +1,17 @@
-"""`keyhole chat DIR`: talk to a model, also to one that is larger than the GPU.
+"""`keyhole chat DIR`: chat with a model, also if it is larger than the GPU.
 
-A tokenizer with a chat template gets the whole conversation, written by the template. keyhole saves one with every
-model that it trains on chats, so what is sent here is what was trained on. Without a template there are no turns: the
-model goes on from each line. Sampling and stop tokens are those of the
-model's generation_config.json. The answer appears as it is generated. When units are streamed, each new token
-pulls them over the link once: W bytes of streamed weights on a link of R bytes/s give at most R / W tokens per
-second.
+With a chat template, the model gets the whole conversation, written by the template. keyhole saves the template with
+every model that it trains on chats, so prompts here equal those of training. Without a template there are no turns: the
+model continues each line. Sampling and stop tokens come from the model's generation_config.json. The answer is printed
+as it is generated. If units are streamed, each new token moves them over the link once: W bytes of streamed weights on
+a link of R bytes/s give at most R / W tokens per second.
 
     /reset   forget the conversation        /exit   leave (as does the end of the input)
 
-Input may be a pipe: lines are questions, the answers are the output, and nothing else is written to it.
-Ctrl-C stops an answer; at the prompt it leaves. A conversation that outgrows the model's context loses its
-oldest turns. A line that is too long by itself is refused, and the conversation goes on without it; bytes that
-are not text are read as U+FFFD. A model whose logits are NaN would answer with nothing, or with token 0 for ever:
-it is told so instead.
+Input may be a pipe: each line is a question, and only answers are written to the output. Ctrl-C stops an answer; at the
+prompt it leaves. A conversation that outgrows the model's context loses its oldest turns. A line that is too long by
+itself is refused, and the conversation continues without it; bytes that are not UTF-8 are read as U+FFFD. If the
+logits are NaN, the answer would be empty or endless, so an error is printed instead.
 """
 
 import io
@@ -39,7 +37,7 @@ HELP = "/reset forgets the conversation, /exit leaves; Ctrl-C stops an answer"
 
 
 class Refused(UserError):
-    """One line cannot be answered; the next one may be."""
+    """This line cannot be answered; the conversation continues."""
 
 
 def chat(
@@ -107,7 +105,7 @@ def _lines(source: TextIO, on_terminal: bool) -> Iterator[str]:
 
 
 class Conversation:
-    """What has been said, and the model that says it."""
+    """The turns so far, and the model."""
 
     def __init__(self, model: Model, system: str | None = None, max_new_tokens: int | None = None) -> None:
         self.model, self.tokenizer = model, model.tokenizer
@@ -119,7 +117,7 @@ class Conversation:
             raise UserError("model: the directory has no tokenizer; copy its tokenizer files in")
         self.has_turns = bool(self.tokenizer.chat_template)
         self.template = ChatTemplate(self.tokenizer)
-        del self.template.variables["date_string"]  # here it is today
+        del self.template.variables["date_string"]  # chat uses today's date
         if system and not self.has_turns:
             raise UserError("--system: the tokenizer has no chat template, so there is no place for it")
         self.first = [{"role": "system", "content": system}] if system else []
@@ -131,7 +129,7 @@ class Conversation:
         self.turns = []
 
     def answer(self, text: str, out: TextIO) -> str:
-        """Writes the answer as it comes, ends the line, and returns it. A failed answer leaves no trace."""
+        """Writes the answer as it is generated, ends the line, and returns it. A failed answer is not kept."""
         before, self.turns = self.turns, [*self.turns, {"role": "user", "content": text}]
         try:
             ids = self._fit(text)
@@ -147,13 +145,13 @@ class Conversation:
             return self.tokenizer(text, return_tensors="pt")["input_ids"]
         try:
             written = self.template.render(self.first + self.turns, None, prompt=True)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any error
             raise UserError(f"the model's chat template cannot write the conversation: {error}") from None
         return self.tokenizer(written, add_special_tokens=False, return_tensors="pt")["input_ids"]
 
     def _fit(self, text: str) -> torch.Tensor:
-        """The tokens of the conversation, without its oldest turns where the context is too short for all.
-        An answer has a quarter of the context for itself, if it may be that long."""
+        """The tokens of the conversation, without its oldest turns if the context is too short for all.
+        A quarter of the context is reserved for the answer, if it may be that long."""
         ids, longest = self._ids(text), context_length(self.model.config)
         room = min(self.max_new_tokens, longest // 4) if longest else 0
         while longest and ids.shape[1] + room > longest and len(self.turns) > 2:
@@ -174,15 +172,15 @@ class Conversation:
         if settings.eos_token_id is None and self.tokenizer.eos_token_id is not None:
             options["eos_token_id"] = self.tokenizer.eos_token_id
         if settings.pad_token_id is None:
-            options["pad_token_id"] = 0  # one row: nothing is padded, but Transformers wants a number
-        writes = settings.num_beams in (None, 1)  # beams are known only at the end
+            options["pad_token_id"] = 0  # one row needs no padding, but Transformers requires an id
+        writes = settings.num_beams in (None, 1)  # beam search knows its answer only at the end
         if writes:
             options["streamer"] = _Writer(self.tokenizer, out)
         try:
             tokens = self.model.generate(ids, **options)[0, ids.shape[1] :]
         except NonFinite as stop:
             raise not_finite(self.model, str(stop)) from None
-        except (ValueError, TypeError) as error:  # settings that do not go together
+        except (ValueError, TypeError) as error:  # contradictory settings
             raise UserError(f"model: generation_config.json: generation refuses its settings: {error}") from error
         answer = self.tokenizer.decode(tokens, skip_special_tokens=True)
         print("" if writes else answer, file=out, flush=True)
@@ -190,7 +188,7 @@ class Conversation:
 
 
 class _Guard(LogitsProcessor):
-    """Ends an answer that is made of NaN. Whose fault it is, is found out when no weight is in flight."""
+    """Ends an answer whose logits are NaN. The cause is determined later, when no weights are being copied."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if scores.isnan().any():

@@ -1,14 +1,14 @@
 """`keyhole eval DIR --tasks NAME ...`: one table of tasks and data files.
 
-A name such as sst2, or a task file (my.yaml), is a task of keyhole.data.tasks, judged by the rows that a training run
-is judged by (num_eval of them), in its own metric (score.py). A file whose rows have candidates is one too (tasks.py)
-and is scored by log-likelihood. Any other file is read like training data (the five formats of keyhole.data) and gives
-the validation loss as training defines it, the NLL over all trained tokens divided by their number, and perplexity =
-exp(loss). Tasks are read, and the first row of every other file, before the model is loaded: a mistake in the last one
-does not cost the time of the first.
+A name such as sst2, or a task file (my.yaml), is a task of keyhole.data.tasks. It is scored on the test rows of a
+training run (num_eval of them), in its own metric (score.py). A file whose rows have candidates is a task too
+(tasks.py) and is scored by log-likelihood. Any other file is read like training data (the five formats of keyhole.data)
+and gives the validation loss of training, the NLL over all trained tokens divided by their number, and perplexity =
+exp(loss). Tasks, and the first row of every other file, are read before the model is loaded, so that mistakes are found
+early.
 
-The directory is one of ours or any Hugging Face model directory or hub id; `demo` is the embedded model.
-Placement `auto` streams what does not fit the GPU.
+The model is a directory that keyhole wrote, any Hugging Face model directory, or a hub id; `demo` is the embedded
+model. Placement `auto` streams weights that do not fit the GPU.
 """
 
 import io
@@ -63,7 +63,7 @@ def evaluate(
     completion: str | None = None,
     say: Callable[[str], None] = lambda line: print(f"keyhole: {line}", file=sys.stderr),
 ) -> str:
-    """Scores every task and file and returns the table; json_path gets the numbers. limit: rows read of each file;
+    """Scores every task and file and returns the table; json_path: file for the numbers. limit: rows read of each file;
     columns, prompt, completion: how rows of data files are read, as in training."""
     names = [_called(name) for word in tasks for name in divided(word)]
     if not names:
@@ -113,17 +113,17 @@ def evaluate(
 
 
 def is_library_task(name: str) -> bool:
-    """Whether a word of --tasks is a task by name or a task file; `demo` is the embedded file."""
+    """Whether an argument of --tasks is a task by name or a task file; `demo` is the embedded file."""
     return name != "demo" and is_task_name(name) and (name == own_name(name) or not os.path.exists(name))
 
 
 def _called(name: str) -> str:
-    """SST-2 is the task sst2, unless a file or folder has that very name."""
+    """The normalised name (SST-2 is sst2), unless a file or folder has exactly this name."""
     return name if os.path.exists(name) else own_name(name)
 
 
 def _check_word(name: str, with_tasks: bool) -> None:
-    """Refuses a word that is no file and looks like a mistyped task. with_tasks: --task-data is given."""
+    """Refuses an argument that is no file and looks like a mistyped task. with_tasks: --task-data is given."""
     is_word = name != "demo" and not is_task_name(name) and re.fullmatch(r"[\w -]+", name) is not None
     if is_word and (with_tasks or nearest_task(name)) and not os.path.exists(name):
         raise UserError(f"--tasks: {unknown_task(name)}; nor is there a file of that name")
@@ -138,7 +138,7 @@ def score_data(
     max_length: int | None = None,
     **options: Any,
 ) -> DataScore:
-    """Loss and perplexity of a file in any training format. how: settings of its rows; options: see rows.py."""
+    """Loss and perplexity of a file in any training format. how: settings for its rows; options: see rows.py."""
     if model.classifies:
         raise UserError(f"{source}: {type(model.module).__name__} classifies texts; --tasks: name a task, such as sst2")
     if model.tokenizer is None:
@@ -155,7 +155,7 @@ def score_data(
 
 
 def table(scores: Sequence[Score]) -> str:
-    """The results for people: plain text that is also a Markdown table."""
+    """The results as plain text that is also a Markdown table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -177,7 +177,7 @@ def table(scores: Sequence[Score]) -> str:
 
 
 def _number(metric: str, value: float) -> str:
-    """A metric as it is published: times a hundred, but for perplexity."""
+    """A metric as usually published: in percent, except perplexity."""
     if metric in LOWER_IS_BETTER:
         return f"{metric} {value:.3f}"
     return f"{metric} {100 * value:.1f}" + ("" if metric in ("matthews", "pearson") else "%")

@@ -1,12 +1,12 @@
-"""Answers in the model's own words: greedy, many at once, each until it stops.
+"""Greedy answers in free text, generated in batches.
 
-Prompts are sorted by length and put into batches, padded on the left, the longest first: if memory is short, it fails
-at once. A batch holds as many rows as `batch_tokens` has room for, prompt and answer together. When units are streamed,
-each new token pulls W bytes over the link once for the whole batch:
+Prompts are sorted by length and put into batches, padded on the left, the longest first, so that a lack of memory shows
+at once. A batch has as many rows as fit `batch_tokens`, prompt and answer together. If units are streamed, each new
+token moves W bytes over the link once for the whole batch:
 
     bytes over the link = W * tokens of the longest answer * batches
 
-An answer ends at the model's own end token, at the first of the task's stop strings, which is cut off, or after
+An answer ends at the model's end token, at the first of the task's stop strings, which is cut off, or after
 max_new_tokens. A prompt that leaves no room for an answer loses its beginning.
 """
 
@@ -60,8 +60,8 @@ def continue_prompts(
     watch: Callable[[list], Iterable] = iter,
     settings: dict[str, Any] | None = None,
 ) -> list[str]:
-    """What the model writes behind each prompt of tokens, in their order. settings: of Transformers' generation
-    (default: greedy, whatever the model's own settings are)."""
+    """The text generated after each prompt of tokens, in order. settings: of Transformers' generation
+    (default: greedy, regardless of the model's own settings)."""
     settings = PLAIN if settings is None else settings
     answers = [""] * len(prompts)
     own = model.generation_ranks.share(_batches([len(ids) for ids in prompts], max_new_tokens, batch_tokens))
@@ -98,7 +98,7 @@ def answer_prompts(
     max_time: float | None = None,
     settings: dict[str, Any] = PLAIN,
 ) -> list[str]:
-    """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which all end;
+    """The answers to one batch of prompts, of at most `new` tokens each. max_time: seconds after which generation ends;
     settings: of Transformers' generation."""
     tokenizer, own = model.tokenizer, model.module.generation_config
     width = max(map(len, prompts))
@@ -119,11 +119,11 @@ def answer_prompts(
 
 
 class _Stops(StoppingCriteria):
-    """Ends a row whose last tokens hold a stop string."""
+    """Ends a row whose last tokens contain a stop string."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], width: int) -> None:
         self.tokenizer, self.stop, self.width = tokenizer, stop, width
-        self.tail = max(map(len, stop)) + 4  # tokens; each has a letter at least, but for pieces of one
+        self.tail = max(map(len, stop)) + 4  # tokens; each has at least one character, except pieces of one
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
         made = input_ids[:, max(self.width, input_ids.shape[1] - self.tail) :]

@@ -1,23 +1,23 @@
-"""The inside of the process in which one program of a model runs (programs.py starts it). It needs no other package.
+"""The code inside the process that runs one program of a model (programs.py starts it). It imports no other package.
 
-Before the program runs, the process takes from itself, one after another, what a function under test does not need:
+Before the program runs, the process gives up, one after another, the rights that a function under test does not need:
 
-    namespaces    users and network of its own: no interface is up, and root is nobody       where the kernel allows it
+    namespaces    its own users and network: no interface is up, and root is nobody          where the kernel allows it
     limits        CPU seconds, address space, size of a file, processes, open files; no core dump
-    Landlock      files are written in the working directory and nowhere else                 Linux 5.13 on
-    seccomp       no socket, process, thread, signal, priority or limit of another process, tracing, mounting, or
-                  change to a file's mode, owner or times, by the system call                  x86-64 and arm64
-    audit hook    the same once more inside Python: it refuses by name, and is all there is on other systems
+    Landlock      files can be written only in the working directory                          Linux 5.13 on
+    seccomp       system calls for sockets, processes, threads, signals, priorities or limits of other processes,
+                  tracing, mounting, and changes of a file's mode, owner or times fail         x86-64 and arm64
+    audit hook    the same once more inside Python, refused by name; on other systems the only protection
 
-The kernel's part cannot be undone by the program; the audit hook alone would be a fence, not a wall. Standard output
-and error go nowhere.
+The program cannot undo the kernel's restrictions; the audit hook alone could be evaded. Standard output and error are
+discarded.
 
-A program passes if it comes to its end: `exit()` in the middle is no success. The parent recognises the end by a random
+A program passes if it runs to its end: `exit()` in the middle is no success. The parent recognises the end by a random
 word. No Python object holds it while the program runs: it waits in the C library's buffer for the pipe to the parent,
-and the C library writes it when the process ends in the regular way. `os._exit` and a signal lose it, and an exception,
-SystemExit too, writes FAILED before it. This stops shortcuts, and not a program made to deceive: whatever runs in the
-same process as the verdict can forge it, for instance by searching that process's memory. A test that the program is
-judged by can be deceived as well (an object that equals everything). Such a program cheats the score and nothing else.
+and the C library writes it when the process ends regularly. `os._exit` and a signal lose it, and an exception,
+SystemExit included, writes FAILED before it. This stops shortcuts, but not a program made to deceive: code in the same
+process can forge the verdict, for instance by searching the process's memory. A test can be deceived as well (by an
+object that equals everything). Such a program falsifies its score and nothing else.
 """
 
 import ctypes
@@ -40,9 +40,9 @@ MOST_FILE_BYTES, MOST_FILES, MOST_WRITES = 2**20, 64, 64
 FAILED = b"failed: "
 
 ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-# by name, the numbers on x86-64 and on arm64 (None: not there)
+# name: the call's numbers on x86-64 and on arm64 (None: does not exist)
 DENIED = {
-    # sockets, processes, tracing, queues that others see
+    # sockets, processes, tracing, shared queues
     "socket": (41, 198), "socketpair": (53, 199), "clone": (56, 220), "fork": (57, None), "vfork": (58, None),
     "clone3": (435, 435), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117), "bpf": (321, 280),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "io_uring_setup": (425, 425),
@@ -60,7 +60,7 @@ DENIED = {
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "chroot": (161, 51),
     "pivot_root": (155, 41), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    # owner, mode, times and attributes of a file, which a descriptor for reading is enough to change; locks; flushes
+    # owner, mode, times and attributes of a file, which a read-only descriptor can change; locks; flushes
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
     "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
@@ -70,11 +70,11 @@ DENIED = {
 }  # fmt: skip
 # calls that are allowed with some values of one argument: numbers, index of the argument, values
 LIMITED = {
-    "prlimit64": ((302, 261), 0, (0,)),  # of the process itself
-    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no lock, lease, or signal to an owner
-    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # questions to a terminal, and close-on-exec
+    "prlimit64": ((302, 261), 0, (0,)),  # only for the process itself
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 1030)),  # duplicates and flags; no locks, leases, or signals to an owner
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)),  # terminal queries, and close-on-exec
 }
-MOST_CALLS = 512  # numbers from here on are the x32 calls of x86-64, under two names
+MOST_CALLS = 512  # larger numbers are the x32 calls of x86-64
 REFUSED = (
     "socket.", "subprocess.", "ctypes.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.kill",
     "os.symlink", "os.link", "os.chdir", "os.fchdir", "os.chmod", "os.chown", "os.lchown", "os.utime", "os.setxattr",
@@ -85,7 +85,7 @@ WRITERS = ("os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.truncate", "shu
 
 
 def confine(directory: str, seconds: float, memory_bytes: int) -> None:
-    """All that the kernel offers, each as far as it is there."""
+    """Applies all restrictions that the kernel supports."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number, most in (
         (resource.RLIMIT_CORE, 0),
@@ -103,7 +103,7 @@ def confine(directory: str, seconds: float, memory_bytes: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if libc.unshare(NEW_USER | NEW_NET) != 0:
             libc.unshare(NEW_NET)
-        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/self/mem belongs to root then
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/self/mem then belongs to root
         libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         _landlock(libc, directory)
         _seccomp(libc)
@@ -124,7 +124,7 @@ def _landlock(libc: Any, directory: str) -> None:
 
 
 def _seccomp(libc: Any) -> None:
-    """A filter that answers EPERM to the system calls above, and ends a process of another architecture."""
+    """A filter that returns EPERM for the system calls above, and ends a process of another architecture."""
     machine = platform.machine()
     if machine not in ARCH:
         return
@@ -146,14 +146,14 @@ def _seccomp(libc: Any) -> None:
 
 
 def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
-    """The audit hook: PermissionError for what a function under test has no use for."""
+    """The audit hook: PermissionError for operations that a function under test does not need."""
     writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
     left = [MOST_WRITES]
 
     def is_inside(path: Any) -> bool:
         text = path.decode("utf-8", "replace") if isinstance(path, bytes) else path if isinstance(path, str) else None
         if text is None:
-            return path is None or isinstance(path, int)  # what is open already
+            return path is None or isinstance(path, int)  # an open descriptor
         return ".." not in text.split("/") and (not text.startswith("/") or f"{text}/".startswith(f"{directory}/"))
 
     def watch(event: str, args: tuple[Any, ...]) -> None:
@@ -173,14 +173,14 @@ def hook(directory: str) -> Callable[[str, tuple[Any, ...]], None]:
 
 
 def seal(pipe: int, word: str) -> None:
-    """Leaves a word in the C library's buffer for a pipe; the C library writes it when the process ends by `exit`."""
+    """Puts a word into the C library's buffer for a pipe; the C library writes it when the process ends by `exit`."""
     libc = ctypes.CDLL(None)
     libc.fdopen.restype = ctypes.c_void_p
     libc.fputs(word.encode(), ctypes.c_void_p(libc.fdopen(pipe, b"w")))
 
 
 def received() -> tuple[dict[str, Any], int]:
-    """The job from standard input, and the pipe that was the standard output; its end mark is sealed."""
+    """Reads the job from standard input, and returns it with the pipe that was standard output; seals the end mark."""
     with os.fdopen(os.dup(0), "rb") as given:
         job = json.load(given)
     pipe = os.dup(1)
@@ -192,16 +192,16 @@ def received() -> tuple[dict[str, Any], int]:
 
 
 def main() -> None:
-    """Runs the job. Returning lets the process end by `exit`, which says that the program came to its end."""
+    """Runs the job. Returning ends the process by `exit`, which signals that the program ran to its end."""
     job, pipe = received()
     directory = os.path.realpath(os.getcwd())
     confine(directory, job["seconds"], job["memory_bytes"])
     sys.addaudithook(hook(directory))
-    write, leave = os.write, os._exit  # the program may put others in their place
+    write, leave = os.write, os._exit  # the program may replace them
     try:
         exec(compile(job["source"], "<program>", "exec", dont_inherit=True), {"__name__": "__main__"})
     except BaseException as error:
-        write(pipe, FAILED)  # first: the rest runs methods of the program's own exception
+        write(pipe, FAILED)  # first: the rest calls methods of the program's exception
         try:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             write(pipe, said[:300].encode("utf-8", "replace"))

@@ -1,16 +1,16 @@
-"""The numbers that tasks are published with.
+"""The published metrics of tasks.
 
-p_i is the class that was chosen, y_i the right one (of several right ones the chosen one, if it is among them).
+p_i is the chosen class, y_i the right one (if several are right, the chosen one, if it is among them).
 
     accuracy     share of p_i = y_i
     f1           of class 1: 2 TP / (2 TP + FP + FN)
     macro_f1     mean of the F1 of every class that occurs in p or y
-    matthews     correlation of p and y as indicators of classes; for two classes
-                 (TP TN - FP FN) / sqrt((TP + FP)(TP + FN)(TN + FP)(TN + FN)); 0 where one of them is constant
-    pearson      correlation of two lists of numbers; 0 where one is constant
+    matthews     correlation of p and y as class indicators; for two classes
+                 (TP TN - FP FN) / sqrt((TP + FP)(TP + FN)(TN + FP)(TN + FN)); 0 if one of them is constant
+    pearson      correlation of two lists of numbers; 0 if one is constant
 
-Texts: a is what was answered, r_1, r_2, ... what counts as right. As in SQuAD's script both are compared in lower case,
-without punctuation, articles and surplus white space; the best r counts.
+For texts, a is the answer, and r_1, r_2, ... are the references. As in SQuAD's script both are compared in lower case,
+without punctuation, articles and extra white space; the best r counts.
 
     exact_match  a = r
     token_f1     2 m / (words of a + words of r), m the number of common words
@@ -34,7 +34,7 @@ def accuracy(chosen: Sequence[int], right: Sequence[int]) -> float:
 
 
 def f1(chosen: Sequence[int], right: Sequence[int], of: int = 1) -> float:
-    """F1 of one class; 0 where the class occurs nowhere."""
+    """F1 of one class; 0 if the class does not occur."""
     hits = sum(p == y == of for p, y in zip(chosen, right, strict=True))
     named = sum(p == of for p in chosen) + sum(y == of for y in right)
     return 2 * hits / named if named else 0.0
@@ -64,7 +64,7 @@ def pearson(found: Sequence[float], wanted: Sequence[float]) -> float:
 
 
 def plain_words(text: str) -> str:
-    """Lower case, without punctuation, articles and surplus white space."""
+    """The text in lower case, without punctuation, articles and extra white space."""
     kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", kept).split())
 
@@ -75,7 +75,7 @@ def exact_match(answer: str, references: Sequence[str]) -> float:
 
 
 def token_f1(answer: str, references: Sequence[str]) -> float:
-    """F1 of the words of the answer, against the reference that fits best."""
+    """F1 of the words of the answer, against the best matching reference."""
     return max(_overlap(plain_words(answer).split(), plain_words(reference).split()) for reference in references)
 
 
@@ -101,8 +101,8 @@ def _number(text: str) -> float | None:
 
 
 def extract(text: str, pattern: str | None) -> str:
-    """The last match of a pattern (its first group, if it has one; a match without that group is none), or the text
-    itself where nothing is asked for."""
+    """The last match of a pattern (its first group, if it has one; a match without that group does not count), or the
+    text itself without a pattern."""
     if pattern is None:
         return text
     found = [match[1] if match.re.groups else match[0] for match in re.finditer(pattern, text)]

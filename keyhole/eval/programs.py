@@ -1,16 +1,16 @@
-"""Runs a program that a model wrote, in a process of its own that may do little.
+"""Runs a program that a model wrote, in a separate process with few rights.
 
-Whoever runs such programs runs a stranger's code. Nothing here happens unless it was allowed by name
-(--allow-code-execution). Each program has
+Such a program is untrusted code, so nothing here runs unless it was explicitly allowed (--allow-code-execution). Each
+program has
 
-    a process and session of its own, killed as a group at the end, whatever happened
+    its own process and session, killed as a group at the end in any case
     an empty temporary directory, which is its working directory and the only place where it may write
-    no environment, no input, no output, no network, no further process (jail.py says how)
+    no environment, no input, no output, no network, no further processes (see jail.py)
     limits on wall time (by the parent), CPU time, memory, size and number of files and directories
 
 A program passes if it runs to its end without an error. The parent recognises the end by a random word that the child
-writes last (jail.py says what that is worth). The directory is deleted without recursion and within CLEANING_SECONDS,
-however deep and full it is; deleting never fails the evaluation.
+writes last (jail.py says how far this can be trusted). The directory is deleted without recursion and within
+CLEANING_SECONDS, however deep and full it is; a failed deletion never fails the evaluation.
 """
 
 import json
@@ -36,7 +36,7 @@ MOST_VERDICT = 4096
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program ran to its end, and what stopped it otherwise."""
+    """Whether a program ran to its end, and otherwise what stopped it."""
 
     passed: bool
     reason: str = ""
@@ -59,7 +59,7 @@ def run_program(source: str, *, seconds: float = SECONDS, memory_bytes: int = ME
 
 
 def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[str | None, int]:
-    """What the child says, None where that takes too long; and its exit status."""
+    """The child's output, None if it takes too long; and its exit status."""
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(JAIL)],
         cwd=directory,
@@ -87,9 +87,9 @@ def _confined(job: dict[str, object], directory: str, seconds: float) -> tuple[s
 
 
 def clear(directory: str, deadline: float) -> None:
-    """Deletes a directory and what is in it, until the deadline; what cannot be deleted stays.
+    """Deletes a directory with its contents, until the deadline; what cannot be deleted is left.
 
-    Directories that lie deeper are first moved up to the top: no path grows long, and nothing recurses.
+    Nested directories are first moved to the top, so that paths stay short and nothing recurses.
     """
     with suppress(OSError):
         top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -103,7 +103,7 @@ def clear(directory: str, deadline: float) -> None:
 
 
 def _unpack(name: str, top: int, deadline: float) -> None:
-    """Deletes a file, or a directory whose directories move to the top under new names."""
+    """Deletes a file, or a directory after moving its subdirectories to the top under new names."""
     _hurry(deadline)
     if not stat.S_ISDIR(os.stat(name, dir_fd=top, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=top)
@@ -131,7 +131,7 @@ def _hurry(deadline: float) -> None:
 
 
 def _read(pipe: int, deadline: float) -> str | None:
-    """What is written to a pipe until it is closed, or a few kilobytes of it; None where that takes too long."""
+    """The data written to a pipe until it is closed, at most a few kilobytes; None if that takes too long."""
     got = b""
     while len(got) < MOST_VERDICT:
         ready, _, _ = select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))

@@ -1,14 +1,13 @@
 """NLL of many rows of very different lengths, in few passes over the weights.
 
-Rows are sorted by length, so that those in a batch need little padding, and put into batches of at most
-`batch_tokens` tokens, padding included, the longest first: if memory is short, it fails at once. When units
-are streamed, `passes` batches go through the model in lockstep. With W bytes of streamed weights and T tokens
-in all,
+Rows are sorted by length, so that batches need little padding, and put into batches of at most `batch_tokens` tokens,
+padding included, the longest first, so that a lack of memory shows at once. If units are streamed, `passes` batches go
+through the model in lockstep. With W bytes of streamed weights and T tokens in all,
 
     bytes over the link  =  W * ceil(T / (batch_tokens * passes))         not  W * rows
 
-Results come back in the order of the rows. Numbers that are not finite are no result; not_finite says what is
-likely behind them. Legend: R rows of the whole set, B rows of a batch, T positions.
+Results are returned in the order of the rows. Results that are not finite are an error; not_finite names the likely
+cause. Legend: R rows of the whole set, B rows of a batch, T positions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +24,7 @@ BATCH_TOKENS = 4096
 PASSES = 4
 
 Groups = list[list[list[int]]]  # row indices of the batches that go through the model together
-Watch = Callable[[Groups], Iterable[list[list[int]]]]  # sees the groups go by: a progress bar
+Watch = Callable[[Groups], Iterable[list[list[int]]]]  # iterates over the groups, with a progress bar
 
 
 def score_rows(
@@ -82,7 +81,7 @@ def class_logits(
 
 
 def of_all_ranks(model: Model, own: Groups, *found: torch.Tensor) -> None:
-    """Fills in the rows that other ranks have computed. own: the groups of this one."""
+    """Fills in the rows that other ranks have computed. own: the groups of this rank."""
     if not model.ranks.several:
         return
     rows = torch.tensor([i for group in own for batch in group for i in batch], dtype=torch.int64)
@@ -99,7 +98,8 @@ def group_batches(model: Model, lengths: Sequence[int], batch_tokens: int, passe
 
 
 def not_finite(model: Model, what: str) -> NonFinite:
-    """The error for outputs that are NaN or infinite: a weight that is, or numbers too large for the dtype."""
+    """The error for outputs that are NaN or infinite: because of such a weight, or of numbers too large for the
+    dtype."""
     dtype, bad = str(model.dtype).removeprefix("torch."), first_bad_tensor(model.named_tensors())
     wider = "" if dtype == "float32" else f", or {dtype} is too narrow for it: try dtype=float32"
     if bad:
@@ -111,7 +111,7 @@ def not_finite(model: Model, what: str) -> NonFinite:
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Indices of the rows of each batch, the longest first; a row longer than batch_tokens goes alone."""
+    """Indices of the rows of each batch, the longest first; a row longer than batch_tokens is a batch of its own."""
     batches: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not batches or (len(batches[-1]) + 1) * lengths[batches[-1][0]] > batch_tokens:

@@ -1,11 +1,12 @@
-"""One call for every task: `score(model, task)` chooses, generates or measures, as the task says.
+"""One call for every task: `score(model, task)` ranks candidates, generates answers or computes likelihoods, depending
+on the task.
 
-    choice        scoring.py: candidates by their mean log-likelihood
+    choice        scoring.py: ranks candidates by their mean log-likelihood
     likelihood    the loss of the right answers, and perplexity
     generated     generate.py; then texts are compared (metrics.py), or programs are run (programs.py)
-    a classifier  classes.py: every choice is one of its labels
+    a classifier  classes.py: the choice is one of its labels
 
-Each result has `metric`, the name of the task's own metric, and `metrics` with it and the others; `value` is its value.
+Each result has `metric`, the name of the task's main metric, and `metrics` with all of them; `value` is the main value.
 """
 
 import math
@@ -34,7 +35,7 @@ PROGRAMS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class AnswerScore:
-    """The result of a task whose answers are generated; `answers` are the texts, `verdicts` what each was worth."""
+    """The result of a task whose answers are generated; `answers` are the texts, `verdicts` the score of each."""
 
     name: str
     questions: int
@@ -90,12 +91,12 @@ def score(
 
 
 def value(result: Score) -> float:
-    """The task's own number."""
+    """The value of the task's main metric."""
     return result.metrics[result.metric]
 
 
 def check_code(task: Task, allowed: bool) -> None:
-    """Refuses to run what a model wrote, unless that was allowed."""
+    """Refuses to run programs that a model wrote, unless that was allowed."""
     if task.spec is not None and task.spec.program is not None and not allowed:
         raise UserError(
             f"task {task.name} runs programs that the model writes; they run confined, but it is a stranger's code: "
@@ -104,7 +105,7 @@ def check_code(task: Task, allowed: bool) -> None:
 
 
 def verdicts(task: Task, answers: Sequence[str]) -> dict[str, list[float]]:
-    """By metric, what each answer is worth. Programs are run here; whoever calls has been allowed to."""
+    """The score of each answer, by metric. Programs are run here; the caller must have checked the permission."""
     if task.spec.program is not None:
         sources = [q.references[0].replace(MARK, text) for q, text in zip(task.questions, answers, strict=True)]
         with ThreadPoolExecutor(min(PROGRAMS_AT_ONCE, os.cpu_count() or 1)) as pool:
@@ -120,7 +121,7 @@ def _worth(name: str, task: Task, question: Question, text: str) -> float:
     pattern = task.spec.extract
     answer = metrics.extract(text, pattern)
     if pattern is not None and not answer:
-        return 0.0  # no match is no answer, also where a reference has none
+        return 0.0  # no match is no answer, even if a reference has no match
     references = [metrics.extract(reference, pattern) for reference in question.references]
     return metrics.OF_TEXTS[name](answer, references)
 
@@ -136,7 +137,7 @@ def _likelihood(model: Model, task: Task, max_length: int | None, **options: Any
 
 
 def data_score(model: Model, name: str, where: str, nll: float, tokens: int, samples: int, truncated: int) -> DataScore:
-    """The loss from its sum; an error where it is not finite."""
+    """The loss from its sum; an error if it is not finite."""
     loss = nll / tokens
     if not math.isfinite(loss):
         raise not_finite(model, f"{where}: the loss is {loss}")

@@ -1,15 +1,15 @@
-"""Tasks scored by log-likelihood: the candidate that the model finds likeliest is its answer.
+"""Tasks scored by log-likelihood: the most likely candidate is the model's answer.
 
 For prompt x and candidate c of n tokens, with p the model's next-token probability,
 
     sum(c)  = sum_t log p(c_t | x, c_<t)          mean(c) = sum(c) / n
 
 `accuracy` chooses by the mean, as MeZO and LOMO do, since a sum favours short candidates; `accuracy_sum`
-chooses by the sum. `margin` is the average over questions of mean(right) - max mean(wrong): it moves before
-the accuracy does. `loss` is the NLL per token of the right candidates; `chance` the accuracy of guessing.
+chooses by the sum. `margin` is the average over questions of mean(right) - max mean(wrong): it changes
+before the accuracy does. `loss` is the NLL per token of the right candidates; `chance` the accuracy of guessing.
 
-Rows of tokens are those of training (data/tasks/encode.py). A prompt too long for the model loses its beginning; how
-many did is in the result.
+Rows of tokens are those of training (data/tasks/encode.py). A prompt that is too long for the model loses its
+beginning; the result has the number of such prompts.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from keyhole.model.model import Model
 @dataclass(frozen=True)
 class TaskScore:
     """The result of a task; `predictions` are the candidates chosen by the mean, question by question. metric: the
-    task's own one of `metrics`."""
+    main one of `metrics`."""
 
     name: str
     questions: int
@@ -87,7 +87,7 @@ def _score(task: Task, sums: list, means: list, counts: tuple, truncated: int) -
 
 
 def metric_of(name: str, questions: list[Question], predictions: list[int]) -> float:
-    """A metric of choices. Where several candidates are right, the chosen one of them is."""
+    """A metric of choices. If several candidates are right and one of them is chosen, it counts as the right one."""
     if name == "pearson":
         chosen = [float(q.candidates[p]) for q, p in zip(questions, predictions, strict=True)]
         return metrics.pearson(chosen, [q.value for q in questions])

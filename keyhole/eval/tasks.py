@@ -4,12 +4,12 @@ A row (JSONL, JSON or Parquet; keyhole.data.files reads it) is
 
     {"prompt": "The soup was cold.\nStamp:", "candidates": [" blue", " red"], "answer": 1}
 
-    prompt       text, or a chat: a list of {role, content}, written out by the model's chat template
-    candidates   two or more texts; prompt and candidate are joined byte for byte, the space between included
+    prompt       text, or a chat: a list of {role, content}, rendered by the model's chat template
+    candidates   two or more texts; prompt and candidate are joined byte for byte, including the space between them
     answer       the index of the right one, from 0, or its text; the column may also be called `label`
 
-Further columns are ignored: rows that also have a `completion` serve as training data too. The word `demo`
-stands for the embedded task. A wrong row is refused with its file and line before any model is loaded.
+Other columns are ignored, so rows that also have a `completion` can be used as training data too. `demo` is the
+embedded task. An invalid row is refused with its file and line before a model is loaded.
 """
 
 import json
