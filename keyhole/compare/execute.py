@@ -1,17 +1,18 @@
-"""Runs a comparison: one run after the other in this process, the tables written anew after each.
+"""Executes a comparison: one run after the other in this process; the tables are rewritten after each.
 
-    output_dir/comparison.json    what is compared: the marker of a directory that is ours
+    output_dir/comparison.json    what is compared: marks the directory as written by keyhole
     output_dir/runs/<id>/         a run of `keyhole train`: run/metrics.jsonl, log.txt, config.yaml, loss.png
-    output_dir/results/<id>.json  its numbers, once it is over (result.py)
+    output_dir/results/<id>.json  its numbers, once it has ended (result.py)
     output_dir/table.json, table.md, report.html
 
-First every model is scored as it is (zero-shot), then every point of every grid is run with the first seed (with all
-seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read before the
-first run, with the rows that each seed draws, and before anything is written: a mistake in the last is found at once.
+First every model is scored without training (zero-shot), then every point of every grid is run with the first seed
+(with all seeds, for choose_by: all-seeds), then the best point of each method with the other seeds. All tasks are read,
+with the rows of every seed, before the first run and before anything is written, so that a mistake in the last task is
+found at once.
 
-Started again, the comparison goes on: a run with a result is not repeated (unless the data, the task file or the result
-itself changed, which is said), one that was interrupted goes on from its
-checkpoint or its journal, or from the beginning. Nothing but metrics stays of a run, unless save_model is set.
+If it is started again, the comparison continues: finished runs are not repeated (unless the data, the task file or the
+result itself changed, which is reported); an interrupted run continues from its checkpoint or journal, or starts again.
+Only metrics are kept of a run, unless save_model is set.
 """
 
 import datetime
@@ -56,7 +57,7 @@ MARKER = "comparison.json"
 FORMAT = 1
 FAILED = 1  # exit code
 MOST_MARKER_BYTES = 2**20
-ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs go on
+ONE_RUN = (UserError, torch.OutOfMemoryError, MemoryError)  # would happen again; the other runs continue
 
 
 def compare(
@@ -67,8 +68,8 @@ def compare(
     dry_run: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Runs what is not done yet and returns the exit code: 0, FAILED when a run of the table failed, now or before, or
-    130 when interrupted. retry: failed runs too."""
+    """Executes the runs that are not done yet and returns the exit code: 0, FAILED if a run of the table failed, now or
+    before, or 130 if interrupted. retry: repeats failed runs too."""
     kept = Kept()
     groups, warnings = plan(comparison, kept.model_hash)
     for warning in warnings:
@@ -90,7 +91,7 @@ def compare(
 
 
 def _inspect(root: Path) -> None:
-    """Refuses a directory with somebody else's files, and one that cannot be written to."""
+    """Refuses a directory with other files, and one that is not writable."""
     if root.exists() and not root.is_dir():
         raise UserError(f"output_dir: {root} is a file; choose a directory")
     strangers = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
@@ -102,7 +103,7 @@ def _inspect(root: Path) -> None:
 
 
 def _take(root: Path, comparison: Comparison, day: str) -> None:
-    """Makes the directory ours. day: on which it began to be."""
+    """Creates the directory with its marker. day: the day on which the comparison began."""
     try:
         (root / "runs").mkdir(parents=True, exist_ok=True)
         about = {"format": FORMAT, "title": comparison.title, "source": comparison.source, "day": day}
@@ -112,7 +113,7 @@ def _take(root: Path, comparison: Comparison, day: str) -> None:
 
 
 def _day(marker: Path) -> str:
-    """The day that the marker names; today, where there is none yet."""
+    """The day in the marker; today, if there is no marker yet."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         return datetime.date.fromisoformat(json.loads(read_small(marker, MOST_MARKER_BYTES))["day"]).isoformat()
     return today().isoformat()
@@ -120,7 +121,7 @@ def _day(marker: Path) -> str:
 
 @dataclass
 class Execution:
-    """A comparison that is under way."""
+    """A comparison that is being executed."""
 
     comparison: Comparison
     groups: list[Group]
@@ -135,10 +136,10 @@ class Execution:
         self.zero_shot: dict[tuple[str, str], Result] = {}
         self.environment = environment()
         tell = self.say
-        self.say = lambda text: tell(without_controls(text))  # messages may quote anything
+        self.say = lambda text: tell(without_controls(text))  # messages may contain control characters
 
     def go(self) -> int:
-        """All that is left. Tables are written also when it is interrupted."""
+        """Executes the remaining runs. Tables are written also after an interruption."""
         seeds = self.comparison.seeds
         total = sum(len(group.points) for group in self.groups) + len(self.groups) * (len(seeds) - 1)
         if self.comparison.choose_by != "first-seed":
@@ -160,7 +161,7 @@ class Execution:
         return self._code()
 
     def _code(self) -> int:
-        """FAILED where a run of the table failed, which is said; 0 otherwise."""
+        """FAILED if a run of the table failed, with a message; 0 otherwise."""
         results = [*self.results.values(), *self.zero_shot.values()]
         count = sum(result.error is not None for result in results)
         if count:
@@ -170,7 +171,7 @@ class Execution:
         return FAILED if count else 0
 
     def _recall(self) -> None:
-        """What was done before: the results of all runs of the plan."""
+        """Reads the results of earlier runs of the plan."""
         changed: dict[str, int] = {}
         for trial in (trial for group in self.groups for trial in group.trials.values()):
             found = self._read(trial.id)
@@ -183,7 +184,7 @@ class Execution:
             self.say(f"{task}: the data or the task file have changed since the last time; {runs} done again")
 
     def _read(self, run: str) -> Result | None:
-        """The result of a run, if it has one; a damaged one is said, and deleted."""
+        """The result of a run, if it has one; a damaged one is reported and deleted."""
         found, path = read_result(self.root, run), path_of(self.root, run)
         if found is None and path.exists():
             self.say(f"{path}: damaged; this is done again")
@@ -194,7 +195,7 @@ class Execution:
         return trial.id in self.results
 
     def _trials(self) -> Iterator[Trial]:
-        """In their order; the second part depends on what the first one found."""
+        """The runs in order; the second part depends on the results of the first."""
         seeds = self.comparison.seeds
         first = seeds[:1] if self.comparison.choose_by == "first-seed" else seeds
         for seed in first:
@@ -209,8 +210,8 @@ class Execution:
                     yield group.trials[point, seed]
 
     def read_tasks(self) -> None:
-        """All data, as every seed draws them: mistakes in a task are found before hours of training, and the ids of
-        runs name their data."""
+        """Reads all data, with the rows of every seed: mistakes in a task are found before hours of training, and the
+        ids of runs contain a hash of their data."""
         for group in self.groups:
             for seed in self.comparison.seeds:
                 data = self.kept.load_data(data_settings(group.trials[group.points[0], seed].config))
@@ -220,11 +221,11 @@ class Execution:
     def _data_hash(self, config: TrainConfig) -> str:
         try:
             return self.kept.data_hash(data_settings(config))
-        except Exception:  # a point of a grid that its data do not fit (max_length): the run itself says so
+        except Exception:  # a grid point that its data do not fit (max_length): the run itself reports it
             return "unread"
 
     def _run(self, trial: Trial) -> Result | None:
-        """One run; None when it was interrupted. An error is its result."""
+        """Executes one run; None if it was interrupted. An error becomes its result."""
         began_s = time.monotonic()
         self.progress.begin(trial.label)
         parts = Parts(
@@ -243,7 +244,7 @@ class Execution:
             result = blank(trial)
             result.error, result.kind = " ".join(str(error).split()) or type(error).__name__, REFUSED
         except torch.AcceleratorError:
-            raise  # the device is lost: no later run could work
+            raise  # the device is lost: no later run can work
         except Exception as error:
             result = blank(trial)
             result.error, result.kind = f"{type(error).__name__}: {error}", CRASH
@@ -275,20 +276,20 @@ class Execution:
             raise UserError(f"output_dir: cannot write to {self.root}: {error.strerror}") from error
 
     def _clean(self, trial: Trial) -> None:
-        """Checkpoints are for runs that go on; this one is over."""
+        """Deletes the checkpoints of a finished run."""
         if not trial.config.save_model:
             for path in select.checkpoints(Path(trial.config.output_dir)):
                 remove(path)
 
     def _score_untrained(self) -> None:
-        """Every model as it is, on the test questions of every task."""
+        """Scores every model without training on the test questions of every task."""
         for group in self.groups:
             place = (group.model, group.task)
             if place in self.zero_shot:
                 continue
             trial = next(iter(group.trials.values()))
             if trial.config.head is not None:
-                continue  # a new head knows nothing yet
+                continue  # a new head is untrained
             made = blank(trial)
             made.id, made.method, made.point = self._zero_shot_id(trial), ZERO_SHOT, []
             found = self._read(made.id)
@@ -332,7 +333,7 @@ class Execution:
         return made
 
     def cells(self) -> list[Cell]:
-        """The table as far as it is known."""
+        """The table so far."""
         cells = []
         for group in self.groups:
             place = (group.model, group.task)

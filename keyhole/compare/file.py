@@ -1,6 +1,6 @@
 """A comparison file: what is compared, with which settings.
 
-    # A title for people
+    # A title
     models: [dir-or-hub-id]                   or name: dir-or-hub-id
     tasks: [sst2, rte]                        or name: {settings of runs on this task}
     methods:
@@ -11,14 +11,14 @@
     common: {batch_size: 16, num_train_epochs: 5, eval_steps: 50}
     output_dir: out
 
-A method's name is the method itself, unless its settings say `method: ...`; a task's likewise (`task: ...`), so that a
-file can compare one method with itself (names.py). A task file, dir/plants.yaml, is called plants, as everywhere.
-Settings are those of `keyhole train` (docs/config.md), sections included.
-Where several places set one, the command line counts most, then the method, the task, and `common`. A setting that is a
-list by nature (lora.target_modules) is a grid where it is a list of lists.
+A method's name is the method itself, unless its settings have `method: ...`; the same holds for tasks (`task: ...`), so
+that a file can compare variants of one method (names.py). A task file, dir/plants.yaml, is called plants, as
+everywhere. Settings are those of `keyhole train` (docs/config.md), sections included. If a setting is given in several
+places, the command line wins, then the method, the task, and `common`. For a setting that is itself a list
+(lora.target_modules), a grid is a list of lists.
 
-On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, by
-names and commas; any setting of a run holds for all runs.
+On the command line, `model=`, `models=`, `tasks=`, `methods=` and `seeds=` replace or select what is compared, as names
+separated by commas; any other setting applies to all runs.
 """
 
 import shlex
@@ -41,14 +41,14 @@ from keyhole.machine.text import printable
 
 DIRECTORY = Path(__file__).parents[1] / "comparisons"
 KEYS = ("models", "tasks", "methods", "seeds", "common", "output_dir", "choose_by")
-WORDS = ("model", *KEYS[:4], *KEYS[5:])  # that the command line knows beside settings
+WORDS = ("model", *KEYS[:4], *KEYS[5:])  # keys of the command line besides settings
 CHOOSE_BY = ("first-seed", "all-seeds")
 Entries = dict[str, LocatedNode]
 
 
 @dataclass
 class Comparison:
-    """What is compared. Entries are settings by dotted key, not yet read as their types."""
+    """A comparison. Entries are settings by dotted key, not yet converted to their types."""
 
     source: str
     title: str
@@ -64,17 +64,17 @@ class Comparison:
 
     @property
     def command(self) -> str:
-        """What was typed."""
+        """The command line of the comparison."""
         return shlex.join(["keyhole", "compare", self.source, *self.words])
 
 
 def comparisons() -> dict[str, Path]:
-    """The comparisons that are shipped: name -> file."""
+    """The shipped comparisons: name -> file."""
     return {path.stem: path for path in sorted(DIRECTORY.glob("*.yaml"))}
 
 
 def find_comparison(name: str) -> Path:
-    """The file of that name, or the shipped comparison."""
+    """The file with this name, or the shipped comparison."""
     path = Path(name)
     if path.is_file():
         return path
@@ -89,7 +89,7 @@ def find_comparison(name: str) -> Path:
 
 
 def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
-    """The comparison of a file, with `key=value` words of the command line; all faults at once."""
+    """The comparison of a file, with `key=value` arguments of the command line; reports all faults at once."""
     faults: list[Finding] = []
     text = read_text(path)
     root = compose(text, str(path))
@@ -133,7 +133,7 @@ def read_comparison(path: Path, words: Iterable[str] = ()) -> Comparison:
 
 
 def _title(text: str) -> str:
-    """The first line, where it is a comment."""
+    """The first line, if it is a comment."""
     first = text.removeprefix("\ufeff").partition("\n")[0].strip()
     return printable(first.lstrip("# ")) if first.startswith("#") else ""
 
@@ -161,7 +161,7 @@ def _text(nodes: dict[str, LocatedNode], key: str, faults: list[Finding]) -> str
 
 
 def _words(node: yaml.Node) -> list[str] | None:
-    """The texts of a scalar or a list of scalars; None where it is something else."""
+    """The texts of a scalar or a list of scalars; None if it is something else."""
     items = node.value if isinstance(node, yaml.SequenceNode) else [node]
     found = [text for item in items if (text := word(item)) is not None]
     return found if found and len(found) == len(items) else None
@@ -203,7 +203,7 @@ def _models(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[
 def _named(
     nodes: dict[str, LocatedNode], key: str, picked: dict[str, str], faults: list[Finding], *, may_add: bool
 ) -> dict[str, Entries]:
-    """Names with their settings; a list has names only. may_add: the command line may name others."""
+    """Names with their settings; a list has only names. may_add: the command line may add others."""
     known: dict[str, Entries] = {}
     before = len(faults)
     if (entry := nodes.get(key)) is not None:
@@ -212,7 +212,7 @@ def _named(
             check_names(key, [_called(key, name) for name, _, _ in named], entry.where, faults)
             for name, node, where in named:
                 found = _settings(LocatedNode(node, where), faults)
-                own = key.removesuffix("s")  # tasks may say `task`, methods `method`
+                own = key.removesuffix("s")  # tasks may have `task`, methods `method`
                 refuse_misplaced(found, f"under `{printable(name)}`", (own,), faults)
                 known[_called(key, name)] = ({} if "train_data" in found else _file_entry(key, name)) | found
         elif (words := _words(entry.node)) is not None:
@@ -232,12 +232,12 @@ def _named(
 
 
 def _called(key: str, name: str) -> str:
-    """What tables call it: a task file by its name without directory and suffix."""
+    """The name in tables: for a task file, its name without directory and suffix."""
     return task_name(name) if key == "tasks" else name
 
 
 def _file_entry(key: str, name: str) -> Entries:
-    """The setting `task`, where the name is that of a task file; {} otherwise."""
+    """The setting `task`, if the name is that of a task file; {} otherwise."""
     if _called(key, name) == name:
         return {}
     return {"task": LocatedNode(yaml.ScalarNode("tag:yaml.org,2002:str", name), "")}
@@ -257,7 +257,7 @@ def _seeds(nodes: dict[str, LocatedNode], picked: dict[str, str], faults: list[F
 
 
 def takes_list(key: str) -> bool:
-    """Whether a setting may be a list by nature."""
+    """Whether the value of a setting may itself be a list."""
     kind: Any = settings()[key].type
     arms = typing.get_args(kind) if typing.get_origin(kind) is not list else (kind,)
     return any(typing.get_origin(arm) is list for arm in arms)

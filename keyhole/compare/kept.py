@@ -1,13 +1,13 @@
-"""What the runs of one process share, so that a run starts in a second: weights, data, hashes. Kernels stay by
-themselves: those that were compiled belong to the process.
+"""What the runs of one process share, so that a run starts within a second: weights, data, hashes. Compiled kernels are
+kept by the process itself.
 
     weights    files of the compared models stay open and mapped; loading copies from memory (disk/weight_files.py)
-    data       read, drawn and tokenised once per task, seed and length; a run gets a loader of its own
-    hashes     of a model's content: once; of data: once for all batch sizes
-    day        that chat templates print: the one on which the comparison began, so that all runs have the same tokens
+    data       read, drawn and tokenised once per task, seed and length; each run gets its own loader
+    hashes     of a model's content: computed once; of data: once for all batch sizes
+    day        for chat templates that print it: the day the comparison began, so that all runs have the same tokens
 
-A model itself is built anew for every run. A method leaves hooks, adapters and state in it, and what it costs to build
-(0.3 s for 30 layers) is not worth the doubt.
+The model is built again for every run: a method leaves hooks, adapters and state in it, and building it (0.3 s for 30
+layers) is cheaper than making sure that they are gone.
 """
 
 import copy
@@ -28,7 +28,7 @@ from keyhole.training.base_hash import model_hash
 
 
 class Kept:
-    """Weights, data and hashes, each had once."""
+    """Weights, data and hashes, each loaded or computed once."""
 
     def __init__(self) -> None:
         self.shards: Shards = {}
@@ -36,10 +36,10 @@ class Kept:
         self.hashes: dict[str, str | None] = {}
         self.prints: dict[str, str] = {}
         self.day: str | None = None
-        self.models: set[str] = set()  # whose files stay open
+        self.models: set[str] = set()  # models whose files stay open
 
     def model_hash(self, model: str) -> str | None:
-        """The content hash of a model, which is one of the compared ones."""
+        """The content hash of one of the compared models."""
         self.models.add(model)
         if model not in self.hashes:
             self.hashes[model] = model_hash(model)
@@ -56,7 +56,7 @@ class Kept:
         return replace(found, train=copy.copy(found.train))
 
     def data_hash(self, settings: DataSettings) -> str:
-        """8 hex digits that change with any row of train, dev or test, and with what the task file says."""
+        """8 hex digits that change with any row of train, dev or test, and with the task file."""
         key = repr(replace(settings, batch_size=1, gradient_accumulation_steps=1))
         if key not in self.prints:
             data = self.load_data(settings)
@@ -73,7 +73,7 @@ class Kept:
 
 
 def questions(data: Data) -> list[list[str]]:
-    """What the questions of dev and test are known by: their fingerprints and those of their task files."""
+    """The fingerprints of the questions of dev and test, and of their task files."""
     return [
         [task.name, task.fingerprint, "" if task.spec is None else task.spec.fingerprint]
         for task in (*data.dev, *data.test)
@@ -81,13 +81,13 @@ def questions(data: Data) -> list[list[str]]:
 
 
 def short_hash(told: Any) -> str:
-    """8 hex digits of anything that JSON can write."""
+    """A hash, 8 hex digits, of any JSON value."""
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=4).hexdigest()
 
 
 def free_memory() -> None:
-    """Gives back what the last run held, as far as nobody refers to it. cuBLAS keeps a workspace for every stream on
-    which a graph was recorded, which would count as memory of the next run."""
+    """Frees the memory of the last run, if it is no longer referenced. cuBLAS keeps a workspace for every stream on
+    which a CUDA graph was captured; it would count as memory of the next run."""
     gc.collect()
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()

@@ -1,10 +1,11 @@
-"""Names in a comparison: of models, tasks and methods. They stand in tables, on a terminal and in file names.
+"""Names of models, tasks and methods in a comparison. They appear in tables, on a terminal and in file names.
 
-A name is text of printable characters and stands for one thing: a name that is given twice is refused. A model without
-a name is called by the last part of its path, or by as many last parts as tell it from the others.
+A name must be printable and unique. A model without a name is called by the last part of its path, or by as many last
+parts as are needed to distinguish it from the others.
 
 Some settings of a run are what is compared, and have their own place in the file. Under a method or in `common` they
-would be overwritten, or would make a row that is not what its name says; they are refused with the right place.
+would be overwritten, or contradict the name of their row, so they are refused with a message that names the right
+place.
 """
 
 from collections import Counter
@@ -17,7 +18,7 @@ from keyhole.config.faults import Finding
 from keyhole.config.loader import COMMAND_LINE, LocatedNode
 from keyhole.config.types import is_null, show
 
-ZERO_SHOT = "zero-shot"  # the row of a model as it is
+ZERO_SHOT = "zero-shot"  # the row of an untrained model
 PLACES = {
     "model": "models are compared: write `models: [...]` at the top of the file, or model=DIR on the command line",
     "models": "models are compared: write `models: [...]` at the top of the file, or model=DIR on the command line",
@@ -33,7 +34,7 @@ PLACES = {
 
 
 def word(node: yaml.Node) -> str | None:
-    """The text of a scalar; None where it is something else, or null."""
+    """The text of a scalar; None if it is something else, or null."""
     return str(node.value) if isinstance(node, yaml.ScalarNode) and not is_null(node) else None
 
 
@@ -43,7 +44,7 @@ def line_of(node: yaml.Node) -> str:
 
 
 def keys(node: yaml.MappingNode, what: str, faults: list[Finding]) -> list[tuple[str, yaml.Node, str]]:
-    """(name, value, line) of each entry of a mapping whose key is a word."""
+    """(name, value, line) of each entry of a mapping whose key is a scalar."""
     found = []
     for key, value in node.value:
         name = word(key)
@@ -69,7 +70,7 @@ def check_names(what: str, names: Sequence[str], where: str, faults: list[Findin
 
 
 def by_path(paths: Sequence[str], where: str, faults: list[Finding]) -> dict[str, str]:
-    """Name -> path, by as many last parts as tell the paths apart; one path twice is refused."""
+    """Name -> path, by as many last parts as are needed to distinguish the paths; a repeated path is refused."""
     parts = [Path(path).parts or (path,) for path in paths]
     names = {}
     for i, own in enumerate(parts):
@@ -84,7 +85,7 @@ def by_path(paths: Sequence[str], where: str, faults: list[Finding]) -> dict[str
 
 
 def refuse_misplaced(entries: dict[str, LocatedNode], place: str, own: Iterable[str], faults: list[Finding]) -> None:
-    """Refuses settings that have their own place in the file. own: those that may stand here."""
+    """Refuses settings that have their own place in the file. own: those that are allowed here."""
     for key in (key for key in entries if key in PLACES and key not in own):
         message = f"cannot stand {place}; {PLACES[key]}"
         faults.append(Finding(key, message, entries[key].where or COMMAND_LINE))

@@ -1,9 +1,9 @@
-"""report.html: the comparison as one self-contained page, with no script and nothing fetched from anywhere.
+"""report.html: the comparison as one self-contained page, without scripts or external files.
 
-From top to bottom: what won, in a sentence; a table per model; for every task the dev metric over steps, over training
-time and, where several methods without gradients are compared, over forward passes, and test over GPU memory; every
-point of every grid; what failed; and what is needed to run it again. It follows the reader's light or dark theme and
-fits a phone. All that comes from files or settings is escaped.
+From top to bottom: the winner, in a sentence; a table per model; for every task the dev metric over steps, over
+training time and, if several methods without gradients are compared, over forward passes, and the test metric over GPU
+memory; every point of every grid; failures; and how to run it again. It follows the reader's light or dark theme and
+fits a phone. All text from files or settings is escaped.
 """
 
 import statistics
@@ -74,7 +74,7 @@ def _lead(cells: Sequence[Cell]) -> str:
 
 
 def _leader(best: Cell, cells: Sequence[Cell]) -> str:
-    """Who leads, with what; methods with the same number, as it is published, lead together, or nobody does."""
+    """The leading method and its number; methods with the same rounded number lead together, or nobody does."""
     trained = [cell for cell in cells if cell.mean is not None and cell.method != ZERO_SHOT]
     value = number(best.metric, best.mean)
     equal = [cell.method for cell in trained if number(cell.metric, cell.mean) == value]
@@ -142,7 +142,7 @@ ALONG: dict[str, Along] = {
 
 
 def _curve(cell: Cell, colour: int, along: Along) -> Series:
-    """The dev metric of the chosen runs over what `along` makes of a run and a row of its curve."""
+    """The dev metric of the chosen runs over the x value that `along` computes from a run and a row of its curve."""
     runs = [run for run in cell.runs if not run.error and run.curve]
     count, factor = min((len(run.curve) for run in runs), default=0), _scale(cell.dev_metric)
     x, y, low, high = [], [], [], []
@@ -243,7 +243,7 @@ def _again(comparison: Comparison, cells: Sequence[Cell], runs: Settings, enviro
 
 
 def _told(values: dict[str, Any]) -> str:
-    """The settings that are not the defaults; of a grid, those of its first point."""
+    """The settings that differ from the defaults; for a grid, those of its first point."""
     table, flat = settings(), {}
     for key, value in values.items():
         flat |= {f"{key}.{name}": each for name, each in value.items()} if key in sections() else {key: value}

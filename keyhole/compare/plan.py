@@ -2,11 +2,11 @@
 
     group    SmolLM2-135M, sst2, adamw      points    learning_rate=1e-05; learning_rate=3e-05      runs    point x seed
 
-All configs are made, and so all mistakes found, before the first run begins. A run is known by a hash of its settings:
-of those that differ from their defaults and change its numbers (not where it is written, or how often it prints), with
-the content of the model instead of its path; and, once the data are read, by a hash of the rows that were drawn and of
-what the task file says (with_data). So a comparison that is started again finds what it has, also after lines
-were added to its file, and does not take numbers of other data for its own.
+All configs are made, and so all mistakes found, before the first run begins. A run is identified by a hash of its
+settings (only those that differ from their defaults and affect its numbers, not paths or printing), with the content of
+the model instead of its path; and, once the data are read, by a hash of the drawn rows and of the task file
+(with_data). So a comparison that is started again recognises its finished runs, also after lines were added to its
+file, and does not reuse results of other data.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ Point = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: names for people, its settings, and the id that it is recognised by."""
+    """One run: its names, its settings, and its id."""
 
     model: str
     task: str
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def directory(self) -> Path:
-        """Where the run is written."""
+        """The directory of the run."""
         return Path(self.config.output_dir)
 
     @property
@@ -74,7 +74,7 @@ class Group:
 
 
 def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tuple[list[Group], list[str]]:
-    """The groups in the order model, task, method; and warnings about their settings, each once."""
+    """The groups in the order model, task, method; and warnings about their settings, without duplicates."""
     groups, warnings = [], {}
     for (model, path), task, method in itertools.product(
         comparison.models.items(), comparison.tasks, comparison.methods
@@ -110,7 +110,7 @@ def plan(comparison: Comparison, model_hash: Callable[[str], str | None]) -> tup
 
 
 def _check_ids(source: str, trials: list[Trial]) -> None:
-    """Refuses two runs of one id: 1e-5 and 0.00001, or two values of a setting that changes no number."""
+    """Refuses two runs with the same id: 1e-5 and 0.00001, or two values of a setting that does not affect results."""
     seen: dict[str, Trial] = {}
     for trial in trials:
         other = seen.setdefault(trial.id, trial)
@@ -129,7 +129,7 @@ def _trial(about: tuple[str, str, str, Point, int], config: TrainConfig, content
 
 
 def with_data(group: Group, data_hash: Callable[[TrainConfig], str]) -> Group:
-    """The group with ids and directories that name the data too. data_hash: of the data of a config."""
+    """The group with ids and directories that include the data's hash. data_hash: of the data of a config."""
 
     def known(trial: Trial) -> Trial:
         run = f"{trial.id}-{data_hash(trial.config)}"
@@ -139,7 +139,7 @@ def with_data(group: Group, data_hash: Callable[[TrainConfig], str]) -> Group:
 
 
 def settings_hash(config: TrainConfig, content: str | None) -> str:
-    """12 hex digits that change with every setting that changes a run's numbers. content: the model's hash."""
+    """A hash, 12 hex digits, of every setting that affects a run's numbers. content: the model's hash."""
     values = to_dict(config)
     own = METHODS[config.method].section
     flat = {key: value for key, value in values.items() if key not in sections()}
@@ -151,7 +151,7 @@ def settings_hash(config: TrainConfig, content: str | None) -> str:
 
 
 def _merged(*layers: Entries) -> Entries:
-    """Later layers count more; a number of steps replaces a number of epochs, and the other way round."""
+    """Merges settings; later layers win. A number of steps replaces a number of epochs, and vice versa."""
     merged: Entries = {}
     for layer in layers:
         for key, other in itertools.permutations(("max_steps", "num_train_epochs")):

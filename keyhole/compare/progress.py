@@ -1,6 +1,6 @@
-"""What is seen of a comparison while it runs: on a terminal a bar with the run under way, elsewhere nothing but lines.
+"""Progress of a comparison: on a terminal a bar with the current run, elsewhere plain lines.
 
-A run prints nothing itself: its lines are in its run/log.txt.
+The runs themselves print nothing: their lines are in run/log.txt.
 """
 
 import sys
@@ -13,7 +13,7 @@ from keyhole.training.display import Display, Entry
 
 
 class Quiet(Display):
-    """The display of a run inside a comparison: lines go to run/log.txt alone, steps to `watch`."""
+    """The display of a run inside a comparison: lines go only to run/log.txt, steps to `watch`."""
 
     def __init__(self, total: int, every: int, watch: Callable[[int, int], None]) -> None:
         super().__init__(total, every)
@@ -23,7 +23,7 @@ class Quiet(Display):
         self.began_s, self.first_step = time.monotonic(), first_step
 
     def _print(self, text: str) -> None:
-        """Nothing: the comparison has the screen."""
+        """Prints nothing: the comparison uses the terminal."""
 
     def step(self, entry: Entry) -> None:
         super().step(entry)
@@ -31,7 +31,7 @@ class Quiet(Display):
 
 
 class Progress:
-    """How many runs are finished, and on a terminal a bar with the steps of the one under way."""
+    """Counts finished runs, and shows a bar with the steps of the current run on a terminal."""
 
     def __init__(self, total: int) -> None:
         self.total, self.finished, self.before = total, 0, 0
@@ -63,13 +63,13 @@ class Progress:
             self.bar.update(self.task, description=f"{self.finished + 1}/{self.total} {self.label}", total=None)
 
     def step(self, step: int, total: int) -> None:
-        """A step of it is done."""
+        """A step of the run is done."""
         if self.bar is not None:
             text = f"{self.finished + 1}/{self.total} {self.label}, step {step}/{total}"
             self.bar.update(self.task, description=text, total=total, completed=step)
 
     def count(self) -> str:
-        """`12/84, 1 h 3 min left`, for the line of a run that is over now."""
+        """`12/84, 1 h 3 min left`, for the line of a run that has just ended."""
         done, began_s = self.finished + 1, self.began_s or time.monotonic()
         left_s = (time.monotonic() - began_s) / max(1, done - self.before) * (self.total - done)
         return f"{done}/{self.total}" + (f", {duration(left_s)} left" if done < self.total else "")

@@ -1,13 +1,13 @@
 """A run as numbers, from its run/metrics.jsonl; results/<id>.json marks it as finished.
 
-    dev        the metric that chooses, at the chosen step: the best by dev, or the last
-    test       the metric that judges, of the weights of that step
-    seconds    of the training steps, evaluations and saves left out
+    dev        the metric that selects, at the selected step: the best by dev, or the last
+    test       the test metric of the weights of that step
+    seconds    of the training steps, without evaluations and saves
     curve      (step, seconds so far, dev, loss on dev) of every evaluation
     losses     (step, seconds so far, mean training loss) in at most MOST_POINTS pieces
 
-A run that failed has `error` instead. Its kind says what happens to it next time: `refused` (a mistake in settings or
-data, NaN, no memory) would fail again and stays; `crash` is tried again.
+A failed run has `error` instead. Its kind decides what happens next time: `refused` (a mistake in settings or data,
+NaN, out of memory) would fail again and is not repeated; `crash` is tried again.
 """
 
 import json
@@ -33,7 +33,7 @@ REFUSED, CRASH = "refused", "crash"
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """The result of a run."""
 
     id: str
     model: str
@@ -59,18 +59,18 @@ class Result:
     kind: str | None = None
 
     def forwards_at(self, step: float) -> float:
-        """Forward passes over a step's rows until the end of a step, of a method that counts them: a search for a rate
-        comes first, and costs more or less than a step."""
+        """Forward passes up to the end of a step, for a method that counts them, in units of a step's rows. A rate
+        search comes first, and its steps cost more or less than others."""
         return (self.forwards or 0.0) * step + self.search_forwards
 
     @property
     def grid(self) -> tuple[tuple[str, str], ...]:
-        """The values of the grid, as a plan has them."""
+        """The values of the grid, in the form of a plan."""
         return tuple((key, value) for key, value in self.point)
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether less of a metric is better."""
+    """Whether a smaller value of the metric is better."""
     return metric.endswith(("loss", *LOWER_IS_BETTER))
 
 
@@ -81,7 +81,7 @@ def blank(trial: Trial) -> Result:
 
 
 def summarise(trial: Trial, data: Data) -> Result:
-    """The numbers of a run that is over."""
+    """The numbers of a run that has ended."""
     judge, config = Judge(data.dev, data.test), trial.config
     metric = config.metric_for_best_model or judge.metric or "loss"
     entries = read_metrics(Path(config.output_dir) / "run" / "metrics.jsonl")
@@ -143,7 +143,7 @@ def _chosen_step(trial: Trial, evaluations: list[Entry], metric: str, last: int 
 
 
 def path_of(root: Path, run: str) -> Path:
-    """Where the result of a run lies."""
+    """The file with the result of a run."""
     return root / "results" / f"{run}.json"
 
 
@@ -155,7 +155,7 @@ def write_result(root: Path, result: Result) -> None:
 
 
 def read_result(root: Path, run: str) -> Result | None:
-    """The result of a finished run; None where there is none, or one with values that no run writes."""
+    """The result of a finished run; None if there is none, or if it has invalid values."""
     try:
         content: dict[str, Any] = json.loads(read_small(path_of(root, run), MOST_BYTES))
         kinds = typing.get_type_hints(Result)
@@ -169,7 +169,7 @@ def read_result(root: Path, run: str) -> Result | None:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of a type that a field of Result has."""
+    """Whether a JSON value has the type of a field of Result."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:
         return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)

@@ -1,10 +1,10 @@
 """The table of a comparison: the best settings of each method by dev, then their test, mean and spread over seeds.
 
     chosen    the point of the grid with the best dev metric: of the first seed, or in the mean over all seeds
-              (choose_by); of equal ones the first in the file. Runs that failed are no candidates
+              (choose_by); of equal ones the first in the file. Failed runs are not considered
     mean      of test over the seeds of that point           spread    its standard deviation (n - 1); none for one seed
 
-A mean over fewer seeds than were asked for says so: `88.4 (1 of 3 seeds)`.
+A mean over fewer seeds than were asked for is marked: `88.4 (1 of 3 seeds)`.
 Test questions are never used to choose.
 """
 
@@ -43,24 +43,24 @@ class Cell:
     seconds: float | None = None
     gpu_gib: float | None = None
     runs: list[Result] = field(default_factory=list)  # of the chosen point, one per seed
-    grid: list[Result] = field(default_factory=list)  # all that were run
+    grid: list[Result] = field(default_factory=list)  # all runs
     missing: int = 0  # runs of the grid that are not done
-    seeds: int = 1  # that were asked for
+    seeds: int = 1  # number requested
 
     @property
     def errors(self) -> list[str]:
-        """What went wrong, each once."""
+        """The error messages, without duplicates."""
         return list(dict.fromkeys(result.error for result in [*self.grid, *self.runs] if result.error))
 
     @property
     def partial(self) -> str:
-        """`1 of 3 seeds`, where the mean is not that of all seeds; "" otherwise."""
+        """`1 of 3 seeds`, if the mean is not over all seeds; "" otherwise."""
         have = sum(result.test is not None for result in self.runs if not result.error)
         return f"{have} of {self.seeds} seeds" if self.mean is not None and have < self.seeds else ""
 
 
 def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str) -> Point | None:
-    """The point with the best dev metric; None where no run of it succeeded."""
+    """The point with the best dev metric; None if no run succeeded."""
     asked = seeds[:1] if choose_by == "first-seed" else seeds
     if len(group.points) == 1:  # nothing to choose: dev may be missing
         only = [results.get(group.trials[group.points[0], seed].id) for seed in asked]
@@ -78,7 +78,7 @@ def choose(group: Group, seeds: Sequence[int], results: Results, choose_by: str)
 
 
 def cell_of(group: Group, comparison: Comparison, results: Results) -> Cell:
-    """The cell of a group, from what is done so far."""
+    """The cell of a group, from the results so far."""
     seeds = comparison.seeds
     chosen = choose(group, seeds, results, comparison.choose_by)
     cell = Cell(group.model, group.task, group.method, chosen, seeds=len(seeds))
@@ -109,19 +109,19 @@ def _filled(cell: Cell) -> Cell:
 
 
 def zero_shot_cell(result: Result) -> Cell:
-    """The model as it was, on one task."""
+    """The untrained model on one task."""
     return _filled(Cell(result.model, result.task, ZERO_SHOT, (), runs=[result]))
 
 
 def number(metric: str | None, value: float | None) -> str:
-    """A value as it is published, without its name; a dash for none."""
+    """A value as usually published, without its name; a dash for none."""
     if metric is None or value is None:
         return "-"
     return as_published(metric, value).removeprefix(f"{metric} ").removesuffix(" %")
 
 
 def shown(cell: Cell) -> str:
-    """`88.4 ± 0.3`, with a mark where seeds are missing or failed, or why there is no number."""
+    """`88.4 ± 0.3`, with a mark if seeds are missing or failed; or the reason why there is no number."""
     if cell.mean is not None:
         spread = "" if cell.spread is None else f" ± {number(cell.metric, cell.spread)}"
         return number(cell.metric, cell.mean) + spread + (f" ({cell.partial})" if cell.partial else "")
@@ -131,7 +131,7 @@ def shown(cell: Cell) -> str:
 
 
 def average(cells: Sequence[Cell]) -> str:
-    """The mean over tasks, where every one has a number and more of each is better; "" otherwise."""
+    """The mean over tasks, if every one has a number and larger is better for all; "" otherwise."""
     if len(cells) < 2 or any(cell.mean is None or lower_is_better(cell.metric or "") for cell in cells):
         return ""
     return f"{100 * statistics.fmean(cell.mean for cell in cells if cell.mean is not None):.1f}"
@@ -151,7 +151,7 @@ def to_json(comparison: Comparison, cells: Sequence[Cell], environment: dict[str
 
 
 def to_markdown(comparison: Comparison, cells: Sequence[Cell]) -> str:
-    """table.md: a table per model, then what was chosen, and what failed."""
+    """table.md: a table per model, then the chosen settings, and the failures."""
     parts = [f"# {_plain(comparison.title)}", ""]
     for model in comparison.models:
         own = [cell for cell in cells if cell.model == model]
@@ -192,6 +192,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that ends neither its line nor its cell, and is neither HTML nor a link."""
+    """Escapes text for a Markdown cell: no line breaks, no cell ends, no HTML, no links."""
     kept = escape(printable(" ".join(text.split()), len(text)), quote=False)
     return re.sub(r"[\\|`\[]", r"\\\g<0>", kept)
