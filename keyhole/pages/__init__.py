@@ -1,4 +1,5 @@
-"""What the pages that keyhole writes share: one look (style.py), and names that do not lie over each other (labels.py).
+"""What all HTML pages of keyhole share: style sheet (style.py), frame (frame.py), charts (chart.py), and labels that do
+not overlap (labels.py).
 
-Every page is one HTML file with inline SVG: no script, nothing fetched from anywhere.
+Every page is one HTML file with inline SVG, without scripts or external files.
 """

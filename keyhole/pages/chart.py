@@ -1,19 +1,19 @@
-"""Line charts as inline SVG: text in, text out, nothing to install and nothing to load from elsewhere.
+"""Line charts as inline SVG, written as text: no library and no external files are needed.
 
-A series is a curve, and may have a band from its lowest to its highest (over seeds, or over the steps that one point
-stands for), a faint line of what was measured (the curve is then its running mean), and dots. One x alone is a point.
+A series is a curve. It may have a band from minimum to maximum (over seeds, or over the steps of one point), a faint
+line of the measured values (the curve is then their running mean), and dots. A series with one x is drawn as a point.
 The smoothed value at i is the mean of the points within `reach` of i, fewer at the ends, so the curve neither lags nor
-starts from a made-up value:
+starts from an invented value:
 
     s_i = mean(y_j : |i - j| <= min(reach, i, n - 1 - i))
 
-The y axis spans the curves, not 0: accuracies live between chance and 100. Faint lines are cut where they leave it.
-Where the longest curve is LOG_FROM times the shortest, x is logarithmic, so that a method that is done in seconds is
-still seen beside one that takes an hour.
+The y axis spans the curves and need not include 0: accuracies are between chance and 100. Faint lines are clipped. If
+the longest curve is LOG_FROM times the shortest, x is logarithmic, so that a method that takes seconds is visible
+beside one that takes an hour.
 
-No label lies over another one: names stand in a column right of the plot, in the order of the curves' ends, and the
-chart grows with their number; ticks keep their distance. Sizes of text are those of style.py.
-Colours are CSS classes of the page (`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
+Labels do not overlap: names are in a column right of the plot, in the order of the curves' ends, and the chart grows
+with their number; ticks keep a minimum distance. Text sizes are those of style.py. Colours are CSS classes of the page
+(`c0` strokes, `f0` fills), so a chart follows the light and dark themes.
 """
 
 import math
@@ -25,16 +25,16 @@ from keyhole.pages.labels import NAME_HEIGHT, apart
 
 WIDTH, HEIGHT = 560, 310
 LEFT, TOP, BOTTOM = 86, 14, 46
-LETTER = 10.0  # width of one in a name, at most on average
+LETTER = 10.0  # upper bound of the mean width of a character in a name
 LOG_FROM = 20.0
 MOST_NAME = 16
-TICK_GAP = 52.0  # between the middles of two numbers under the plot
+TICK_GAP = 52.0  # minimum distance between the centres of two numbers under the plot
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: x, y, and the lowest and highest at each x. faint: what was measured, where y is its running mean.
-    dots: each point is marked."""
+    """A curve: x, y, and the minimum and maximum at each x. faint: the measured values, if y is their running mean.
+    dots: marks each point."""
 
     name: str
     colour: int
@@ -56,7 +56,8 @@ def smooth(y: list[float], reach: int) -> list[float]:
 
 
 def noisy(name: str, colour: int, x: Sequence[float], y: Sequence[float | None]) -> Series:
-    """A curve of single steps: faint as measured, strong as a running mean. What is not finite is left out."""
+    """A curve of single steps: the measured values faint, the running mean strong. Values that are not finite are left
+    out."""
     kept = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
     values = [b for _, b in kept]
     return Series(name, colour, [a for a, _ in kept], smooth(values, max(1, len(values) // 30)), faint=values)
@@ -71,14 +72,14 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 class Axes:
-    """Data to pixels. right: the margin that names take; height: of the picture."""
+    """Maps data to pixels. right: the margin for names; height: of the picture."""
 
     def __init__(self, x: Sequence[float], y: Sequence[float], log: bool, right: float = 24, height: int = HEIGHT):
         self.log, self.right, self.bottom, self.height = log, WIDTH - right, height - BOTTOM, height
         self.low_x = min(x) if log and x else 0.0
         self.high_x = max(max(x, default=1.0), self.low_x * 1.001, 1e-9)
         largest, span = max((abs(value) for value in y), default=1.0), max(y) - min(y) if y else 0.0
-        span = span if span > 1e-6 * largest else largest * 0.1 or 1.0  # less is rounding
+        span = span if span > 1e-6 * largest else largest * 0.1 or 1.0  # smaller spans are rounding errors
         self.low_y, self.high_y = min(y, default=0.0) - 0.06 * span, max(y, default=1.0) + 0.06 * span
 
     def x(self, value: float) -> float:
@@ -88,12 +89,12 @@ class Axes:
         return LEFT + (value - low) / ((high - low) or 1.0) * (self.right - LEFT)
 
     def y(self, value: float) -> float:
-        """Cut where the plot ends."""
+        """Clipped to the plot."""
         value = min(max(value, self.low_y), self.high_y)
         return self.bottom - (value - self.low_y) / (self.high_y - self.low_y) * (self.bottom - TOP)
 
     def x_ticks(self) -> list[float]:
-        """Numbers under the plot, not too near to each other."""
+        """Numbers under the plot, with a minimum distance."""
         found = ticks(self.low_x, self.high_x)
         if self.log:
             first, last = math.floor(math.log10(self.low_x)), math.ceil(math.log10(self.high_x))
@@ -106,8 +107,8 @@ class Axes:
 
 
 def chart(series: Sequence[Series], title: str, x_label: str, y_label: str, baseline: float | None = None) -> str:
-    """An <svg> element. baseline: a dashed line, for the model before training. A single curve without a name has none
-    beside it."""
+    """An <svg> element. baseline: a dashed line, for the model before training. A single curve without a name
+    has no label."""
     series = [each for each in map(_finite, series) if each.x]
     x = [value for each in series for value in each.x]
     y = [value for each in series for value in (*each.y, *each.low, *each.high)]
@@ -163,7 +164,7 @@ def _grid(axes: Axes, x_label: str, y_label: str) -> list[str]:
 
 
 def _digits(values: Sequence[float]) -> int:
-    """Digits that tell neighbours apart."""
+    """The number of digits that distinguishes neighbours."""
     step = min((b - a for a, b in zip(values, values[1:], strict=False)), default=0.0)
     largest = max(map(abs, values), default=0.0)
     return min(8, max(4, 2 + math.ceil(math.log10(largest / step)))) if step > 0 and largest > 0 else 4

@@ -1,8 +1,8 @@
-"""The frame of every page: head, style sheet, colours, and a body of parts; small pieces that several pages have.
+"""The frame of every page: head, style sheet, colours, and a body of parts; and small elements that several pages
+share.
 
-A page is one file: no script, nothing fetched. Where a reader is to choose (curves over steps or over time), two inputs
-of a form and a rule of the style sheet do it. Whoever calls has escaped what comes from files; control characters are
-taken out here.
+A page is one file without scripts or external files. A choice of the reader (curves over steps or over time) is made
+with form inputs and rules of the style sheet. Callers must escape text from files; control characters are removed here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from keyhole.pages.style import COLOURS, STYLE
 
 
 def page(title: str, parts: Iterable[str], style: str = "", refresh_s: int | None = None) -> str:
-    """The file. refresh_s: a browser that shows it reads it again after so many seconds."""
+    """The page. refresh_s: a browser reloads it after this many seconds."""
     rules = "".join(f".c{i}{{stroke:{c}}}.f{i}{{fill:{c}}}.b{i}{{background:{c}}}" for i, c in enumerate(COLOURS))
     view = '<meta name="viewport" content="width=device-width,initial-scale=1">'
     again = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
@@ -35,8 +35,8 @@ def header(eyebrow: str, title: str, lead: str, chips: Iterable[str]) -> str:
 
 
 def choice(name: str, panels: Sequence[tuple[str, str]]) -> str:
-    """Panels of which one is seen, under the names that choose it; the first one to begin with. name: of the form's
-    inputs, one per page."""
+    """Panels of which one is visible, with buttons to choose it; initially the first. name: of the form's inputs,
+    unique per page."""
     inputs, shown = [], []
     for i, (label, body) in enumerate(panels):
         checked = " checked" if i == 0 else ""
@@ -49,12 +49,12 @@ def choice(name: str, panels: Sequence[tuple[str, str]]) -> str:
 
 
 def colour_of(names: Iterable[str]) -> dict[str, int]:
-    """The number of the colour of each name; colours repeat rather than run out."""
+    """The index of the colour of each name; colours repeat if there are too many names."""
     return {name: i % len(COLOURS) for i, name in enumerate(names)}
 
 
 def machine_text(environment: Mapping[str, Any]) -> str:
-    """Processor, GPUs, system and versions in a paragraph, from what machine/probe.py found."""
+    """Processor, GPUs, system and versions in a paragraph, from the data of machine/probe.py."""
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items() if version)
     gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
     cpu = environment["cpu"]

@@ -1,10 +1,10 @@
-"""Where names stand beside a plot: in one column, in the order of what they name, apart from each other."""
+"""Positions of names beside a plot: in one column, in the order of their curves, without overlaps."""
 
-NAME_HEIGHT = 19.0  # of a line of text (style.py)
+NAME_HEIGHT = 19.0  # height of a line of text (style.py)
 
 
 def apart(heights: list[float], top: float, bottom: float, gap: float = NAME_HEIGHT) -> list[float]:
-    """Sorted heights, moved as little as it takes to stand `gap` apart (less where they would not fit)."""
+    """Sorted heights, moved as little as needed to be `gap` apart (less if they would not fit)."""
     gap = min(gap, (bottom - top) / max(1, len(heights) - 1))
     placed: list[float] = []
     for y in heights:

@@ -1,8 +1,8 @@
 """Several runs side by side: one page, and a short table for a terminal.
 
-Curves of the same number of all runs on one chart, over steps and over training time; what each came to; and the
-settings in which they differ, which is most often what one wants to know. A run that still goes on is shown as far as
-it is. Runs are named by their directories, as much of the path as tells them apart.
+It shows the curves of all runs in common charts, over steps and over training time; the final results; and the settings
+in which the runs differ, which is usually the question. A run that is still training is shown up to its latest step.
+Runs are named by their directories, with as much of the path as is needed to distinguish them.
 """
 
 import os
@@ -25,7 +25,7 @@ UNTOLD = {"output_dir"}
 
 
 def name_runs(directories: Sequence[Path]) -> list[str]:
-    """A name for each run/ directory: its output_dir, with as many parents as it takes to tell all apart."""
+    """A name for each run/ directory: its output_dir, with as many parents as are needed to distinguish all."""
     paths = [directory.absolute().parent.parts for directory in directories]
     for depth in range(1, max(map(len, paths), default=1) + 1):
         names = [os.path.join(*parts[-depth:]) for parts in paths]
@@ -157,12 +157,12 @@ def _is_metric(name: str) -> bool:
 
 
 def _end(name: str) -> str:
-    """The end of a name tells runs apart, where it is long."""
+    """Shortens a long name to its end, which distinguishes runs."""
     return name if len(name) <= 16 else f"…{name[-15:]}"
 
 
 def _differences(views: Sequence[View], colours: dict[str, int]) -> str:
-    """The settings that are not the same in all runs."""
+    """The settings that differ between the runs."""
     flat = [_flat(view.settings) for view in views]
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if key not in UNTOLD]
     differ = [key for key in keys if len({repr(each.get(key)) for each in flat}) > 1]
@@ -182,7 +182,7 @@ def _differences(views: Sequence[View], colours: dict[str, int]) -> str:
 
 
 def _flat(settings: dict[Any, Any]) -> dict[str, Any]:
-    """Dotted key -> value, of a config of one level of sections; that of the method alone, where it has one."""
+    """Dotted key -> value, for a config with one level of sections; of the methods' sections only the one in use."""
     made: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""Curves of a run in a fixed number of points, however long it is: what a page draws while training goes on.
+"""Curves of a run with a fixed number of points, however long the run is, for the page that is drawn during training.
 
-A point stands for w consecutive steps and keeps, of every number, the count, sum, lowest and highest. There are at most
-2 MOST points; when they are full, neighbours are joined and w doubles:
+A point represents w consecutive steps and keeps the count, sum, minimum and maximum of every number. There are at most
+2 MOST points; when they are full, neighbours are merged and w doubles:
 
     w = 1 up to 2 MOST steps, then 2, 4, ...       time per step: O(1);  memory and time of a page: O(MOST)
 
-Means of points are means of steps, since sums are kept. Time is that of the training steps, added up: evaluations and
-saves are not in it, and a run that was stopped and resumed goes on where it was.
+Means of points are means of steps, since sums are kept. Time is the sum over training steps, without evaluations and
+saves; a resumed run continues it.
 """
 
 from dataclasses import dataclass, field
@@ -16,13 +16,13 @@ from keyhole.report.entries import Entry, finite, is_test
 
 MOST = 300
 MOST_NAMES, LONGEST_NAME = 200, 80
-MOST_SECONDS, MOST_TOKENS = 1e9, 10**15  # of a step
+MOST_SECONDS, MOST_TOKENS = 1e9, 10**15  # largest plausible values of a step
 NO_CURVE = {"step", "epoch", "tokens", "seconds"}
 
 
 @dataclass
 class Point:
-    """Some steps. step, seconds: those of the last one."""
+    """Several consecutive steps. step, seconds: those of the last one."""
 
     steps: int
     step: int
@@ -39,7 +39,7 @@ class Point:
 
 @dataclass
 class Curves:
-    """All that the entries of a run come to."""
+    """The curves of a run, from its entries."""
 
     points: list[Point] = field(default_factory=list)
     width: int = 1  # steps per point
@@ -49,13 +49,13 @@ class Curves:
     last_step: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    losses: list[tuple[int, float]] = field(default_factory=list)  # of the first and the last step
+    losses: list[tuple[int, float]] = field(default_factory=list)  # first and last step
     highest: dict[str, float] = field(default_factory=dict)
     recent: list[tuple[float, float]] = field(default_factory=list)  # tokens and seconds of the last steps
     seen: set[str] = field(default_factory=set)  # names
 
     def add(self, entry: Entry) -> None:
-        """An entry of metrics.jsonl. What is no number, or not finite, is left out."""
+        """Adds an entry of metrics.jsonl. Values that are not finite numbers are left out."""
         step, numbers = entry["step"], self._numbers(entry)
         if is_test(entry):
             self.tests[step] = {name: value for name, value in numbers.items() if name.startswith("test_")}
@@ -76,7 +76,7 @@ class Curves:
         self._add_point(Point(1, step, self.seconds, sums))
 
     def _numbers(self, entry: Entry) -> dict[str, float]:
-        """What is a number in an entry, under names that there can be."""
+        """The numbers of an entry, with valid names."""
         found: dict[str, float] = {}
         for name, value in entry.items():
             number = finite(value)
@@ -89,7 +89,7 @@ class Curves:
     def _add_evaluation(self, step: int, numbers: dict[str, float]) -> None:
         numbers = {name: value for name, value in numbers.items() if name != "step"}
         self.evaluations.append((step, self.seconds, numbers))
-        if len(self.evaluations) > 2 * MOST:  # every other one of the older half
+        if len(self.evaluations) > 2 * MOST:  # drop every other one of the older half
             half = len(self.evaluations) // 2
             self.evaluations = self.evaluations[:half:2] + self.evaluations[half:]
 
@@ -105,12 +105,12 @@ class Curves:
 
     @property
     def names(self) -> list[str]:
-        """Of the numbers that steps have, in the order in which they came."""
+        """The names of the numbers of steps, in order of appearance."""
         return list(dict.fromkeys(name for point in self.points for name in point.sums))
 
     @property
     def evaluated(self) -> list[str]:
-        """Of the numbers that evaluations have."""
+        """The names of the numbers of evaluations."""
         return list(dict.fromkeys(name for _, _, numbers in self.evaluations for name in numbers))
 
     def mean(self, name: str, over_time: bool) -> tuple[list[float], list[float]]:
@@ -120,20 +120,20 @@ class Curves:
         return x, [point.sums[name][1] / point.sums[name][0] for point in own]
 
     def evaluation(self, name: str, over_time: bool) -> tuple[list[float], list[float]]:
-        """The same of a number of the evaluations."""
+        """x and the values of a number of the evaluations."""
         own = [row for row in self.evaluations if name in row[2]]
         return [seconds if over_time else float(step) for step, seconds, _ in own], [row[2][name] for row in own]
 
     @property
     def pace(self) -> float | None:
-        """Tokens per second of the last steps, the first of the run left out."""
+        """Tokens per second of the last steps, without the first step of the run."""
         rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
         seconds = sum(each for _, each in rows)
         return sum(tokens for tokens, _ in rows) / seconds if seconds > 0 else None
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds per step of the last steps, in the same way."""
+        """Seconds per step of the last steps, without the first step of the run."""
         rows = self.recent[1:] if self.steps == len(self.recent) > 1 else self.recent
         return sum(each for _, each in rows) / len(rows) if rows else None
 

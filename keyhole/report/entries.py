@@ -1,4 +1,4 @@
-"""The entries of run/metrics.jsonl, one JSON object per line; training/metrics.py says what is in them."""
+"""The entries of run/metrics.jsonl, one JSON object per line; training/metrics.py describes their content."""
 
 import json
 import math
@@ -16,12 +16,12 @@ def is_test(entry: Entry) -> bool:
 
 
 def read_metrics(path: Path) -> list[Entry]:
-    """The entries of a metrics file; a torn line, as a killed run leaves, is passed over."""
+    """The entries of a metrics file; an incomplete line, as a killed run leaves it, is skipped."""
     return read_lines(path)[0]
 
 
 def read_lines(path: Path) -> tuple[list[Entry], int]:
-    """The entries of a metrics file, and how many lines before its last are none."""
+    """The entries of a metrics file, and the number of invalid lines before its last."""
     entries, unreadable = [], 0
     lines = read_text(path).splitlines()
     for number, line in enumerate(lines, 1):
@@ -36,11 +36,11 @@ def read_lines(path: Path) -> tuple[list[Entry], int]:
     return entries, unreadable
 
 
-LARGEST = 1e100  # what is larger was measured by nobody, and its square is no number
+LARGEST = 1e100  # larger values cannot be measurements, and their squares overflow
 
 
 def finite(value: Any) -> float | None:
-    """The value as a number; None where it is none, not finite, or as good as that."""
+    """The value as a number; None if it is not a number, not finite, or too large."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

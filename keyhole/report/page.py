@@ -1,9 +1,8 @@
-"""report.html: a run as one self-contained page, with no script and nothing fetched from anywhere.
+"""report.html: a run as one self-contained page, without scripts or external files.
 
-From top to bottom: where the run stands; curves over steps and over time; what was planned and what was measured; where
-the time of a step goes; the data, with the tokens that are trained on; the model's answers; what was decided, and why;
-what happened; settings and machine. While the run goes on, a browser reads the page again by itself. All that comes
-from files is escaped.
+From top to bottom: progress; curves over steps and over time; planned and measured numbers; where the time of a step
+goes; the data, with trained tokens marked; the model's answers; decisions and their reasons; events; settings and
+machine. During the run, a browser reloads the page automatically. All text from files is escaped.
 """
 
 import datetime
@@ -60,7 +59,7 @@ def _top(view: View) -> str:
 
 
 def lead(view: View) -> str:
-    """Where the run stands, in a sentence or two, as HTML."""
+    """The progress of the run, in a sentence or two, as HTML."""
     story, curves = view.story, view.curves
     place = f"step {curves.last_step:,} of {story.total:,}" if story.total else f"step {curves.last_step:,}"
     seconds = curves.step_seconds
@@ -85,7 +84,7 @@ def lead(view: View) -> str:
 
 
 def shown_metrics(numbers: dict[str, float], kind: str) -> str:
-    """`loss 0.4312, accuracy 91.2 %`; of many metrics the first."""
+    """`loss 0.4312, accuracy 91.2 %`; of many metrics only the first."""
     own = {name.removeprefix(f"{kind}_"): value for name, value in numbers.items() if name.startswith(f"{kind}_")}
     kept = [(name, value) for name, value in own.items() if name not in ("tokens", "rows", "questions")]
     return ", ".join(
@@ -94,12 +93,12 @@ def shown_metrics(numbers: dict[str, float], kind: str) -> str:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a metric is shown as it is, and not times a hundred."""
+    """Whether a metric is shown unchanged, not in percent."""
     return name.endswith(PLAIN)
 
 
 def unit_of(seconds: float) -> tuple[float, str]:
-    """Seconds per unit, and its name, for an axis that is so long."""
+    """Seconds per unit, and the unit's name, for an axis of this length."""
     return next((size, name) for most, size, name in UNITS if seconds < most)
 
 
@@ -158,5 +157,5 @@ def _metric_charts(
 
 
 def now() -> str:
-    """The time of day, for `began` and `updated`."""
+    """The current time, for `began` and `updated`."""
     return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")

@@ -37,7 +37,7 @@ border:1px solid var(--line);border-radius:12px;padding:12px 16px}
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Bytes as readable text."""
     return f"{count / GIB:.2f} GiB" if count >= GIB / 10 else f"{count / MIB:.1f} MiB"
 
 
@@ -97,7 +97,7 @@ CROSSED = (("up_bytes", "up"), ("down_bytes", "down"))
 
 
 def data(story: Story) -> str:
-    """Rows as the model sees them."""
+    """Rows of the data, with trained tokens marked."""
     if not story.samples:
         return ""
     shown = "".join(_sample(sample) for sample in story.samples)
@@ -117,7 +117,7 @@ def _sample(sample: Sample) -> str:
 
 
 def answers(story: Story) -> str:
-    """What the model said at the last evaluation, and at earlier ones behind a click."""
+    """The model's answers at the last evaluation; those of earlier ones are folded."""
     if not story.answers:
         return ""
     *earlier, last = story.answers
@@ -144,7 +144,7 @@ def _answer_table(found: Answers) -> str:
 
 
 def decisions(story: Story) -> str:
-    """The start block. A line `key: text` is a row; lines that are set in belong to the one before."""
+    """The start block. A line `key: text` is a row; indented lines belong to the line before."""
     lines = [line[2:] if line.startswith("  ") else line for line in story.lines[1:]]
     if not lines:
         return ""
@@ -162,7 +162,7 @@ def decisions(story: Story) -> str:
 
 
 def events(story: Story) -> str:
-    """Lines that were printed while it ran."""
+    """The printed lines of the run."""
     if not story.events:
         return ""
     text = "\n".join(story.events)
@@ -173,7 +173,7 @@ def environment(view: View) -> str:
     """Machine and settings."""
     try:
         machine = machine_text(view.environment) if view.environment else ""
-    except (KeyError, TypeError, AttributeError):  # not what machine/probe.py writes
+    except (KeyError, TypeError, AttributeError):  # not written by machine/probe.py
         machine = ""
     config = f"<details><summary>config.yaml</summary><pre>{escape(view.config)}</pre></details>" if view.config else ""
     return f"<section><h2>Settings and machine</h2>{config}{machine}</section>" if config or machine else ""

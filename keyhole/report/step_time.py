@@ -1,9 +1,9 @@
-"""Where the time of a step goes: its trace as a drawing, a lane each for upload, compute, write-back, and gradients
-that go to the CPU.
+"""Where the time of a step goes: its trace as a drawing, with a lane each for upload, compute, write-back, and copies
+of gradients to the CPU.
 
-A span is one unit's copy or one unit's work. Lanes work at the same time, so a step is bound by the lane that has no
-gaps. The share of a lane is its busy time over the time of the step; spans that overlap within a lane count once. More
-than MOST spans are joined with their neighbours: a drawing of 700 units would show no more.
+A span is the copy or the computation of one unit. Lanes work in parallel, so the lane without gaps bounds the step. The
+share of a lane is its busy time over the time of the step; overlapping spans of a lane count once. If there are more
+than MOST spans, neighbours are joined: a drawing of 700 units would not show more.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ MOST = 400  # spans of a lane
 
 
 def step_time(story: Story) -> str:
-    """The section; nothing where no step was traced."""
+    """The section; empty if no step was traced."""
     if not story.spans:
         return ""
     lanes = [*LANES, *dict.fromkeys(lane for lane, *_ in story.spans if lane not in LANES)][:6]
@@ -37,7 +37,7 @@ def step_time(story: Story) -> str:
 
 
 def busy(spans: Sequence[tuple[float, float]]) -> float:
-    """Time that sorted spans cover, overlaps counted once."""
+    """The time that sorted spans cover; overlaps count once."""
     total, reached = 0.0, float("-inf")
     for begin, duration in spans:
         end = begin + duration
@@ -47,7 +47,7 @@ def busy(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def fewer(spans: Sequence[tuple[float, float]], most: int = MOST) -> list[tuple[float, float]]:
-    """Sorted spans, neighbours joined (smallest gaps first) until there are at most so many."""
+    """Sorted spans, with neighbours joined (smallest gaps first) until there are at most `most`."""
     ends = [begin + duration for begin, duration in spans]
     by_gap = sorted(range(1, len(spans)), key=lambda i: spans[i][0] - ends[i - 1])
     joined = set(by_gap[: max(0, len(spans) - most)])  # with the one before
@@ -90,5 +90,5 @@ def _drawing(lanes: dict[str, list[tuple[float, float]]], shares: dict[str, floa
 
 
 def spans_of(rows: Sequence[Span]) -> list[Span]:
-    """Spans as they are kept: rounded to a microsecond."""
+    """Spans as saved: rounded to a microsecond."""
     return [(lane, label, round(begin, 3), round(duration, 3)) for lane, label, begin, duration in rows]

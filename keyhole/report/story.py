@@ -1,14 +1,14 @@
-"""run/report.json: what a run tells besides its numbers. The page is made of it and of metrics.jsonl.
+"""run/report.json: the contents of a run's page besides the metrics. The page is made of it and of metrics.jsonl.
 
-    lines       the start block: what was decided, and why
-    planned     bytes on the device by part, host bytes, seconds of a step; measured: the same as it was
-    spans       one step, traced: [lane, label, begin, duration], milliseconds
-    samples     rows of the data: [trained?, tokens] stretch by stretch
-    answers     what the model said at evaluations
-    events      lines that were printed while it ran, but for those of steps
-    state       running, done, stopped or failed; outcome says more
+    lines       the start block: decisions and their reasons
+    planned     planned bytes on the device by part, host bytes, seconds of a step; measured: the measured ones
+    spans       the trace of one step: [lane, label, begin, duration], milliseconds
+    samples     rows of the data: runs of [trained?, tokens]
+    answers     the model's answers at evaluations
+    events      the printed lines, except those of steps
+    state       running, done, stopped or failed; outcome has details
 
-Reading trusts nothing: a value of another shape than its field is left out, texts and lists are cut at a length.
+The file may be untrusted: on reading, a value of the wrong type is left out, and texts and lists are cut at a limit.
 """
 
 import json
@@ -28,7 +28,7 @@ Span = tuple[str, str, float, float]
 
 @dataclass
 class Answer:
-    """One of the model's answers at an evaluation. right: None where nothing can be compared."""
+    """One of the model's answers at an evaluation. right: None if it cannot be decided."""
 
     prompt: str
     said: str
@@ -38,7 +38,7 @@ class Answer:
 
 @dataclass
 class Answers:
-    """Those of one evaluation; about: how they came about."""
+    """The answers of one evaluation; about: how they were made."""
 
     step: int
     about: str
@@ -47,7 +47,7 @@ class Answers:
 
 @dataclass
 class Sample:
-    """A row of the data. runs: stretches of tokens, read or trained on, as text, token by token."""
+    """A row of the data. runs: runs of tokens, context or trained, as text, token by token."""
 
     where: str
     about: str
@@ -73,22 +73,22 @@ class Story:
     planned: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, float] = field(default_factory=dict)
     traced_step: int = 0
-    traced_s: float = 0.0  # of that step
+    traced_s: float = 0.0  # seconds of that step
     spans: list[Span] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     answers: list[Answers] = field(default_factory=list)
 
     def happened(self, line: str) -> None:
-        """A line that was printed; only the last ones are kept."""
+        """Adds a printed line; only the last ones are kept."""
         self.events = [*self.events[1 - MOST_EVENTS :], line[:MOST_TEXT]]
 
     def answered(self, answers: Answers) -> None:
-        """Of an evaluation: the first ones and the newest are kept."""
+        """Adds the answers of an evaluation; the first and the newest evaluations are kept."""
         kept = [each for each in self.answers if each.step < answers.step]
         self.answers = [*kept[:1], *kept[1:][2 - MOST_ANSWERS :], answers]
 
     def went_back(self, step: int) -> None:
-        """The run goes on from a step: what came later has not happened."""
+        """The run was resumed from a step: removes everything after it."""
         self.answers = [each for each in self.answers if each.step <= step]
 
 
@@ -98,7 +98,7 @@ def write_story(path: Path, story: Story) -> None:
 
 
 def read_story(path: Path) -> Story | None:
-    """The file; None where there is none, or none of this kind."""
+    """The content of the file; None if it is missing or invalid."""
     try:
         found = json.loads(read_small(path, MOST_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""A run as its page sees it, read from the files in its directory.
+"""All data for the page of a run, read from the files in its directory.
 
-A directory is that of a run (output_dir, or its run/), or holds those of several, one level below. What a file does not
-say, the page does not show; a run of an older version has no run/report.json, and gets a page all the same.
+A directory is that of a run (output_dir, or its run/), or contains several runs, one level below. Missing information
+is left out of the page: a run of an older version has no run/report.json, and still gets a page.
 """
 
 import json
@@ -39,7 +39,7 @@ class View:
 
     @property
     def title(self) -> str:
-        """`zo on opt-13b`: of a directory, its name."""
+        """`zo on opt-13b`; of a model directory, only its name."""
         model = "demo" if self.story.model == str(assets.MODEL) else self.story.model
         is_path = os.path.isabs(model) or model.startswith(("./", "../", "~"))
         model = os.path.basename(os.path.normpath(model)) if is_path else model
@@ -47,7 +47,7 @@ class View:
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run/ directories that are meant, each once, in the order of the paths."""
+    """The run/ directories of these paths, without duplicates, in order."""
     found: dict[Path, None] = {}
     for path in paths:
         here = _runs_in(path)
@@ -73,7 +73,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _listed(path: Path) -> list[Path]:
-    """The runs of a comparison are one level further down."""
+    """The subdirectories of a path, sorted; none if it cannot be read."""
     try:
         return sorted(each for each in path.iterdir() if each.is_dir()) if path.is_dir() else []
     except OSError:
@@ -94,7 +94,7 @@ def read_view(directory: Path, name: str | None = None) -> View:
 
 
 def read_curves(path: Path) -> Curves:
-    """The entries, read line by line; a line that is none, or longer than any can be, is passed over."""
+    """The curves of the entries, read line by line; invalid lines, and lines that are too long, are skipped."""
     curves = Curves()
     if path.stat().st_size > MOST_METRICS:
         raise OSError(f"it has {path.stat().st_size:,} bytes, more than any run writes")
@@ -141,7 +141,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _yaml(text: str) -> dict[str, Any]:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            return {}  # written by nobody of us, and multiplies when it is shown
+            return {}  # not written by keyhole, and expands when it is shown
         found = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return {}
