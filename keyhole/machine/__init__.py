@@ -1,1 +1,1 @@
-"""What this computer has (host.py, probe.py), and how things are written: sizes (sizes.py), printed text (text.py)."""
+"""This machine (host.py, probe.py, rates.py), process settings (settings.py), and formatting (sizes.py, text.py)."""

@@ -1,8 +1,8 @@
 """Imports without the garbage collector.
 
-What an import makes stays: modules, classes, tables. Python's collector does not know that: while torch and
-transformers are imported it walks through all there is, again and again, and finds nothing to free. Off meanwhile, the
-imports of `keyhole train` take 6.3 s of a processor instead of 7.2 (Neoverse N1, torch 2.13, Transformers 5.22).
+The objects that an import creates (modules, classes, tables) stay alive. Python's garbage collector nevertheless
+traverses them again and again while torch and transformers are imported, and finds nothing to free. With the collector
+off, the imports of `keyhole train` take 6.3 s of CPU time instead of 7.2 (Neoverse N1, torch 2.13, Transformers 5.22).
 """
 
 import gc
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """Off within, and on again afterwards if it was on."""
+    """Turns the collector off inside the context, and on again afterwards if it was on."""
     was_on = gc.isenabled()
     gc.disable()
     try:

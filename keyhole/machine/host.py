@@ -1,14 +1,14 @@
-"""Host memory and cores that this process can really have.
+"""Host memory and cores that this process can actually use.
 
     host_memory() -> total, available, limit     bytes
 
-In a container the limit is the control group's, which is hit long before the machine is full: the process is
-then killed with exit -9 and no message. So the limit of every group above the process is looked at (both
-versions of the control group file system), and "available" is what can be taken without swap or a kill:
+In a container the limit is that of the control group, which is reached long before the machine is full: the process is
+then killed with exit -9 and no message. So the limits of all groups above the process are read (both versions of the
+control group file system), and "available" is the memory that can be used without swapping or being killed:
 
     available = min(MemAvailable, limit - used + inactive_file)        over all groups with a limit
 
-Page cache counts as used in a group but is given back on demand; hence inactive_file. No torch here.
+Page cache counts as used in a group but is freed on demand; hence inactive_file. This file does not import torch.
 """
 
 import os
@@ -23,7 +23,7 @@ NO_LIMIT_BYTES = 2**60  # version 1 writes a huge number for "no limit"
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of host memory: in the machine, free to take, and the tightest group's limit (None = none)."""
+    """Bytes of host memory: in the machine, available, and the smallest limit of a group (None = no limit)."""
 
     total_bytes: int
     available_bytes: int
@@ -39,7 +39,7 @@ class Group:
 
 
 def read_text(path: Path) -> str:
-    """The file's text; "" where there is no such file."""
+    """The file's text; "" if there is no such file."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -83,8 +83,8 @@ def host_memory(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cg
 
 
 def host_sum(needed: int, slack: int, available: int) -> str:
-    """`22.66 GiB and 1.00 GiB for the process itself, of which 21.75 GiB are free: 1.91 GiB are missing`. What is
-    printed adds up."""
+    """`22.66 GiB and 1.00 GiB for the process itself, of which 21.75 GiB are free: 1.91 GiB are missing`. The
+    printed numbers add up."""
     cents = [-(-100 * count // GIB) for count in (needed, slack)] + [100 * available // GIB]
     missing = cents[0] + cents[1] - cents[2]
     need, reserve, free, lack = (f"{count / 100:.2f} GiB" for count in (*cents, missing))
@@ -93,11 +93,11 @@ def host_sum(needed: int, slack: int, available: int) -> str:
 
 
 def cpu_count() -> int:
-    """Cores this process may use, which in a container is fewer than the machine has."""
+    """Cores this process may use; in a container fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_has_bf16(proc: Path = Path("/proc")) -> bool:
-    """Whether the CPU multiplies bfloat16 itself (x86: AVX-512 BF16 or AMX; ARM: BF16). Unknown counts as yes."""
+    """Whether the CPU has bfloat16 arithmetic (x86: AVX-512 BF16 or AMX; ARM: BF16). Unknown counts as yes."""
     words = read_text(proc / "cpuinfo").split()
     return not words or bool({"bf16", "avx512_bf16", "amx_bf16"} & set(words))

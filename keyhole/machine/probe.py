@@ -1,4 +1,4 @@
-"""What this machine is: versions, cores, host memory, GPUs, and the speed of the link between the two.
+"""Facts about this machine: versions, cores, host memory, GPUs, and the speed of the link between the two.
 
     environment() -> a JSON-able dict            `keyhole env` prints it, a run stores it in run/env.json
     link_speed()  -> GB/s up, down, both ways    pinned copies of 64 MiB, the size of a block; about 0.1 s
@@ -31,7 +31,7 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def installed_version(name: str) -> str | None:
-    """Read once per process: it is a search through directories, and a file of a hundred kilobytes to parse."""
+    """The version of a package, cached: finding it searches directories and parses a file of a hundred kilobytes."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def cuda_versions() -> dict[str, str | None]:
-    """CUDA of the torch build (None for a CPU build) and of the driver (None where there is none)."""
+    """CUDA of the torch build (None for a CPU build) and of the driver (None without one)."""
     import torch
 
     driver = read_text(Path("/proc/driver/nvidia/version")).partition("\n")[0]
@@ -66,7 +66,7 @@ def _rate_gb_s(copies: list[tuple[Any, Any, Any]], rounds: int) -> float:
     """GB/s each way of copying (target, source) on its stream, all streams at once."""
     import torch
 
-    for repeat in (1, rounds):  # the first round warms up
+    for repeat in (1, rounds):  # the first round is a warm-up
         torch.cuda.synchronize()
         begin_s = time.perf_counter()
         for target, source, stream in copies:
@@ -91,7 +91,7 @@ def link_speed(rounds: int = 16) -> dict[str, float]:
 
 
 def _link_or_reason() -> dict[str, float] | str:
-    """The rates, or why there are none: a full or broken GPU is just when someone needs the rest of the page."""
+    """The rates, or the reason why there are none: with a full or broken GPU the other facts are needed most."""
     try:
         return link_speed()
     except RuntimeError as error:  # CUDA errors and out of memory
@@ -99,7 +99,7 @@ def _link_or_reason() -> dict[str, float] | str:
 
 
 def triton_state() -> str:
-    """Whether Triton kernels will be used, and why not."""
+    """Whether Triton kernels will be used, or why not."""
     import torch
 
     if importlib.util.find_spec("triton") is None:
@@ -110,7 +110,7 @@ def triton_state() -> str:
 
 
 def environment(*, measure_link: bool = False) -> dict[str, Any]:
-    """Everything above in one JSON-able dict; the link is measured only when asked (and there is a GPU)."""
+    """Everything above in one JSON-able dict; the link is measured only on request (and if there is a GPU)."""
     found_gpus = gpus()
     return {
         "versions": versions(),

@@ -1,8 +1,8 @@
-"""How far a long piece of work has come, told by who does it to who may be listening.
+"""Progress of long work, reported by the code that does it to a listener that may show it.
 
-    with listening(show):                                 # whoever has a screen
+    with listening(show):                                 # code with access to the terminal
         ...
-            tell("reading weights", done, total)          # whoever does the work, as often as it likes
+            tell("reading weights", done, total)          # code that does the work, as often as it likes
 
 Without a listener `tell` costs a lookup. `total` may be a function, called only by a listener that shows it: counting
 the rows of a file costs a pass over it.
@@ -18,7 +18,7 @@ _listener: ContextVar[Listener | None] = ContextVar("keyhole_progress", default=
 
 
 def tell(what: str, done: int, total: Total = None, unit: str = "") -> None:
-    """Says that `done` of `total` are done. unit: "rows", or "bytes", which are shown as such."""
+    """Reports that `done` of `total` are done. unit: "rows", or "bytes", which are shown as sizes."""
     listener = _listener.get()
     if listener is not None:
         listener(what, done, total, unit)
@@ -26,7 +26,7 @@ def tell(what: str, done: int, total: Total = None, unit: str = "") -> None:
 
 @contextmanager
 def listening(to: Listener) -> Iterator[None]:
-    """Inside, what is told goes to this listener."""
+    """Inside the context, reports go to this listener."""
     token = _listener.set(to)
     try:
         yield

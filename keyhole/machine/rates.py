@@ -1,15 +1,15 @@
-"""How fast a machine is, in the few numbers that decide the pace of a training step.
+"""The speed of a machine, in the few numbers that determine the time of a training step.
 
-    products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): few rows use a GPU badly. Between
-                    two known numbers of rows the rate is interpolated, outside of them it is that of the nearest.
+    products        FLOP/s of 16-bit matrix products, by the number of rows (tokens): with few rows a GPU is slower.
+                    Between two known numbers of rows the rate is interpolated, outside it is that of the nearest.
     device_memory   bytes/s that elementwise kernels read and write
     up, down, both  bytes/s of page-locked copies over the link: each way alone, and each way while both run
     host_memory     bytes/s that the CPU's threads read and write in host memory
     adam            parameters/s of AdamW on fp32 state in host memory (28 bytes each: ops/adam/host.py)
     launch          seconds that the host needs to launch one kernel through PyTorch
 
-They are measured (plan/measure.py) or estimated from data sheets (plan/profiles.py); `measured` says which. No torch
-here.
+They are measured (plan/measure.py) or estimated from data sheets (plan/profiles.py); `measured` says which. This file
+does not import torch.
 """
 
 from bisect import bisect_left
@@ -18,13 +18,13 @@ from typing import Any
 
 from keyhole.machine.sizes import GIB, MIB
 
-FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, where it was not measured
-VERSION = 1  # of the stored form
+FP32_SHARE = 1 / 12  # of the 16-bit rate of products, on GPUs, if it was not measured
+VERSION = 1  # of the saved file
 
 
 @dataclass(frozen=True)
 class Rates:
-    """A machine. gpu_bytes: None where there is no GPU and everything runs on the CPU."""
+    """A machine. gpu_bytes: None without a GPU, when everything runs on the CPU."""
 
     name: str
     measured: bool
@@ -42,7 +42,7 @@ class Rates:
     workspace_bytes: int = 8 * MIB + 128 * 1024
 
     def products_at(self, rows: int, itemsize: int = 2) -> float:
-        """FLOP/s of products with so many rows."""
+        """FLOP/s of products with this number of rows."""
         known = sorted(self.products)
         place = bisect_left(known, rows)
         if place == 0 or place == len(known):
@@ -55,13 +55,14 @@ class Rates:
         return found if itemsize < 4 else self.products_fp32 * found / best
 
     def link_seconds(self, up_bytes: float, down_bytes: float) -> float:
-        """What goes both ways at the rate of both; the rest at that of its way alone."""
+        """Seconds of the copies: the bytes that can go both ways at once at the rate `both`, the rest at its own
+        rate."""
         shared = min(up_bytes, down_bytes)
         alone = (up_bytes - shared) / self.up + (down_bytes - shared) / self.down
         return shared / self.both + alone
 
     def with_link(self, rate: float) -> "Rates":
-        """The same machine behind a link of another rate; both ways at once keep their share of it."""
+        """The same machine with another link rate; the rate of both ways at once scales with it."""
         share = self.both / max(self.up, self.down)
         return replace(self, up=rate, down=rate, both=rate * share)
 
@@ -71,7 +72,7 @@ class Rates:
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> "Rates":
-        """ValueError where the dict does not hold a machine."""
+        """ValueError if the dict does not describe a machine."""
         try:
             values = {each.name: found[each.name] for each in fields(cls)}
             values["products"] = {int(rows): float(rate) for rows, rate in found["products"].items()}
@@ -83,7 +84,7 @@ class Rates:
         return cls(**values)
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Readable lines."""
         where = f"{self.gpu_bytes / GIB:.0f} GiB GPU, " if self.gpu_bytes else "no GPU, "
         best = max(self.products.values()) / 1e12
         link = f"link {self.up / 1e9:.0f} GB/s up, {self.down / 1e9:.0f} down, {self.both / 1e9:.0f} each way at once; "

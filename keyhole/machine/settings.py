@@ -1,12 +1,11 @@
-"""Settings of the process that a model needs changed while it lives, and puts back when it goes.
+"""Process-wide settings that a model changes while it is open, and restores when it is closed.
 
 A setting of torch (TF32, the allocator's limit, the compiler's limits) is one value for the whole process. Several
-models may want it changed at the same time, and they may go in any order:
+models may change it at the same time, and may be closed in any order:
 
-    value now   =   what the newest holder set;   after the last holder is gone, what was there before the first
+    value now   =   the value of the newest holder;   after the last holder is gone, the value before the first
 
-If somebody else has changed the setting meanwhile, that value stays: it is no longer ours to put back.
-docs/process.md lists the settings.
+If other code has changed the setting meanwhile, that value is kept. docs/process.md lists the settings.
 """
 
 import os
@@ -18,23 +17,23 @@ SEGMENTS = "expandable_segments"
 
 
 class Setting:
-    """One setting: how it is read and written, and who has it changed to what, newest last."""
+    """One setting: how it is read and written, and its holders with their values, newest last."""
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self.read, self.write = read, write
         self.before: Any = None
-        self.ours: Any = None  # the newest value as it is read (of a share, torch keeps whole bytes)
+        self.ours: Any = None  # the newest value, as read back (torch rounds a share to whole bytes)
         self.holders: list[tuple[object, Any]] = []
 
     def hold(self, holder: object, value: Any) -> None:
-        """Changes the setting on behalf of a holder, until it lets go."""
-        if not self.holders or self.read() != self.ours:  # somebody else's value: that of earlier holders is gone
+        """Changes the setting for a holder, until let_go."""
+        if not self.holders or self.read() != self.ours:  # changed by other code: earlier holders no longer count
             self.before, self.holders = self.read(), []
         self.holders = [(who, what) for who, what in self.holders if who is not holder] + [(holder, value)]
         self._change(value)
 
     def let_go(self, holder: object) -> None:
-        """The setting becomes that of the newest holder left, or what it was before the first."""
+        """Restores the value of the newest remaining holder, or the value before the first."""
         left = [(who, what) for who, what in self.holders if who is not holder]
         was_ours = len(left) < len(self.holders) and self.read() == self.ours
         self.holders = left
@@ -48,7 +47,7 @@ class Setting:
 
 
 class Changes:
-    """The settings that one model holds changed."""
+    """The settings that one model has changed."""
 
     def __init__(self) -> None:
         self.held: list[Setting] = []
@@ -58,7 +57,7 @@ class Changes:
         self.held.append(setting)
 
     def put_back(self) -> None:
-        """Lets go of everything; safe to call again."""
+        """Restores all settings; safe to call again."""
         while self.held:
             self.held.pop().let_go(self)
 
@@ -84,15 +83,15 @@ def memory_fraction(device: Any) -> Setting:
 
 @cache
 def allocator() -> Setting:
-    """PYTORCH_ALLOC_CONF. Memory that was reserved under one value stays as it is under the next. PyTorch before 2.13
-    does not say which value it has: there it is the environment's until we change it."""
+    """PYTORCH_ALLOC_CONF. A change does not affect memory that is already reserved. PyTorch before 2.13 cannot report
+    its value: there the environment's value is assumed until keyhole changes it."""
     import torch
 
     write = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
     known = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""]
 
     def write_all(text: str) -> None:
-        if SEGMENTS not in text:  # what a text does not mention stays as it was, so it is mentioned first
+        if SEGMENTS not in text:  # options that the text does not mention keep their value, so mention it
             write(_joined(text, f"{SEGMENTS}:False"))
         write(text)
         known[0] = text
@@ -110,8 +109,8 @@ def compiler(module: str, name: str) -> Setting:
 
 
 def expandable_segments(changes: Changes) -> None:
-    """PYTORCH_ALLOC_CONF=expandable_segments:True, beside what else it says. Where it mentions them, the user has
-    decided."""
+    """PYTORCH_ALLOC_CONF=expandable_segments:True, added to its other options. If the user has set this
+    option, it is kept."""
     setting = allocator()
     users = setting.before if setting.holders else setting.read()
     if SEGMENTS not in users:

@@ -1,13 +1,13 @@
-"""Sizes of memory: an int of bytes that reads and writes itself with its unit ("8GiB").
+"""Sizes of memory: an int of bytes that is parsed and printed with its unit ("8GiB").
 
     KiB MiB GiB TiB = 2^10 2^20 2^30 2^40        KB MB GB TB = 10^3 10^6 10^9 10^12        B = 1
 
-keyhole prints GiB everywhere; GB is read because data sheets and link rates use it. A bare number or "8G" is
-refused: one would mean eight bytes and the other could mean either unit, and a guess would be 7 % wrong. An int is a
-count of bytes, and refused below 1 MiB: a caller who writes gpu_memory=8 means something else.
-str() is exact, so that a config survives a round trip: of all ways to write the count with at most two decimals, the
-shortest ("8GB", "0.04GiB"). `about` is for messages: the same where it is short, else three digits ("13.7GiB").
-`enough` is for limits that a message names: rounded up, so that it can be copied into a config.
+keyhole prints GiB everywhere; GB is accepted because data sheets and link rates use it. A bare number or "8G" is
+refused: one would mean eight bytes and the other could mean either unit, and a wrong guess would be off by 7 %. An int
+is a count of bytes, and is refused below 1 MiB: a caller who writes gpu_memory=8 means something else.
+str() is exact, so that a config survives a round trip: it gives the shortest text with at most two decimals ("8GB",
+"0.04GiB"). `about` is for messages: the same if it is short, else three digits ("13.7GiB"). `enough` is for limits in
+messages: rounded up, so that the number can be copied into a config.
 """
 
 import re
@@ -41,7 +41,7 @@ class Bytes(int):
 
     @classmethod
     def parse(cls, text: "str | int") -> "Bytes":
-        """Reads a size; a large int is taken as bytes. ValueError names what was expected."""
+        """Parses a size; a large int is a number of bytes. ValueError names what was expected."""
         if isinstance(text, Bytes) or (type(text) is int and text >= LEAST_INT):
             count = int(text)
         else:
@@ -61,7 +61,7 @@ class Bytes(int):
 
 
 def about(count: int) -> str:
-    """A size for a message: "8GiB" where that is all of it, else "13.7GiB"."""
+    """A size for a message: "8GiB" if that is exact, else "13.7GiB"."""
     text = str(Bytes(count))
     unit = _unit(count)
     if len(text) <= SHORT and (unit == "B" or text != f"{count}B"):

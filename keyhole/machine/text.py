@@ -1,23 +1,23 @@
-"""Text that comes from files and is shown to a person: a terminal must show it, never obey it.
+"""Makes text from files safe to print: a terminal must show it, never interpret it.
 
-A column name, a file name, a key or a template's error may hold escape sequences: they move the cursor, rename the
-window, or hide what was printed before. It may also hold a megabyte. So everything that is printed passes here once:
+A column name, a file name, a key or a template's error may contain escape sequences, which move the cursor, rename the
+window, or hide earlier output. It may also be a megabyte long. So all printed text passes through one of these:
 
-    printable(text)         one line: every character that is not printable as an escape (`\\x1b`), cut at a limit
-    printable_lines(text)   the same for each line of a message, and only so many lines
-    without_controls(text)  a text of many lines (an answer): line breaks and tabs stay, control characters go
-    duration(seconds)       a time for people
+    printable(text)         one line: characters that are not printable become escapes (`\\x1b`), cut at a limit
+    printable_lines(text)   the same for each line of a message, with a limit of lines
+    without_controls(text)  a text of many lines (an answer): line breaks and tabs are kept, other control characters
+    removed duration(seconds)       a readable time
 """
 
 import re
 
 LINE_CHARACTERS = 2000
 MESSAGE_LINES = 100
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line breaks
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # except tabs and line breaks
 
 
 def printable(text: object, limit: int = LINE_CHARACTERS) -> str:
-    """The text on one line, safe for a terminal; cut after `limit` characters with the count of what is left out."""
+    """The text on one line, safe for a terminal; cut after `limit` characters, with the number of omitted ones."""
     text = str(text)
     cut = f"... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
     shown = text[:limit]
@@ -34,7 +34,7 @@ def printable_lines(text: object, limit: int = LINE_CHARACTERS, most: int = MESS
 
 
 def without_controls(text: str) -> str:
-    """The text as it is, but for control characters other than line breaks and tabs."""
+    """The text without control characters other than line breaks and tabs."""
     return CONTROLS.sub("", text)
 
 
