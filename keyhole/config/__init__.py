@@ -1,10 +1,10 @@
 """Settings of a run: typed, documented line by line, and checked before anything is loaded.
 
-    schema.py    the settings themselves          loader.py   YAML and key=value in, all faults at once
-    rules.py     what fields demand of each other dump.py     YAML out
-    types.py     a YAML node as a typed value     faults.py   what is wrong, in words
+    schema.py    the settings themselves          loader.py   reads YAML and key=value, reports all faults at once
+    rules.py     rules between settings           dump.py     writes YAML
+    types.py     YAML nodes to typed values       faults.py   messages about faults
     docs.py      the help and docs/config.md      fields.py   the table of all settings, which both need
-    recipes.py   the configs that are shipped     data.py     the settings that data preparation reads
+    recipes.py   the shipped configs              data.py     the settings that data preparation reads
 
 The settings of a method are in its own folder (methods/<name>/traits.py). Nothing here imports torch.
 """

@@ -1,6 +1,6 @@
-"""The part of a config that concerns the data, as keyhole.data takes it.
+"""The part of a config that data preparation needs, as a DataSettings of keyhole.data.
 
-Not imported by keyhole.config itself, which knows nothing of data.
+keyhole.config itself does not import this file, because it does not depend on keyhole.data.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ from keyhole.errors import UserError
 
 
 def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> DataSettings:
-    """Every setting that DataSettings has a field for. loader: the state of the loader of a run that goes on, which
-    keeps the day it began (for template_date) and its padding."""
+    """All settings that are fields of DataSettings. loader: the loader state of a resumed run, which keeps the day it
+    began (for template_date) and its padding."""
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     same = [field.name for field in dataclasses.fields(DataSettings) if field.name in names]
     settings = DataSettings(**{name: getattr(config, name) for name in same})
@@ -26,7 +26,7 @@ def data_settings(config: TrainConfig, loader: dict[str, Any] | None = None) -> 
 
 
 def _padding(kept: Any) -> list[Any]:
-    """What the loader's state says of its padding: what was asked for, the multiple, and the most tokens per row."""
+    """The padding in the loader's state: the setting, the multiple, and the largest number of tokens per row."""
     try:
         asked, multiple, most = kept
         whole = all(type(n) is int and n > 0 for n in (multiple, 1 if most is None else most))

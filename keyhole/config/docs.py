@@ -1,7 +1,7 @@
-"""The settings explained, from the one line under each field of schema.py and of a method's settings.
+"""Documentation of the settings, from the line under each field of schema.py and of a method's settings.
 
 keyhole config show              every key, its type, default and line
-keyhole config show CONFIG       the values a run would use, each with its line
+keyhole config show CONFIG       the values of a run, each with its line
 python -m keyhole.config.docs    the Markdown of docs/config.md (a test checks that it is up to date)
 """
 
@@ -28,12 +28,12 @@ This page is made by `python -m keyhole.config.docs` from keyhole/config/schema.
 
 
 def default_text(setting: Setting) -> str:
-    """The default as YAML writes it; `required` where there is none."""
+    """The default in YAML; `required` if there is none."""
     return "required" if setting.required else plain(setting.default)
 
 
 def plain(value: Any) -> str:
-    """A value as it would be typed after `key=`."""
+    """A value as typed after `key=`."""
     if isinstance(value, float):
         return f"{value:g}"
     return dump(value).removesuffix("\n").removesuffix("\n...")
@@ -73,7 +73,7 @@ def explain() -> str:
 
 
 def annotated(config: TrainConfig) -> str:
-    """The config as YAML with each key's line as a comment above it; of the methods' sections only the chosen one."""
+    """The config as YAML with each key's line as a comment above it; only with the section of the chosen method."""
     values, lines = to_dict(config), []
     others = {row.section for row in METHODS.values() if row.name != config.method}
     for name, about, group in by_section():

@@ -1,6 +1,6 @@
-"""Config out: the same YAML that the loader reads, so that a run can be repeated from run/config.yaml.
+"""Writes a config as YAML that the loader reads, so that a run can be repeated from run/config.yaml.
 
-Every value is written, defaults too: a later version with other defaults must not change an old run.
+All values are written, including defaults: a later version with other defaults must not change an old run.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from keyhole.config.schema import TrainConfig
 from keyhole.machine.sizes import Bytes
 
 
-# With the emitter of libyaml, where there is one: a quarter of the time
+# Uses the emitter of libyaml, if available: four times as fast
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
     """Safe YAML that quotes the word `None`, which the loader would read as null."""
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    quoted = text in ("None", "none") or not text.isprintable()  # PyYAML folds odd line breaks elsewhere
+    quoted = text in ("None", "none") or not text.isprintable()  # unquoted, PyYAML would fold unusual line breaks
     style = '"' if quoted else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -36,12 +36,12 @@ def dump(value: Any) -> str:
 
 
 def to_node(value: Any) -> yaml.MappingNode:
-    """What a reader of `dump(value)` would compose, without the text between."""
+    """The YAML nodes of `dump(value)`, made without the text."""
     return _Dumper(io.StringIO(), sort_keys=False).represent_data(value)
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """All values, sections nested; a plain int in gpu_memory is given its unit."""
+    """All values, sections nested; a plain int in gpu_memory gets its unit."""
     values = dataclasses.asdict(config)
     if isinstance(config.gpu_memory, int):
         values["gpu_memory"] = Bytes(config.gpu_memory)

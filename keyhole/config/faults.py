@@ -1,8 +1,8 @@
-"""What is wrong with a config, in one line each: place, key, value found, what was expected, nearest name.
+"""Messages about faults in a config, one line each: place, key, value found, expected value, nearest name.
 
-All faults of a config are collected and shown together, so that a file is repaired in one round. An unknown
-key is answered by, in this order: our name for a key of another trainer, the same key in its right section,
-and the nearest spelling.
+All faults of a config are collected and shown together, so that a file can be corrected at once. For an unknown key the
+message suggests, in this order: keyhole's name for a key of another trainer, the same key in its right section, and the
+nearest spelling.
 """
 
 import difflib
@@ -61,13 +61,13 @@ def refuse(source: str, faults: list[Finding]) -> None:
 
 
 def nearest(word: Any, known: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing when no known word is close."""
+    """`; did you mean ...?`, or nothing if no known word is similar."""
     close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
 def suggest_value(found: Any, words: Collection[str]) -> str:
-    """What to write instead of a value that is not one of `words` (or no size): `found` is the text, or a list."""
+    """A suggestion for a value that is not one of `words` (or not a size): `found` is the text, or a list."""
     if isinstance(found, list):
         alone = [item for item in found if item in words]
         if len(found) == len(alone):
@@ -81,7 +81,7 @@ def suggest_value(found: Any, words: Collection[str]) -> str:
 
 
 def suggest_key(key: str) -> str:
-    """What to write instead of an unknown key."""
+    """A suggestion for an unknown key."""
     table = settings()
     parent, _, tail = key.rpartition(".")
     if key.lower() in ELSEWHERE:

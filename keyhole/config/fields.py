@@ -1,7 +1,7 @@
 """The table of settings: each dotted key ("zo.eps") with its type, default and doc line.
 
-Made once from schema.py and the methods' rows: types by typing, defaults by dataclasses, and the doc line from the
-source text, because Python throws away the string under a field. A field whose type is a dataclass is a section; its
+It is made once from schema.py and the methods' rows: types from typing, defaults from dataclasses, and doc lines from
+the source text, because Python discards the string under a field. A field whose type is a dataclass is a section; its
 fields appear under their dotted names and the section itself does not.
 """
 
@@ -37,10 +37,10 @@ class Setting:
 
 
 def doc_lines(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass, by field name; those of its base classes too."""
+    """The string under each field of a dataclass, by field name; including base classes."""
     bases = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
     docs = {name: doc for base in bases for name, doc in doc_lines(base).items()}
-    if cls is TrainConfig:  # made from its base and the methods' rows: it has no source of its own
+    if cls is TrainConfig:  # generated from its base and the methods' rows, without source text
         return docs
     body = ast.parse(inspect.getsource(cls)).body[0].body
     for statement, after in zip(body, body[1:], strict=False):

@@ -3,9 +3,8 @@
     text --compose--> nodes with line numbers --open sections--> {"zo.eps": node} --+
     key=value       -------------------------------------------> {"zo.eps": node} --+--> typed --> TrainConfig
 
-An override replaces the file's entry before anything is checked, so it can also repair it. Only what the
-schema knows is descended into, so aliases and deep nesting cost nothing; nothing is evaluated, imported or
-interpolated.
+An override replaces the file's entry before anything is checked, so it can also correct a fault. Only known keys are
+parsed, so aliases and deep nesting cost nothing; nothing is evaluated, imported or interpolated.
 """
 
 import stat
@@ -43,7 +42,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> tuple[TrainC
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a YAML file; UserError where it is none."""
+    """The text of a YAML file; UserError if it cannot be read."""
     try:
         return read_limited(Path(path))
     except UnicodeDecodeError as error:
@@ -53,8 +52,8 @@ def read_text(path: str | Path) -> str:
 
 
 def read_limited(path: Path) -> str:
-    """The text of a file of at most LIMIT_BYTES. A named pipe would wait for somebody to write into it; one that the
-    shell has opened for the command, as in `keyhole train <(...)`, is read."""
+    """The text of a file of at most LIMIT_BYTES. A named pipe is refused, because reading could block; a pipe that
+    the shell has opened for the command, as in `keyhole train <(...)`, is read."""
     if stat.S_ISFIFO(path.stat().st_mode) and path.parent != Path("/dev/fd"):
         raise ValueError("it is a pipe")
     with path.open("rb") as file:
@@ -65,13 +64,13 @@ def read_limited(path: Path) -> str:
 
 
 def resolve(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """The same checks and defaults for a config made in Python; resolving twice changes nothing."""
+    """Applies the same checks and defaults to a config made in Python; applying it twice changes nothing."""
     faults: list[Finding] = []
     return build_config(open_sections(to_node(to_dict(config)), "", "", faults), "TrainConfig", faults)
 
 
 def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, Any]:
-    """The typed values of key=value arguments, for a command that takes a few settings and no config."""
+    """The typed values of key=value arguments, for a command with a few settings and no config."""
     faults: list[Finding] = []
     entries: dict[str, LocatedNode] = {}
     for word in words:
@@ -86,7 +85,7 @@ def parse_settings(words: Iterable[str], allowed: Collection[str]) -> dict[str, 
 def parse_config(
     text: str, overrides: Iterable[str] = (), *, source: str = "config", where: str | None = None
 ) -> tuple[TrainConfig, list[str]]:
-    """Reads config text: the work behind load_config. `where` stands in for line numbers."""
+    """Parses config text, for load_config. `where` replaces line numbers."""
     faults: list[Finding] = []
     entries = open_sections(compose(text, source), "", where, faults)
     for word in overrides:
@@ -97,7 +96,7 @@ def parse_config(
 def build_config(
     entries: dict[str, LocatedNode], source: str, faults: list[Finding] | None = None
 ) -> tuple[TrainConfig, list[str]]:
-    """The config of these entries and its warnings. faults: those found so far."""
+    """The config from these entries, and warnings. faults: those found so far."""
     faults = faults or []
     values = _typed(entries, faults)
     for key, setting in settings().items():
@@ -128,7 +127,7 @@ def compose(text: str, source: str) -> yaml.MappingNode:
 def open_sections(
     root: yaml.MappingNode, prefix: str, where: str | None, faults: list[Finding]
 ) -> dict[str, LocatedNode]:
-    """Dotted key -> entry; sections are opened, nothing else is."""
+    """Dotted key -> entry; only sections are flattened."""
     entries: dict[str, LocatedNode] = {}
     for key_node, node in root.value:
         place = f"line {key_node.start_mark.line + 1}" if where is None else where
@@ -153,8 +152,8 @@ def _section(key: str, node: yaml.Node, where: str | None, place: str, faults: l
 
 
 def parse_override(word: str, faults: list[Finding]) -> dict[str, LocatedNode]:
-    """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text. A setting that is a
-    text is one, too, where it begins with a bracket or a brace (prompt={sentence} It was)."""
+    """One `key=value` word; brackets, braces and quotes are YAML, everything else is plain text. A text
+    setting is plain text even if it begins with a bracket or a brace (prompt={sentence} It was)."""
     key, equals, text = word.partition("=")
     key, text = key.strip(), text.strip()
     if not equals or not key:
@@ -178,7 +177,7 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
     table, values = settings(), {}
     for key, entry in entries.items():
         if key not in table:
-            near = suggest_key(key) if len(faults) < MOST_SHOWN else ""  # the others are only counted
+            near = suggest_key(key) if len(faults) < MOST_SHOWN else ""  # further ones are only counted
             faults.append(Finding(key, f"unknown key{near}", entry.where))
             continue
         try:
@@ -190,14 +189,14 @@ def _typed(entries: dict[str, LocatedNode], faults: list[Finding]) -> dict[str, 
 
 
 def _plain(node: yaml.Node) -> Any:
-    """The text of a node, or the texts in a list; what is nested deeper is not looked at (aliases can be endless)."""
+    """The text of a node, or the texts in a list; deeper levels are ignored (aliases can be recursive)."""
     if isinstance(node, yaml.SequenceNode):
         return [item.value for item in node.value if isinstance(item, yaml.ScalarNode)]
     return node.value
 
 
 def _placed(finding: Finding, entries: dict[str, LocatedNode]) -> Finding:
-    """The finding with the place its key was set in."""
+    """The finding with the place where its key was set."""
     return replace(finding, where=entries[finding.key].where) if finding.key in entries else finding
 
 

@@ -1,8 +1,7 @@
-"""The recipes that are shipped (keyhole/configs/*.yaml), and how a CONFIG on the command line is found.
+"""The shipped recipes (keyhole/configs/*.yaml), and how a CONFIG on the command line is found.
 
-A recipe's first comment line says what it trains. A CONFIG that is not a file but is the name of a recipe is
-that recipe, so `keyhole train demo-zo` works from anywhere; the caller says so. Anything else is refused
-with the nearest name.
+A recipe's first comment line is its title. If CONFIG is not a file but the name of a recipe, that recipe is used, so
+`keyhole train demo-zo` works from anywhere; the caller prints this. Anything else is refused with the nearest name.
 """
 
 import os
@@ -35,7 +34,7 @@ def find_recipe(name: str) -> Path:
 
 
 def copy_recipe(name: str, dest: str | None) -> Path:
-    """Writes a recipe to a file or into a directory; refuses to write over anything."""
+    """Writes a recipe to a file or into a directory; refuses to overwrite anything."""
     recipe = find_recipe(name)
     target = Path(dest or recipe.name)
     target = target / recipe.name if target.is_dir() else target
@@ -50,7 +49,7 @@ def copy_recipe(name: str, dest: str | None) -> Path:
 
 
 def find_config(config: str) -> tuple[Path, bool]:
-    """(file, whether it is a shipped recipe) for what the user typed as CONFIG."""
+    """(file, whether it is a shipped recipe) for the CONFIG argument."""
     path = Path(config)
     if os.path.isdir(path):
         inside = path / "run" / "config.yaml"

@@ -1,10 +1,10 @@
-"""What one field demands of another, and what is filled in when a field is left null. All of it, here.
+"""All rules between settings, and the values that replace null.
 
-The rule above all is "exact or refused": a setting that a method cannot honour is a fault with the change
-that fixes it; one that is only useless is a warning. `apply` changes nothing when it is applied twice.
+The main rule is "exact or refused": a setting that a method cannot implement exactly is a fault, with the change that
+fixes it; a setting without effect is a warning. Applying `apply` twice changes nothing.
 
-What is particular to a method (its rates, formats, and contradictions) is in its row (methods/<name>/traits.py). The
-embedded demo model is far smaller than those that the rows' rates were seen on, and is not judged by them.
+Rules of a method (its rates, formats, and contradictions) are in its row (methods/<name>/traits.py). The embedded demo
+model is far smaller than the models that the rows' rates are for, so it is not checked against them.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ OF_FILES = (
 
 
 def apply(config: TrainConfig) -> tuple[TrainConfig, list[Finding], list[Finding]]:
-    """(config with its blanks filled, faults, warnings)."""
+    """(config with null values filled in, faults, warnings)."""
     faults = list(_faults(config))
     warnings = list(_warnings(config))
     return _fill(config), faults, warnings
@@ -133,7 +133,7 @@ def _warnings(config: TrainConfig) -> Iterator[Finding]:
 
 
 def _unused(section: str, config: TrainConfig) -> str:
-    """Why nothing reads a section; "" where something does."""
+    """Why a section is not used; "" if it is."""
     if section == "offload":
         return "placement is resident" if config.placement == "resident" else ""
     return f"the method is {config.method}" if section != METHODS[config.method].section else ""
@@ -170,5 +170,5 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _expanded(path: str) -> str:
-    """The path with ~ and $NAME replaced: inside a config, or after `key=`, no shell has done it."""
+    """The path with ~ and $NAME replaced: in a config, or after `key=`, no shell has expanded them."""
     return os.path.expanduser(os.path.expandvars(path))

@@ -1,9 +1,9 @@
-"""From a YAML node to a typed value: the field's type decides how the text is read, not YAML's guess.
+"""From a YAML node to a typed value: the field's type decides how the text is parsed, not YAML's rules.
 
 YAML 1.1 reads `2e-5` as text, `no` as False and `1:30` as 90. Here a float field reads the text `2e-5` as a
 float and a text field keeps `no`, because both look at the characters in the file and at the declared type.
 Handled types: bool, int, float, str, Bytes, Literal, list[T], dict[str, T], T | None, T | U, Annotated[T, Limit].
-Inside dict[str, Any] there is no type to go by, and YAML's guess is taken.
+Inside dict[str, Any] there is no declared type, and YAML's rules apply.
 """
 
 import math
@@ -23,7 +23,7 @@ BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "of
 
 
 class Mismatch(ValueError):
-    """The node does not hold a value of the type."""
+    """The node has no value of the type."""
 
 
 def is_null(node: yaml.Node) -> bool:
@@ -34,7 +34,7 @@ def is_null(node: yaml.Node) -> bool:
 
 
 def show(node: yaml.Node) -> str:
-    """The value as the user wrote it, short enough for one line."""
+    """The value as written by the user, shortened to one line."""
     if isinstance(node, yaml.SequenceNode):
         return "a list"
     if isinstance(node, yaml.MappingNode):
@@ -63,7 +63,7 @@ def describe(kind: Any, full: bool = False) -> str:
 
 
 def choices(kind: Any) -> tuple[str, ...]:
-    """The words a Literal (or an optional one) allows, for did-you-mean."""
+    """The words of a Literal (or an optional one), for suggestions."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
@@ -72,7 +72,7 @@ def choices(kind: Any) -> tuple[str, ...]:
 
 
 def parse(node: yaml.Node, kind: Any) -> Any:
-    """The node's value as the type asks; Mismatch says what was expected."""
+    """The node's value with this type; Mismatch says what was expected."""
     try:
         return _value(node, kind)
     except (ValueError, OverflowError, KeyError, RecursionError, yaml.YAMLError):
@@ -99,7 +99,7 @@ def _value(node: yaml.Node, kind: Any) -> Any:
 
 
 def _first(node: yaml.Node, arms: tuple[Any, ...]) -> Any:
-    """The value by the first type of a union that can read it."""
+    """The value, with the first type of a union that can parse it."""
     if type(None) in arms and is_null(node):
         return None
     for arm in arms:
@@ -111,7 +111,8 @@ def _first(node: yaml.Node, arms: tuple[Any, ...]) -> Any:
 
 
 def _plain(node: yaml.Node, left: list[int]) -> Any:
-    """A value of JSON as YAML reads it; an alias counts each time, so none multiplies. left: nodes still allowed."""
+    """A JSON value by YAML's rules; each use of an alias counts, so that aliases cannot multiply. left: nodes still
+    allowed."""
     left[0] -= 1
     if left[0] < 0:
         raise ValueError("too large")
@@ -150,7 +151,7 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_text(text: str) -> str:
-    """Any text but an empty one, or one with a NUL, which no path can hold."""
+    """Any text except an empty one, or one with a NUL, which paths cannot contain."""
     if not text.strip() or "\0" in text:
         raise ValueError("empty")
     return text
