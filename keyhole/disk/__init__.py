@@ -1,10 +1,13 @@
-"""Files that survive a crash. Knows nothing of models or training.
+"""Files that survive a crash, and weight files in published formats. Nothing here depends on models or training.
 
 files.py          durable writes: temporary names, flushes, renames; links are not followed
-append.py         records appended to a file, kept in memory while the disk is full
+append.py         appends records to a file, and keeps them in memory while the disk is full
 crc.py            the checksum of a file from the checksums of its pieces
 tensors.py        safetensors files, tensor by tensor
-weight_files.py   the weight files of a model directory, safetensors or .bin
-read_json.py      a small JSON file that somebody else wrote
-weights_hash.py   which weights a model directory holds
+weight_files.py   the weight files of a model directory: safetensors, .bin or GGUF
+gguf.py           GGUF files; quantized.py: bitsandbytes, GPTQ and AWQ in safetensors
+read_json.py      small JSON files of unknown origin
+result_file.py    result files that the user names (--json, --page)
+user_cache.py     the user's cache directory
+weights_hash.py   a hash that identifies the weights of a model directory
 """

@@ -1,8 +1,7 @@
-"""Appends pieces (records, lines) to a file; what a full disk does not take is kept and written before the next piece.
+"""Appends pieces (records, lines) to a file; a piece that a full disk refuses is kept and written before the next one.
 
-The file always ends with a whole piece: one that was taken in part is cut off again. Pieces that wait are tried again
-at every append, PIECES of them at a time, so that a disk that stays full costs one failed write per append and nothing
-else.
+The file always ends with a complete piece: one that was written only in part is cut off again. Waiting pieces are tried
+again at every append, PIECES of them at a time, so that a disk that stays full costs only one failed write per append.
 """
 
 import errno
@@ -16,21 +15,21 @@ PIECES = 256
 
 
 class Appender:
-    """Appends to an open file, from the offset `end` on. Not for several threads at once.
+    """Appends to an open file, from the offset `end` on. Not thread-safe.
 
-    taken is called with every piece that the operating system has taken."""
+    taken is called with every piece that the operating system has accepted."""
 
     def __init__(self, file: int, end: int, taken: Callable[[bytes], None] = lambda piece: None) -> None:
         self.file, self.end, self.taken = file, end, taken
         self.pending: deque[bytes] = deque()
 
     def append(self, piece: bytes) -> None:
-        """Hands a piece to the operating system. OSError: it could not, and the piece waits for the next call."""
+        """Writes a piece. OSError: the write failed, and the piece waits for the next call."""
         self.pending.append(piece)
         self.write_pending()
 
     def write_pending(self) -> None:
-        """Writes what waits. OSError: some of it still waits."""
+        """Writes the waiting pieces. OSError: some of them still wait."""
         while self.pending:
             pieces = list(islice(self.pending, PIECES))
             data, end = b"".join(pieces), self.end
@@ -49,5 +48,5 @@ class Appender:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _cut(self) -> None:
-        with suppress(OSError):  # the next write begins at `end` in any case
+        with suppress(OSError):  # the next write starts at `end` in any case
             os.ftruncate(self.file, self.end)

@@ -1,12 +1,12 @@
 """The checksum of a file that was written in pieces, from the checksums of the pieces.
 
-CRC-32 is linear over bits. Let Z(n) be what n zero bytes do to a checksum, a 32 x 32 matrix of bits. Then
+CRC-32 is linear over bits. Let Z(n) be the effect of n zero bytes on a checksum, a 32 x 32 matrix of bits. Then
 
     crc(a + b) = Z(len b) crc(a)  xor  crc(b)
 
-so workers may sum up the pieces they write, in any order and while these are in a core's cache, and nobody reads the
-file again (a second a gigabyte). Z(2 n) = Z(n) Z(n), so Z of any length takes a few dozen products. A matrix is the
-list of its 32 columns; column i is what becomes of bit i.
+so workers can compute checksums of the pieces they write, in any order and while these are in a core's cache, and the
+file need not be read again (a second per gigabyte). Z(2 n) = Z(n) Z(n), so Z of any length takes a few dozen products.
+A matrix is the list of its 32 columns; column i is the image of bit i.
 """
 
 import zlib
@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 Span = tuple[int, int, int]  # offset in the file, bytes, checksum
 Matrix = list[int]
-POLYNOMIAL = 0xEDB88320  # CRC-32's, lowest bit first, as zlib has it
+POLYNOMIAL = 0xEDB88320  # CRC-32's, lowest bit first, as in zlib
 READ_BYTES = 4 * 2**20
 
 
@@ -36,7 +36,7 @@ def _power(k: int) -> tuple[int, ...]:
     if k > 0:
         half = list(_power(k - 1))
         return tuple(_times(half, column) for column in half)
-    matrix = [POLYNOMIAL] + [1 << i for i in range(31)]  # one zero bit: a shift, and the polynomial for a bit that left
+    matrix = [POLYNOMIAL] + [1 << i for i in range(31)]  # one zero bit: a shift, and the polynomial if a bit drops out
     for _ in range(3):
         matrix = [_times(matrix, column) for column in matrix]
     return tuple(matrix)
@@ -53,12 +53,12 @@ def _zeros(size_bytes: int) -> tuple[int, ...]:
 
 
 def joined(first: int, second: int, second_bytes: int) -> int:
-    """The checksum of two pieces in a row, from theirs."""
+    """The checksum of two consecutive pieces, from their checksums."""
     return _times(list(_zeros(second_bytes)), first) ^ second
 
 
 def crc_of(path: Path, spans: list[Span]) -> int:
-    """A file's checksum. What the spans do not cover is read."""
+    """A file's checksum. Only parts that the spans do not cover are read."""
     crc, at, size_bytes = 0, 0, path.stat().st_size
     with path.open("rb") as file:
         for offset, length, known in [*sorted(spans), (size_bytes, 0, 0)]:

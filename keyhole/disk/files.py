@@ -1,16 +1,16 @@
-"""Durable writes: under a temporary name, flushed to the disk, then moved into place by one rename.
+"""Durable writes: under a temporary name, flushed to the disk, then moved into place with one rename.
 
-A reader sees the old file or directory, or the new one, and after a power cut too: the data is flushed before the
-rename, and the directory that holds the name after it. Temporary names start with a dot:
+A reader sees either the old or the new file or directory, also after a power cut: the data are flushed before the
+rename, and the parent directory after it. Temporary names start with a dot:
 
     .NAME.tmp             a file that is being written
     .NAME.saving-PID      a directory that is being written
-    .NAME.old-PID         a directory that is being replaced, where the system cannot exchange two names
+    .NAME.old-PID         a directory that is being replaced, if the system cannot exchange two names
     .NAME.deleted-PID     a directory that is being deleted
 
-A temporary lies in the directory of the name that it will have, so that no rename crosses file systems. Files are
-created exclusively, and links are not followed: whoever can write into the directory cannot make this process write
-elsewhere. A killed process leaves temporaries; the next run sweeps them (training/rundir.py).
+A temporary file is in the directory of its final name, so that no rename crosses file systems. Files are created
+exclusively, and links are not followed, so nobody with write access to the directory can make this process write
+elsewhere. A killed process leaves temporary files; the next run deletes them (training/rundir.py).
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from typing import BinaryIO
 from keyhole.disk.crc import Span, crc_of
 
 READERS = 4
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's renameat2
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
 
 
 def flush(path: Path) -> None:
@@ -51,7 +51,7 @@ def make_directories(path: Path) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()]
     for place in reversed(missing):
         place.mkdir(exist_ok=True)
-        with suppress(PermissionError):  # a parent that may be written to and not read
+        with suppress(PermissionError):  # a parent that is writable but not readable
             flush(place.parent)
 
 
@@ -79,9 +79,9 @@ def read_small(path: Path, limit_bytes: int) -> bytes:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends well, atomically and durably."""
+    """A new file that replaces `path` atomically and durably when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
+    temporary.unlink(missing_ok=True)  # left by a killed process, or a link
     create = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(temporary, create, 0o666), "wb") as file:
@@ -104,7 +104,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def staged(parent: Path, name: str) -> Iterator[Path]:
-    """An empty directory in `parent` for what will be called `name` there; deleted in the end if it was not moved."""
+    """An empty directory in `parent` that will be renamed to `name`; deleted at the end if it was not moved."""
     make_directories(parent)
     temporary = parent / f".{name}.saving-{os.getpid()}"
     remove(temporary)
@@ -116,7 +116,7 @@ def staged(parent: Path, name: str) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Deletes a directory with everything in it, or a link, file or pipe; what cannot be deleted stays."""
+    """Deletes a directory with everything in it, or a link, file or pipe; what cannot be deleted is left."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -125,11 +125,10 @@ def remove(path: Path) -> None:
 
 
 def replace_directory(new: Path, path: Path) -> None:
-    """Moves `new` to `path`; what had that name before is deleted.
+    """Moves `new` to `path`; deletes what had that name before.
 
-    Where the system can exchange two names (Linux), there is always a complete directory at `path`. Elsewhere two
-    renames are needed, and a crash between them leaves the old directory as .NAME.old-PID: `restore` gives it its name
-    back.
+    If the system can exchange two names (Linux), there is always a complete directory at `path`. Elsewhere two renames
+    are needed, and a crash between them leaves the old directory as .NAME.old-PID, which `restore` renames back.
     """
     if not os.path.lexists(path):
         os.replace(new, path)
@@ -150,7 +149,7 @@ def replace_directory(new: Path, path: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False where this system or file system cannot."""
+    """Exchanges two names in one step; False if this system or file system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -164,11 +163,11 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def crc32(path: Path, known: list[Span] | None = None) -> str:
-    """Checksum of a file's content, eight hex digits; of known pieces it is not read again."""
+    """Checksum of a file's content, eight hex digits; known pieces are not read again."""
     return f"{crc_of(path, known or []):08x}"
 
 
 def checksums(paths: list[Path], known: list[list[Span]] | None = None) -> list[str]:
-    """Checksums of several files, read in parallel (zlib lets other threads run)."""
+    """Checksums of several files, read in parallel (zlib releases the GIL)."""
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(crc32, paths, known or [[] for _ in paths]))

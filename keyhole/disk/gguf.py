@@ -1,4 +1,4 @@
-"""GGUF files, in which llama.cpp publishes models: their header, and blocks of weights as numbers.
+"""Reads GGUF files, llama.cpp's model format: the header, and blocks of weights as numbers.
 
     file     "GGUF", version, counts, key-value pairs, (name, sides, type, offset) of every tensor, padding, data
     F32 F16 BF16                        plain
@@ -7,14 +7,14 @@
     Q8_0   32 weights in 34 bytes       w = d q                q int8
     Q6_K   256 weights in 210 bytes     w = d s q              s int8 per 16, q of 6 bits less 32 (heads of Q4_0 files)
 
-Blocks run along a row. Q4_0 and Q8_0 are the grids int4 and int8 of ops/lowbit.py with groups of 32, bit for bit, so
-such weights can be taken over as they are; the others are unpacked.
+Blocks run along a row. Q4_0 and Q8_0 equal the grids int4 and int8 of ops/lowbit.py with groups of 32, bit for bit, so
+such weights can be used unchanged; the others are unpacked.
 
-Tensors are given by the names that Transformers has for them, for the architectures of NAMED. Files of `llama` have the
-rows of queries and keys in another order (halves of a head interleaved): that is undone here, row by row, so that a
-block stays whole. Where the config of the model is: config.json beside the file, as of the original model.
+Tensors have the names that Transformers uses, for the architectures in NAMED. Files of `llama` have the rows of queries
+and keys in another order (halves of a head interleaved): this is undone here, row by row, so that blocks stay whole.
+The config.json of the original model must be beside the file.
 
-The file is mapped, and nothing in it is believed: every length is held against the size of the file.
+The file is mapped and untrusted: every length is checked against the size of the file.
 """
 
 import mmap
@@ -31,7 +31,7 @@ SUFFIX = ".gguf"
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 FORMS = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20)}
 FORMS |= {8: ("Q8_0", 32, 34), 14: ("Q6_K", 256, 210)}  # type: (name, weights, bytes) of a block
-GRIDS = {"Q4_0": ("int4", 32, "float16"), "Q8_0": ("int8", 32, "float16")}  # (grid, group, scales), exactly
+GRIDS = {"Q4_0": ("int4", 32, "float16"), "Q8_0": ("int8", 32, "float16")}  # equal (grid, group, dtype of scales)
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 NAMED = ("llama", "qwen2", "qwen3")
@@ -47,7 +47,7 @@ UNUSED = ("rope_freqs.weight",)  # Transformers computes it from the config
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: its type, its shape as Transformers has it, its bytes in the file, and how many heads' rows are in
+    """One tensor: its type, its shape in Transformers, its bytes in the file, and the number of heads whose rows are in
     another order (0: none)."""
 
     form: str
@@ -58,7 +58,7 @@ class Entry:
 
 
 class _Reader:
-    """Values from a mapped file, one after the other. ValueError where it ends before."""
+    """Reads values from a mapped file, one after the other. ValueError if the file ends too early."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -76,7 +76,7 @@ class _Reader:
         return self.take(self.number("Q")).decode("utf-8", "replace")
 
     def value(self, kind: int, depth: int = 0) -> Any:
-        """A value of metadata; of an array only its end matters, and None is returned."""
+        """A metadata value; arrays are skipped, and None is returned."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == STRING:
@@ -95,7 +95,7 @@ class _Reader:
 
 
 def gguf_files(directory: Path) -> list[str]:
-    """Names of the GGUF files of a model: one, or all parts of one. ValueError where there are several models."""
+    """Names of the GGUF files of a model: one, or all parts of one. ValueError if there are several models."""
     names = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
     if len(names) > 1:
         parts = [SPLIT.fullmatch(name) for name in names]
@@ -106,7 +106,7 @@ def gguf_files(directory: Path) -> list[str]:
 
 
 class GGUFShard:
-    """One GGUF file, as weight_files.py sees a file of weights."""
+    """One GGUF file, with the interface of a weight file (weight_files.py)."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -184,12 +184,12 @@ class GGUFShard:
         return GGUFShape(list(self.entries[name].shape))
 
     def form(self, name: str) -> str:
-        """The type of a tensor; "" where it is plain."""
+        """The type of a tensor; "" if it is plain."""
         form = self.entries[name].form
         return "" if form in ("F32", "F16", "BF16") else form
 
     def get_tensor(self, name: str) -> "torch.Tensor":
-        """The weights as numbers: float32 where they were packed."""
+        """The weights as numbers: float32 if they were packed."""
         import torch
 
         entry, dtypes = self.entries[name], {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -198,7 +198,7 @@ class GGUFShard:
         return flat.reshape(entry.shape)
 
     def get_codes(self, name: str) -> "tuple[torch.Tensor, torch.Tensor]":
-        """Codes (uint8) and scales (float16) of a tensor on a grid of GRIDS, as ops/lowbit.py has them."""
+        """Codes (uint8) and scales (float16) of a tensor on a grid of GRIDS, in the format of ops/lowbit.py."""
         import torch
 
         entry = self.entries[name]
@@ -219,7 +219,7 @@ class GGUFShard:
 
 @dataclass(frozen=True)
 class GGUFShape:
-    """What safetensors calls a slice, as far as it is used here."""
+    """The part of safetensors' slice interface that is used here."""
 
     shape: list[int]
 

@@ -1,18 +1,18 @@
-"""Weights that were published in 4 or 8 bits, in safetensors: bitsandbytes, GPTQ and AWQ. What they are as numbers.
+"""Decodes weights that were published in 4 or 8 bits in safetensors: bitsandbytes, GPTQ and AWQ.
 
-A linear layer is then several tensors, by the name of its weight:
+A linear layer is then stored as several tensors, named after its weight:
 
     bitsandbytes   weight [n / 2, 1] uint8, weight.absmax, weight.quant_map [16], weight.quant_state.bitsandbytes__nf4
                    w_i = quant_map[q_i] absmax[i / 64]; element 2 j is in the high half of byte j. absmax may be
                    quantised itself: nested_quant_map[absmax] nested_absmax[. / 256] + nested_offset
-    GPTQ           qweight [I bits / 32, O], qzeros [G, O bits / 32], scales [G, O] float16, g_idx [I], all along inputs
-                   w_oi = scales[g, o] (q_io - z_go), g = g_idx[i]; z is stored less one, but for gptq_v2
+    GPTQ           qweight [I bits / 32, O], qzeros [G, O bits / 32], scales [G, O] float16, g_idx [I], packed along
+    inputs
+                   w_oi = scales[g, o] (q_io - z_go), g = g_idx[i]; z is stored minus one, except in gptq_v2
     AWQ            qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]; eight columns of an int32 in the order 0 2 4 6
                    1 3 5 7;  w_oi = scales[g, o] (q_io - z_go), g = i / group
 
-A grid of ops/lowbit.py that is exactly theirs: nf4 with float32 scales per 64 (bitsandbytes), int4 (symmetric GPTQ
-without a shuffled order of inputs, in groups of a multiple of 64). The others are unpacked, in float32, to be rounded
-once.
+Two of them equal a grid of ops/lowbit.py exactly: nf4 with float32 scales per 64 (bitsandbytes), and int4 (symmetric
+GPTQ without reordered inputs, in groups of a multiple of 64). The others are unpacked to float32, and rounded once.
 """
 
 import json
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 BNB = ".quant_state.bitsandbytes__"
 OF_BNB = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-GROUP = 64  # of the grids
+GROUP = 64  # group size of the grids
 LARGEST_STATE = 4096  # bytes
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the weight of a layer is stored. grid: (name, group, dtype of scales) where one holds exactly the same
-    numbers; parts: names of its tensors by their role."""
+    """How the weight of a layer is stored. grid: (name, group, dtype of scales) of a grid with exactly the same
+    numbers, if there is one; parts: names of its tensors by their role."""
 
     kind: str
     shape: tuple[int, int]
@@ -49,15 +49,15 @@ class Form:
         return _bnb(self, get)[0] if self.kind == "bitsandbytes" else _packed_ints(self, get)[0]
 
     def codes(self, get: "Get") -> "tuple[torch.Tensor, torch.Tensor]":
-        """Codes and scales on the grid. ValueError where the numbers are not on it after all."""
+        """Codes and scales on the grid. ValueError if the numbers are not on it."""
         if self.kind == "bitsandbytes":
             return _bnb(self, get)[1]
         return _int4_codes(self, get)
 
 
 def find_forms(names: "Mapping[str, tuple[int, ...]]", said: Mapping[str, Any], get: "Get") -> dict[str, Form]:
-    """Name of a weight -> its form, for all that the files hold. said: quantization_config of config.json. ValueError
-    for what is not read."""
+    """Name of a weight -> its form, for all weights in the files. said: quantization_config of config.json. ValueError
+    for unsupported formats."""
     method = str(said.get("quant_method", "")).lower()
     found = {}
     for name in names:
@@ -136,7 +136,7 @@ def _bnb(form: Form, get: "Get") -> "tuple[torch.Tensor, tuple[torch.Tensor, tor
 
 
 def _unpack(packed: "torch.Tensor", bits: int, dim: int, order: tuple[int, ...] | None = None) -> "torch.Tensor":
-    """int32 numbers in which 32 / bits codes lie along a dimension -> codes (int32), in their order."""
+    """Unpacks int32 numbers with 32 / bits codes each along a dimension into codes (int32), in order."""
     import torch
 
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)

@@ -1,8 +1,7 @@
-"""A small JSON file that somebody else wrote: read it, or say what is wrong with it.
+"""Reads a small JSON file of unknown origin, or reports what is wrong with it.
 
-Everything that can be wrong with such a file is caught here, once: it is missing or may not be read, is no ordinary
-file (a pipe would block, a device never ends), is too large, is no UTF-8, no JSON, or nested so deeply that Python
-gives up.
+All possible faults of such a file are handled here: it is missing or unreadable, is not a regular file (a pipe would
+block, a device never ends), is too large, is not UTF-8, not JSON, or nested too deeply for Python.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A file of results that the user named (--json, --page): tried before the work, and not the end of it.
+"""A result file that the user named (--json, --page): checked before the work, and results are not lost if it fails.
 
-Scores of a large model take hours. So a place where nothing can be written is refused before they begin, by making a
-file there; and where the disk is full in the end, the error says the results instead of dropping them.
+Scoring a large model takes hours. So a path that is not writable is refused before the work begins, by creating a file
+there; and if the disk is full at the end, the error message contains the results instead of dropping them.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ from keyhole.errors import UserError
 
 
 def check_result_file(option: str, path: Path) -> None:
-    """UserError where `path` cannot become a file. A temporary file is made beside it, and is gone again."""
+    """UserError if `path` cannot be written. Creates a temporary file beside it, and deletes it again."""
     if path.is_dir():
         raise UserError(f"{option}: {path} is a directory; name a file in it")
     try:
@@ -23,7 +23,7 @@ def check_result_file(option: str, path: Path) -> None:
 
 
 def write_result(option: str, path: Path, text: str, shown: str) -> None:
-    """Writes the file. shown: what the user gets to see where that fails."""
+    """Writes the file. shown: the text that is shown if that fails."""
     try:
         write_text(path, text)
     except OSError as error:

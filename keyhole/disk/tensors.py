@@ -1,14 +1,14 @@
-"""Safetensors one tensor at a time, so that state larger than free memory can be written and read.
+"""Reads and writes safetensors one tensor at a time, so that state may be larger than free memory.
 
-The library's writer wants all tensors of a file on the host at once, and Adam's state is twice the model. The
-format is simple enough to write directly:
+The library's writer needs all tensors of a file on the host at once, and Adam's state is twice the model. The format is
+simple enough to write directly:
 
     8 bytes   length of the header, little endian
     header    JSON, padded with spaces to a multiple of 8:  {name: {"dtype", "shape", "data_offsets"}}
     data      the tensors, one after the other; wider elements first, so that every tensor is aligned
 
-`lay_out` cuts a model into files of at most SHARD_BYTES as Hugging Face does, and says where in which file every
-tensor lies before a byte of it is known: so pages of weights can be written in any order, from several threads.
+`lay_out` cuts a model into files of at most SHARD_BYTES as Hugging Face does, and fixes the place of every tensor
+before its data are known, so that pages of weights can be written in any order, from several threads.
 Peak host memory: PIECE_BYTES for tensors on a GPU when writing; one tensor when reading (`MethodState`).
 """
 
@@ -26,7 +26,7 @@ from keyhole.disk.weights_hash import hash_of, read_header
 
 PIECE_BYTES = 64 * 2**20
 SHARD_BYTES = 2 * 10**9
-READ_BYTES = 2**30  # at once; the system takes no more than 2 GiB
+READ_BYTES = 2**30  # per call; the system allows at most 2 GiB
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -49,7 +49,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor's first byte lies."""
+    """The file and offset of a tensor's first byte."""
 
     file: str
     offset: int
@@ -62,7 +62,7 @@ class Files:
     headers: dict[str, bytes]
     size_bytes: dict[str, int]
     places: dict[str, Place]
-    index: bytes | None = None  # of several files: what model.safetensors.index.json holds
+    index: bytes | None = None  # for several files: the content of model.safetensors.index.json
 
 
 def header_of(specs: Sequence[Spec]) -> tuple[bytes, list[int], int]:
@@ -80,7 +80,7 @@ def header_of(specs: Sequence[Spec]) -> tuple[bytes, list[int], int]:
 
 
 def lay_out(specs: Sequence[Spec], name: str = "model", limit_bytes: int | None = None) -> Files:
-    """Cuts tensors, in order, into files of at most limit_bytes (a larger tensor has a file of its own)."""
+    """Cuts tensors, in order, into files of at most limit_bytes (a larger tensor gets its own file)."""
     groups: list[list[Spec]] = [[]]
     for spec in specs:
         size = sum(s.size_bytes for s in groups[-1])
@@ -116,14 +116,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, in order, a part at a time."""
+    """The bytes of a tensor, in order, one piece at a time."""
     flat = tensor.reshape(-1)
     for piece in flat.split(PIECE_BYTES // flat.element_size()):
         yield memoryview(piece.cpu().view(torch.uint8).numpy())
 
 
 def tensors_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """What content_hash (weights_hash.py) says of a file with these tensors; they may be on any device."""
+    """The content_hash (weights_hash.py) of a file with these tensors, which may be on any device."""
     lines = []
     for name, tensor in tensors:
         crc = 0
@@ -135,7 +135,7 @@ def tensors_hash(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 @dataclass(frozen=True)
 class Ranges:
-    """A tensor that several processes keep together: (index of the first element, elements) of what is here."""
+    """A tensor that is sharded over several processes: (index of the first element, elements) of each local part."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -143,12 +143,12 @@ class Ranges:
 
     @property
     def nbytes(self) -> int:
-        """Of all of it."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class MethodState(Mapping[str, Any]):
-    """A method's saved state: scalars, and tensors that are read when they are asked for."""
+    """A method's saved state: scalars, and tensors that are read on access."""
 
     def __init__(self, scalars: dict[str, Any], file: Path | None) -> None:
         self.scalars, self.file = scalars, file
@@ -158,14 +158,14 @@ class MethodState(Mapping[str, Any]):
         return self.scalars[name] if name in self.scalars else self._read(self.table[name])
 
     def range_of(self, name: str, begin: int, numel: int) -> torch.Tensor:
-        """Some elements of a tensor; no others are read."""
+        """A range of elements of a tensor; only these are read."""
         return self._read_range(self.table[name], begin, numel)
 
     def _read(self, about: dict[str, Any]) -> torch.Tensor:
         return self._read_range(about, 0, math.prod(about["shape"])).view(about["shape"])
 
     def _read_range(self, about: dict[str, Any], begin: int, numel: int) -> torch.Tensor:
-        """Straight into a tensor of its own: a mapped file would count as memory until it is closed."""
+        """Reads directly into a new tensor: a mapped file would count as memory until it is closed."""
         dtype = next(dtype for dtype, code in DTYPES.items() if code == about["dtype"])
         flat = torch.empty(numel, dtype=dtype)
         with self.file.open("rb", buffering=0) as file:
@@ -186,7 +186,7 @@ class MethodState(Mapping[str, Any]):
 
 
 def range_of(state: Mapping[str, Any], name: str, begin: int, numel: int) -> torch.Tensor:
-    """Some elements of a tensor of a method's state, flat."""
+    """A range of elements of a tensor of a method's state, flat."""
     if isinstance(state, MethodState):
         return state.range_of(name, begin, numel)
     return state[name].reshape(-1)[begin : begin + numel]

@@ -1,11 +1,11 @@
-"""Files that make the next run start sooner, in a directory of the user's: found by content, bounded, safe to delete.
+"""The user's cache directory: files that make the next run start sooner, identified by content, limited in size.
 
     $KEYHOLE_CACHE, or $XDG_CACHE_HOME/keyhole, or ~/.cache/keyhole
 
-Nothing in it is needed: an entry that is missing, damaged or cannot be written is made again, or done without. Entries
-are named by a hash of all that they depend on, appear by one rename, and end with a BLAKE2b-128 of their bytes, so
-processes that run at the same time need no lock: both write the same bytes, and the last rename stays. An entry is
-touched when it is read; after each write the least recently used go, until the others take at most MOST_BYTES.
+The cache may be deleted at any time: an entry that is missing, damaged or not writable is recomputed. Entries are named
+by a hash of everything that they depend on, are put in place with one rename, and end with a BLAKE2b-128 of their
+bytes, so concurrent processes need no lock: they write the same bytes, and the last rename wins. Reading an entry
+updates its time; after each write the least recently used entries are deleted until the rest takes at most MOST_BYTES.
 """
 
 import hashlib
@@ -19,22 +19,22 @@ from typing import BinaryIO
 
 from keyhole.disk.files import open_regular, remove
 
-MOST_BYTES = 4 * 2**30  # of all entries of one kind
+MOST_BYTES = 4 * 2**30  # limit for all entries of one kind
 DIGEST_BYTES = 16
 WRITING = ".writing-"
 
 
 def cache_directory(kind: str) -> Path | None:
-    """Where entries of this kind lie; None where the user has no place for them."""
+    """The directory for entries of this kind; None if the user has no cache directory."""
     own, shared = os.environ.get("KEYHOLE_CACHE"), os.environ.get("XDG_CACHE_HOME")
     root = Path(own) if own else Path(shared) / "keyhole" if shared else Path("~/.cache/keyhole").expanduser()
     return root / kind if root.is_absolute() else None
 
 
 def write_entry(path: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """The entry, whole or not at all; OSError where that is not possible."""
+    """Writes an entry atomically; OSError if that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove(path)  # one that could not be read, whatever it is
+    remove(path)  # an unreadable entry, of any file type
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
     try:
         digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
@@ -51,7 +51,7 @@ def write_entry(path: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def open_entry(path: Path) -> BinaryIO:
-    """An entry to read from, now the most recently used; OSError where there is none."""
+    """Opens an entry and marks it as the most recently used; OSError if there is none."""
     file = os.fdopen(open_regular(path, os.O_RDONLY), "rb")
     with suppress(OSError):
         os.utime(file.fileno())
@@ -59,7 +59,7 @@ def open_entry(path: Path) -> BinaryIO:
 
 
 def read_entry(path: Path) -> bytes | None:
-    """The content of a small entry; None where there is none that can be trusted."""
+    """The content of a small entry; None if it is missing or damaged."""
     try:
         with open_entry(path) as file:
             content = file.read()
@@ -70,11 +70,11 @@ def read_entry(path: Path) -> bytes | None:
 
 
 def trim(directory: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Deletes the least recently used entries, until the others take at most so many bytes."""
+    """Deletes the least recently used entries, until the rest takes at most most_bytes."""
     found = []
     with suppress(OSError):
         for entry in os.scandir(directory):
-            with suppress(OSError):  # gone meanwhile: another process trims
+            with suppress(OSError):  # already deleted by another process
                 about = entry.stat(follow_symlinks=False)
                 found.append((about.st_mtime_ns, about.st_size, entry.path))
     total = sum(size for _, size, _ in found)
@@ -97,5 +97,5 @@ def digest_of_files(names: Iterable[str | Path]) -> bytes:
 
 @cache
 def digest_of_code(package: Path) -> bytes:
-    """A hash of the Python source of a package: what other code has made is not found."""
+    """A hash of the Python source of a package, so that entries of other versions are not used."""
     return digest_of_files(sorted(package.rglob("*.py")))

@@ -1,15 +1,15 @@
-"""The weight files of a Hugging Face directory: which tensors they hold, of what shape, and a way to read them.
+"""The weight files of a Hugging Face directory: their tensors with shapes, and how to read them.
 
     model.safetensors     or, cut into shards, model.safetensors.index.json with {"weight_map": {tensor: file}}
-    pytorch_model.bin     or pytorch_model.bin.index.json; the format of before: a pickle in a zip archive
+    pytorch_model.bin     or pytorch_model.bin.index.json; the older format: a pickle in a zip archive
     NAME.gguf             or its parts NAME-00001-of-00003.gguf (gguf.py)
 
-Safetensors are preferred where several are there. Weights of linear layers that were published in 4 or 8 bits
-(quantized.py, gguf.py) are listed as one tensor each, of the shape that they have as numbers.
+Safetensors are preferred if there are several formats. Weights of linear layers that were published in 4 or 8 bits
+(quantized.py, gguf.py) are listed as one tensor each, with the shape of the unpacked weights.
 
-A .bin is opened by torch.load(weights_only=True), which builds tensors and refuses everything else that a pickle could
-ask for, so no code in it runs; its data are mapped, not read, until a tensor is copied. Shards are opened one after the
-other. Nothing here needs the module: what a directory holds can be compared with a config before anything is built.
+A .bin is opened by torch.load(weights_only=True), which builds tensors and refuses everything else in a pickle, so no
+code in it runs; its data are mapped, and read only when a tensor is copied. Shards are opened one after the other.
+Nothing here needs the module, so the tensors can be compared with a config before anything is built.
 """
 
 import os
@@ -27,7 +27,7 @@ from keyhole.disk.read_json import read_json
 from keyhole.errors import UserError
 
 if TYPE_CHECKING:
-    import torch  # when a .bin is opened: what a directory holds is asked before torch is there
+    import torch  # only to open a .bin: directories are checked before torch is imported
 
 KINDS = {"safetensors": ("model.safetensors.index.json", "model.safetensors")}
 KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
@@ -35,9 +35,8 @@ KINDS["bin"] = ("pytorch_model.bin.index.json", "pytorch_model.bin")
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file. form: the format it was quantised to, "" where it is plain; grid: that of ops/lowbit.py on
-    which it lies exactly, None where there is none; parts: the files of the tensors that make it up, where it is
-    several."""
+    """One tensor in a file. form: its quantised format, "" if it is plain; grid: the grid of ops/lowbit.py that holds
+    it exactly, None if there is none; parts: the files of its tensors, if it is stored as several."""
 
     file: str
     shape: tuple[int, ...]
@@ -74,7 +73,7 @@ class Shard(Protocol):
 
 
 class _Pickled:
-    """A .bin file: its tensors are views of the mapped file."""
+    """A .bin file; its tensors are views of the mapped file."""
 
     def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
         self.tensors = tensors
@@ -91,7 +90,7 @@ class _Pickled:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What safetensors calls a slice, as far as it is used here."""
+    """The part of safetensors' slice interface that is used here."""
 
     shape: list[int]
 
@@ -100,12 +99,12 @@ class _Shape:
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether the directory holds weights in a format that is read here."""
+    """Whether the directory has weights in a supported format."""
     return _is_there(directory, *KINDS) or any(directory.glob(f"*{SUFFIX}"))
 
 
 def is_pickled(directory: Path) -> bool:
-    """Whether the weights are in .bin files alone."""
+    """Whether the weights are only in .bin files."""
     return not _is_there(directory, "safetensors") and _is_there(directory, "bin")
 
 
@@ -114,7 +113,7 @@ def _is_there(directory: Path, *kinds: str) -> bool:
 
 
 def weight_files(directory: Path) -> dict[str, str] | list[str]:
-    """Tensor name -> file, by the index; or the one file, in a list."""
+    """Tensor name -> file, from the index; or a list with the single file."""
     for index, single in KINDS.values():
         if (directory / index).exists():
             return _read_index(directory / index)
@@ -156,8 +155,8 @@ _kept: Shards | None = None
 
 @contextmanager
 def kept_open(shards: Shards) -> Iterator[None]:
-    """Inside, weight files that are opened stay open in `shards`, and are taken from there: their pages are mapped, so
-    a model that is loaded again is copied from memory."""
+    """Inside the context, weight files stay open in `shards` and are reused: their pages are mapped, so a model that is
+    loaded again is copied from memory."""
     global _kept
     before, _kept = _kept, shards
     try:
@@ -167,7 +166,7 @@ def kept_open(shards: Shards) -> Iterator[None]:
 
 
 def open_shard(file: Path) -> Shard:
-    """One weight file, open for reading while it is referred to; UserError where it is damaged, or holds more than
+    """One weight file, open as long as it is referenced; UserError if it is damaged, or contains more than
     tensors. (Safetensors checks the whole header, and the file's size against it.)"""
     if _kept is None or not file.is_file():
         return _open_shard(file)
@@ -203,7 +202,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _load_pickle(file: Path) -> "dict[str, torch.Tensor]":
-    """Tensors by name. Files of before PyTorch 1.6 are no archives and cannot be mapped: those are read."""
+    """Tensors by name. Files from before PyTorch 1.6 are not archives and cannot be mapped, so they are read."""
     import torch
 
     found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -213,7 +212,8 @@ def _load_pickle(file: Path) -> "dict[str, torch.Tensor]":
 
 
 def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Every tensor of the directory, from the headers of its files: a few milliseconds, and no weight is read."""
+    """Every tensor of the directory, from the headers of its files: this takes a few milliseconds and reads no
+    weights."""
     listed = weight_files(directory)
     files = listed if isinstance(listed, list) else sorted(set(listed.values()))
     found: dict[str, Stored] = {}
@@ -229,7 +229,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
-    """The same with every quantised weight as one tensor."""
+    """The same tensors, with every quantised weight as one tensor."""
     if not any(BNB in name or name.endswith((".qweight", ".SCB")) for name in found):
         return found
     said = read_json(directory / "config.json", "model").get("quantization_config")
@@ -252,7 +252,7 @@ def _folded(directory: Path, found: dict[str, Stored]) -> dict[str, Stored]:
 
 @contextmanager
 def _damaged(where: Path) -> Iterator[None]:
-    """A context whose ValueErrors are the fault of a file."""
+    """Turns ValueErrors into errors about this file."""
     try:
         yield
     except (ValueError, IndexError, KeyError, TypeError, RuntimeError, OverflowError) as error:

@@ -1,12 +1,12 @@
-"""Which weights are these? A hash of the tensors in a Hugging Face directory, however they are cut into files.
+"""A hash that identifies the weights in a Hugging Face directory, regardless of how they are cut into files.
 
     hash = SHA-256 over the sorted lines  "name dtype shape crc"       crc: CRC-32 of the tensor's bytes
 
-The lines do not name files, so the same weights in other shards have the same hash; a CRC suffices because the
-question is "did you give me the right directory?" and not "is somebody lying?". Tensors are read in parallel
-(zlib lets other threads run): a few GB/s, and right after a load mostly from the page cache.
+The lines do not name files, so the same weights in other shards have the same hash; a CRC is enough because the
+hash detects a wrong directory, not a deliberate forgery. Tensors are read in parallel (zlib releases the GIL): a few
+GB/s, and right after a load mostly from the page cache.
 
-Of a GGUF file a line has the type as it is there (Q4_1), and the CRC of the bytes as they lie in the file.
+For a GGUF file a line has the type in the file (Q4_1), and the CRC of the bytes in the file.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from keyhole.errors import UserError
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 OWN_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 PIECE_BYTES = 8 * 2**20
-HEADER_BYTES = 100 * 10**6  # what the safetensors library accepts
+HEADER_BYTES = 100 * 10**6  # limit of the safetensors library
 READERS = min(16, os.cpu_count() or 1)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the model."""
+    """The safetensors files of the model."""
     if (directory / INDEX).exists():
         names = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         return [directory / name for name in sorted(set(names))]
@@ -41,19 +41,19 @@ def weight_files(directory: Path) -> list[Path]:
 
 def stored_weights(directory: Path) -> set[str]:
     """Names of the files in a directory that a model saved there consists of: model.safetensors,
-    model-NNNNN-of-NNNNN.safetensors, and what the index lists. Other files belong to the user, whatever they hold."""
+    model-NNNNN-of-NNNNN.safetensors, and what the index lists. All other files belong to the user."""
     names = {path.name for path in directory.iterdir() if OWN_NAME.fullmatch(path.name)}
     try:
         listed = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         names |= {name for name in listed if Path(name).name == name and name.endswith(".safetensors")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass  # no index, or none that lists anything
+        pass  # no valid index
     return {name for name in names if (directory / name).is_file()}
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file. ValueError when it says what
-    cannot be true: a header longer than the file, or data outside of it."""
+    """(name -> dtype, shape, data_offsets; where the data begin) of a safetensors file. ValueError if it is
+    impossible: a header longer than the file, or data outside of it."""
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -80,11 +80,11 @@ def _check_entry(name: str, about: dict[str, Any]) -> None:
 
 
 class Stopped(Exception):
-    """Nobody waits for the hash any more."""
+    """The computation of the hash was cancelled."""
 
 
 def content_hash(directory: Path, stop: Callable[[], bool] = lambda: False) -> str:
-    """The hash of the weights in a directory, 64 hex digits. stop: asked now and then; true raises Stopped."""
+    """The hash of the weights in a directory, 64 hex digits. stop: called now and then; True raises Stopped."""
     if is_pickled(directory):
         return hash_of(_pickled_lines(directory))
     try:
@@ -105,7 +105,7 @@ def hash_of(lines: Iterable[str]) -> str:
 
 
 def _gguf_parts(directory: Path) -> list[tuple[Path, int, str, dict[str, Any]]]:
-    """The tensors of GGUF files, where the weights are in such files alone; none otherwise."""
+    """The tensors of GGUF files, if the weights are only in such files; none otherwise."""
     if (directory / INDEX).exists() or (directory / SINGLE).exists():
         return []
     parts = []
