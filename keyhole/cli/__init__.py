@@ -1,11 +1,11 @@
 """The command line: `keyhole VERB ...`. A verb is a file here, and a line in the table below.
 
-The command line computes nothing: a verb reads its arguments, calls the library and prints. What a verb needs
-is imported inside it, so that `keyhole --help` starts without torch. Exit codes:
+The command line computes nothing: a verb reads its arguments, calls the library and prints. Its imports are inside the
+function, so that `keyhole --help` starts without torch. Exit codes:
 
     0    done
-    2    the user's mistake: one message on stderr, no traceback
-    1    our mistake: a traceback, and a request for the output of `keyhole env`
+    2    a mistake of the user: one message on stderr, no traceback
+    1    a bug in keyhole: a traceback, and a request for the output of `keyhole env`
     130  interrupted (training saves first)
 """
 
@@ -30,7 +30,7 @@ from keyhole.ranks.join import refuse_several
 from keyhole.training.display import open_missing_streams
 
 SOLITARY = ("plan", "data", "eval", "chat", "compare", "replay", "report", "push", "bench", "demo")  # not for ranks
-UsageError = typer.BadParameter.__mro__[1]  # click's, wherever typer keeps it
+UsageError = typer.BadParameter.__mro__[1]  # click's class, found through typer
 
 app = typer.Typer(
     help="Full-parameter fine-tuning of language models that do not fit your GPU.",
@@ -65,7 +65,7 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     _open_streams()
-    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # bf16 on this CPU: the start block says it
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # bf16 on this CPU: the start block mentions it
     try:
         words = sys.argv[1:] if args is None else args
         if words and words[0] in SOLITARY:
@@ -97,7 +97,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _clean_logs() -> Iterator[None]:
-    """What libraries log or warn of may come from a file too (a key of a config, a name)."""
+    """Escapes control characters in log lines and warnings of libraries, which may quote text from files."""
     make, form = logging.getLogRecordFactory(), warnings.formatwarning
 
     def clean(*args: Any, **kwargs: Any) -> logging.LogRecord:
@@ -115,7 +115,7 @@ def _clean_logs() -> Iterator[None]:
 
 
 def _open_streams() -> None:
-    """A stream that the caller has closed is one that nobody reads; a character that the locale lacks is escaped."""
+    """Replaces closed standard streams by /dev/null; makes streams escape characters that the locale lacks."""
     open_missing_streams()
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,9 +1,9 @@
-"""Arguments that typer does not know: settings (`key=value`), and options that take no value or several.
+"""Arguments that typer does not support: settings (`key=value`), and options with an optional value or several values.
 
-A setting is an argument of its own, `learning_rate=1e-5`; an option starts with dashes. A setting that is written
+A setting is a separate argument, `learning_rate=1e-5`; an option starts with dashes. A setting that is written
 as an option (`--learning_rate 1e-5`, as in other trainers) is refused with the argument to write instead.
-`--resume` takes a path or nothing, and `--tasks` takes all the arguments that follow. typer wants exactly one
-value per option, so these arguments are rewritten before typer parses them.
+`--resume` takes an optional path, and `--tasks` takes all arguments that follow. typer expects exactly one value per
+option, so these arguments are rewritten before typer parses them.
 """
 
 import os
@@ -37,7 +37,7 @@ Overrides = Annotated[
 
 
 def note(text: str) -> None:
-    """Prints a line on stderr: it is not part of the command's result."""
+    """Prints a line on stderr, because it is not part of the command's result."""
     if not follows():
         print(f"keyhole: {printable(text)}", file=sys.stderr)
 
@@ -59,18 +59,18 @@ def parse_placement(words: list[str] | None, *more: str) -> dict[str, Any]:
 
 
 def check_model(model: str) -> None:
-    """Refuses what is no model's directory and no hub id before torch is imported, which takes seconds."""
+    """Refuses an argument that is neither a model directory nor a hub id, before torch is imported."""
     check_directory(assets.locate(os.path.expanduser(model), assets.MODEL))
 
 
 def is_override(word: str) -> bool:
-    """Whether the word is `key=value` rather than a path that has an equals sign in it."""
+    """Whether the argument is `key=value` and not a path with an equals sign in it."""
     key, equals, _ = word.partition("=")
     return bool(equals) and (key in settings() or key in sections())
 
 
 def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
-    """Raises UserError at the first `--setting`, with the word to write instead."""
+    """Raises UserError at the first `--setting`, with the argument to write instead."""
     for position, word in enumerate(args):
         if word == "--":
             return
@@ -88,7 +88,7 @@ def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
 
 
 def with_resume_value(args: list[str], if_alone: str) -> list[str]:
-    """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other word is CONFIG."""
+    """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other argument is CONFIG."""
     words, config_seen = [], False
     for position, word in enumerate(args):
         words.append(word)
@@ -122,5 +122,5 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:
-        """The arguments as typer should parse them."""
+        """The arguments rewritten for typer."""
         return args

@@ -28,7 +28,7 @@ Only = Annotated[str, typer.Option(metavar="TEXT", help="Only trials with this i
 
 
 def _command(verb: str, **options: object) -> str:
-    """The command line that a report gives to reproduce it, without what is not set."""
+    """The command line that reproduces a report, without unset options."""
     words = ["keyhole", *verb.split()]
     for name, value in options.items():
         if value not in (None, "", False):

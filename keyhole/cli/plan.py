@@ -133,7 +133,8 @@ def _end(found: Any, table: list[Any], chosen: Any) -> list[str]:
 
 
 def _least(table: list[Any], found: Any) -> list[str]:
-    """Where nothing fits and nothing in particular was asked for: the row that needs the least, and what would do."""
+    """If nothing fits and the config asks for no particular row: the row that needs the least, and what would be
+    enough."""
     from keyhole.plan.changes import cheapest_changes
     from keyhole.plan.recommend import settings_of
 

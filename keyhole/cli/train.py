@@ -18,7 +18,7 @@ LAST = "last"
 
 
 class TrainCommand(SettingsCommand):
-    """`--resume` may stand alone."""
+    """`--resume` may be given without a value."""
 
     def rewrite(self, args: list[str]) -> list[str]:
         return with_resume_value(args, if_alone=LAST)

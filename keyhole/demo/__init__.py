@@ -1,1 +1,1 @@
-"""What `keyhole demo` runs: every method on the embedded model and task, with a table and a page at the end."""
+"""`keyhole demo`: every method on the embedded model and task, with a table and a page at the end."""

@@ -1,15 +1,14 @@
-"""The main claim, shown: the same run in a budget smaller than the model, equal to the bit, and what crossed the link.
+"""Shows keyhole's main property: the same run within a budget smaller than the model gives the same bits.
 
 The embedded model is so small that a batch of notes takes more memory than its weights. So this part of the demo builds
-a deeper one with random weights (LAYERS blocks, the same tokenizer and notes) and trains it STEPS steps, twice, by one
-method of forward sweeps and by one that reverses: with all weights on the device, and with gpu_memory set to SHARE of
-the weights alone. The budget has to hold everything: the slots that units pass through, activations, logits, the
-method's buffers.
+a deeper model with random weights (LAYERS blocks, the same tokenizer and notes) and trains it STEPS steps, twice, with
+one method of forward sweeps and with one of reverse sweeps: with all weights on the device, and with gpu_memory set to
+SHARE of the weights alone. The budget must hold everything: slots, activations, logits, the method's buffers.
 
     equal     every loss of every step, and every weight afterwards: the same bits
     crossed   bytes over the link between host and device, up and down
 
-On a GPU the budget is enforced. Without one the same code runs with plain copies in place of the link: the losses, the
+On a GPU the budget is enforced. Without a GPU the same code runs with plain copies instead of the link: the losses, the
 weights and the bytes are the same.
 """
 
@@ -36,13 +35,13 @@ SHARE = 0.5  # of the weights
 
 @dataclass
 class Squeezed:
-    """What one method did. skipped: why it could not run."""
+    """The result of one method. skipped: why it could not run."""
 
     method: str
     skipped: str = ""
     weights_bytes: int = 0
     budget_bytes: int = 0
-    planned_bytes: int = 0  # of everything, in the budget
+    planned_bytes: int = 0  # total planned memory, within the budget
     streamed_bytes: int = 0  # of the weights
     up_bytes: int = 0
     down_bytes: int = 0
@@ -53,7 +52,7 @@ class Squeezed:
 
 
 def shown(names: list[str]) -> list[str]:
-    """Of these methods, the first of each kind of sweep that streams."""
+    """The first streaming method of each kind of sweep."""
     kinds: dict[str, str] = {}
     for name in names:
         if METHODS[name].streams:

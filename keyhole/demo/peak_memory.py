@@ -1,15 +1,15 @@
-"""What each method needs in memory, measured in a process of its own while the demo trains.
+"""The memory of each method, measured in a separate process while the demo trains.
 
-The process sets the highest resident size that Linux keeps of it (VmHWM) back to the present by writing 5 to
+The process resets the peak resident size that Linux keeps (VmHWM) to the current size by writing 5 to
 /proc/self/clear_refs, loads the embedded model, takes STEPS steps, and reads how far the size has risen:
 
     host = max over time of (resident now) - (resident before the model was loaded)         GPU = CUDA's own peak
 
-That tells the truth only if freed pages go back to the system at once, or a method would live in the last one's
-leavings and seem to need nothing. glibc is asked to give them back (malloc_trim); mimalloc, which torch uses on
-some processors, must be told before it starts (MIMALLOC_PURGE_DELAY=0), which makes every allocation slower. Hence a
-process of its own. Each method runs twice and the second run counts: libraries that are loaded at first use are
-not a method's. Where there is no /proc, the host's column stays empty.
+This is correct only if freed pages are returned to the system at once; otherwise a method would reuse the memory of the
+previous one and seem to need none. glibc returns them on request (malloc_trim); mimalloc, which torch uses on some
+processors, must be configured before it starts (MIMALLOC_PURGE_DELAY=0), which makes every allocation slower. Hence the
+separate process. Each method runs twice and the second run counts, because libraries that are loaded on first use do
+not belong to the method. Without /proc the host's column stays empty.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ Peaks = dict[str, tuple[int, int]]  # method -> bytes on the host, bytes on the 
 
 
 class Peak:
-    """Starts when it is made; `read` says how far the process has grown since, at its highest."""
+    """Measures from its creation on; `read` returns the peak growth of the process since then."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -41,7 +41,7 @@ class Peak:
         try:
             CLEAR.write_text("5")
         except OSError:
-            pass  # not Linux, or a sandbox forbids it: the peak then counts from the start of the process
+            pass  # not Linux, or forbidden by a sandbox: the peak then counts from the process start
         self.begin_bytes = _resident_bytes("VmRSS")
 
     def read(self) -> int:
@@ -49,14 +49,14 @@ class Peak:
 
 
 def _resident_bytes(key: str) -> int:
-    """VmRSS (now) or VmHWM (highest) of this process; 0 where there is no /proc."""
+    """VmRSS (now) or VmHWM (highest) of this process; 0 without /proc."""
     lines = STATUS.read_text().splitlines() if STATUS.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":")), 0)
 
 
 @contextmanager
 def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[], Peaks]]:
-    """Starts the process; the function it yields waits for the result. Whatever happens, the process ends."""
+    """Starts the process; the yielded function waits for the result. The process is ended in any case."""
     command = [sys.executable, "-m", "keyhole.demo.peak_memory", device or "", *names]
     environment = os.environ | {"MIMALLOC_PURGE_DELAY": "0"}
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -69,7 +69,7 @@ def measured_beside(names: list[str], device: str | None) -> Iterator[Callable[[
 
 
 def _parse(output: str) -> Peaks:
-    """The last line is the result; without one (the process was killed, say) nothing is known."""
+    """The result in the last line; empty if there is none, for instance because the process was killed."""
     try:
         return {name: (host, gpu) for name, (host, gpu) in json.loads(output.splitlines()[-1]).items()}
     except (IndexError, ValueError):
@@ -96,7 +96,7 @@ def measure(names: list[str], device: str | None) -> Peaks:
             model.close()
             del model, method
         except UserError:
-            continue  # the demo says why
+            continue  # the demo reports why
     return peaks
 
 

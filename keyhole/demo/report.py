@@ -1,6 +1,6 @@
-"""The demo's HTML page: one self-contained file, with no script and nothing fetched from anywhere.
+"""The demo's HTML page: one self-contained file, without scripts or external files.
 
-From top to bottom: what was done in two sentences, the table, the same run in a budget smaller than the model, the
+From top to bottom: a summary in two sentences, the table, the same run in a budget smaller than the model, the
 curves by step and by second, the task with examples, and everything needed to run it again (settings, seed, versions,
 commands). It follows the reader's light or dark theme.
 """
@@ -23,7 +23,7 @@ EXAMPLES = 4
 
 
 def size(count: int) -> str:
-    """Bytes for people; a dash for none."""
+    """Bytes as readable text; a dash for none."""
     return f"{count / MIB:.1f} MiB" if 0 < count < GIB else f"{count / GIB:.2f} GiB" if count else "-"
 
 
@@ -46,7 +46,7 @@ def cells(result: Result) -> list[str]:
 def make_report(
     results: list[Result], seed: int, environment: dict[str, Any], squeezed: Sequence[Squeezed] = ()
 ) -> str:
-    """The page. squeezed: what was trained in a budget smaller than the model."""
+    """The page. squeezed: the runs within a budget smaller than the model."""
     done = [(i % len(COLOURS), r) for i, r in enumerate(results) if not r.skipped]
     steps = [noisy(r.method, i, [n + 1.0 for n in range(len(r.losses))], r.losses) for i, r in done]
     seconds = [noisy(r.method, i, r.times_s, r.losses) for i, r in done]
@@ -101,7 +101,7 @@ def _table(results: list[Result]) -> str:
 
 
 def _bar(result: Result, index: int) -> str:
-    """Accuracy from 0 to 100 %, with a mark where the model stood before."""
+    """Accuracy from 0 to 100 %, with a mark at the accuracy before training."""
     before, after = 100 * result.accuracy_before, 100 * result.accuracy_after
     return (
         f"<span class='wide'><span class='fill b{index % len(COLOURS)}' style='width:{after:.1f}%'></span>"
@@ -119,7 +119,7 @@ def squeezed_line(found: Squeezed) -> str:
 
 
 def verdict(found: Squeezed) -> str:
-    """Whether the run in the budget is the one without."""
+    """Whether the run within the budget equals the one without."""
     if found.same_losses and found.same_weights:
         return "losses and weights are the same bits as with all weights on the device"
     return "NOT the same as with all weights on the device: " + (

@@ -1,19 +1,19 @@
 """`keyhole demo`: every method on the embedded model and task, one table, one HTML page.
 
 For each method the embedded model is loaded fresh, scored on the held-out notes, trained (train.py), and scored again.
-A method that joins the table METHODS joins the demo, with the settings of its row. One that cannot run here (it says so
-with a UserError) gets its reason in the table instead of numbers.
+Every method of the table METHODS is in the demo, with the settings of its row. If a method cannot run here (it raises a
+UserError), the table shows the reason instead of numbers.
 
-    accuracy    share of held-out notes whose right stamp is the likelier one; the score of `keyhole eval`
+    accuracy    share of held-out notes whose right stamp is the more likely one, as in `keyhole eval`
     loss        NLL of the right stamp on held-out notes; the curves show the training loss, step by step
     seconds     the training steps alone
-    memory      the highest above what the process held before the model was loaded, host and GPU (peak_memory.py)
-    moved       bytes over the link between host and device; 0 where everything is resident
+    memory      the peak above the process's memory before the model was loaded, host and GPU (peak_memory.py)
+    moved       bytes over the link between host and device; 0 if everything is resident
 
-Then a deeper model is trained with all weights on the device and in a budget smaller than its weights (budget.py): the
-losses and the weights must be the same.
+Then a deeper model is trained with all weights on the device and within a budget smaller than its weights (budget.py):
+losses and weights must be the same.
 
-Matrices here are so small that more threads only wait for each other: the demo computes on THREADS of them.
+Matrices here are so small that more threads would only wait for each other: the demo uses THREADS of them.
 """
 
 import json
@@ -37,7 +37,7 @@ from keyhole.methods import METHODS
 from keyhole.training.rundir import FORMAT, inspect
 
 THREADS = 1
-TABLE_WIDTH = 110  # a narrower terminal wraps it, which beats cutting numbers off
+TABLE_WIDTH = 110  # a narrower terminal wraps lines, which is better than cut numbers
 
 
 def run_demo(
@@ -49,7 +49,7 @@ def run_demo(
 ) -> list[Result]:
     """Trains with every method (or those named), prints the table, writes report.html, results.json and the models.
 
-    `steps` caps the steps of every method; only tests want that.
+    `steps` limits the steps of every method; it is meant for tests.
     """
     names = list(methods or METHODS)
     unknown = [name for name in names if name not in METHODS]
@@ -119,7 +119,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _own_directory(root: Path) -> Path:
-    """The directory, marked as ours; one with somebody else's files is refused."""
+    """The directory, with keyhole's marker; a directory with other files is refused."""
     found = inspect(str(root), resume=True)
     try:
         found.run.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""One method on the embedded model: how it is set up, the loop that trains it, and what came of it."""
+"""One method on the embedded model: its set-up, the training loop, and the result."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ MAX_LENGTH = 128
 
 @dataclass
 class Result:
-    """What one method did. `skipped` says why it could not run; then the numbers mean nothing."""
+    """The result of one method. `skipped` says why it could not run; the numbers are then meaningless."""
 
     method: str
     settings: Demo
@@ -37,7 +37,7 @@ class Result:
 
 
 def settings_of(name: str, steps: int | None = None) -> Demo:
-    """How the demo runs a method, by the method's row; `steps` caps its steps."""
+    """The settings of a method in the demo, from its row; `steps` limits its steps."""
     settings = METHODS[name].demo
     return settings if steps is None else replace(settings, steps=min(steps, settings.steps))
 

@@ -1,12 +1,12 @@
 """lm-evaluation-harness with a keyhole model: `keyhole eval DIR --harness TASKS`, or `keyhole` as one of its models.
 
-lm.py         the model that the harness is given: streamed, and batched over all requests of a task list
-run.py        `keyhole eval --harness`: tasks are found before the model is loaded; a table, and a file of results
-__main__.py   `python -m keyhole.harness ...` is the harness's own command, with all its options, which knows the model
+lm.py         the model class for the harness: streamed, and batched over all requests of the tasks
+run.py        `keyhole eval --harness`: finds tasks before the model is loaded; prints a table, writes a file of results
+__main__.py   `python -m keyhole.harness ...` is the harness's own command, with all its options and this model
 
 The package lm_eval is an extra (`pip install "keyhole[harness]"`). The model is declared as an entry point of the group
-`lm_eval.models`. Version 0.4.13 of the harness has room for entry points in its list of models, but does not look for
-any, so whoever imports this module before asking for `--model keyhole` registers it by name.
+`lm_eval.models`. Version 0.4.13 of the harness does not load entry points, so importing this module registers the model
+under its name for `--model keyhole`.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ TARGET = "keyhole.harness.lm:KeyholeLM"
 
 
 def require() -> None:
-    """UserError without the harness."""
+    """UserError if the harness is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             '--harness: the package lm_eval is not installed; pip install "keyhole[harness]" (or pip install lm_eval)'
@@ -27,9 +27,9 @@ def require() -> None:
 
 
 def register() -> None:
-    """Makes `keyhole` one of the harness's models; its class is imported when it is first asked for."""
+    """Registers `keyhole` as a model of the harness; its class is imported on first use."""
     require()
-    import lm_eval.models  # noqa: F401  its own models come first
+    import lm_eval.models  # noqa: F401  registers its own models first
     from lm_eval.api.registry import MODEL_REGISTRY
 
     if NAME in MODEL_REGISTRY:

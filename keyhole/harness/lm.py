@@ -1,15 +1,15 @@
-"""The model that lm-evaluation-harness is given. What the harness asks for, and how it is answered:
+"""The model class for lm-evaluation-harness. The requests of the harness, and how they are computed:
 
     loglikelihood           (context, continuation): all requests of a sweep at once (eval/continuations.py), so that a
                             streamed model crosses the link once per `passes` * `batch_tokens` tokens; requests that
-                            differ in their last token only share a row
+                            differ only in their last token share a row
     loglikelihood_rolling   a text in disjoint windows of max_length tokens: the windows of all texts at once
     generate_until          greedy or sampled, batches by length; a streamed model crosses the link once per token of
                             a batch (eval/generate.py)
 
-Texts become tokens as they do for the harness's own `hf` model: context and continuation are tokenised as one text, bos
-is what the tokenizer puts there, an empty context is bos or else eos. Log-likelihoods are summed in float32 logits and
-float64, where `hf` stays in the dtype of the model, so that in bfloat16 they differ by its rounding.
+Texts are tokenised as by the harness's own `hf` model: context and continuation as one text, with bos if the tokenizer
+adds it; an empty context is bos or else eos. Log-likelihoods are computed from float32 logits and summed in float64,
+while `hf` stays in the dtype of the model, so in bfloat16 they differ by its rounding.
 """
 
 import logging
@@ -31,14 +31,14 @@ from keyhole.loading import load
 from keyhole.methods.base import Workload
 from keyhole.model.model import Model
 
-NEW_TOKENS = 256  # the harness's own default for tasks that do not say
+NEW_TOKENS = 256  # the harness's default for tasks without a limit
 COUNTS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 DEFAULT_LENGTH = 2048
 log = logging.getLogger(__name__)
 
 
 class KeyholeLM(TemplateLM):
-    """A directory or hub id, loaded as `keyhole.load` does. Arguments are those of --model_args."""
+    """A model from a directory or hub id, loaded by `keyhole.load`. Arguments are those of --model_args."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class KeyholeLM(TemplateLM):
         return first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of a text, after bos where the tokenizer puts one and the text does not begin with it."""
+        """The tokens of a text, after bos if the tokenizer adds one and the text does not begin with it."""
         special = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             special = False
@@ -112,7 +112,7 @@ class KeyholeLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A conversation as the model's template writes it; without add_generation_prompt the last turn goes on."""
+        """A conversation rendered by the model's template; without add_generation_prompt the last turn is continued."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how)
 
@@ -157,7 +157,7 @@ class KeyholeLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         texts = [""] * len(requests)
-        alike: dict[str, list[int]] = {}  # requests with the same settings go together
+        alike: dict[str, list[int]] = {}  # requests with the same settings are batched together
         for number, request in enumerate(requests):
             alike.setdefault(repr(sorted(request.args[1].items(), key=str)), []).append(number)
         for numbers in alike.values():
@@ -175,7 +175,7 @@ class KeyholeLM(TemplateLM):
         return texts
 
     def _settings(self, asked: dict[str, Any]) -> tuple[int, list[str], dict[str, Any]]:
-        """(most new tokens, stop strings, settings of Transformers' generation) of what a task asks for."""
+        """(most new tokens, stop strings, settings of Transformers' generation) for the settings of a task."""
         settings = dict(asked)
         until = settings.pop("until", None)
         stop = [until] if isinstance(until, str) else [*(until or ())]
@@ -189,7 +189,7 @@ class KeyholeLM(TemplateLM):
         return int(counts[0] if counts else NEW_TOKENS), stop, settings
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the file of results says of the model."""
+        """The description of the model in the file of results."""
         count = sum(tensor.shape.numel() for tensor in self.model.layout.tensors)
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model_num_parameters": count, "model_dtype": dtype, "model_source": self.model.source}
@@ -202,4 +202,4 @@ class _Bar:
         self.what, self.hidden = what, hidden
 
     def __call__(self, groups: list) -> Iterable:
-        return tqdm(groups, desc=self.what, disable=self.hidden or None)  # None: hidden where there is no terminal
+        return tqdm(groups, desc=self.what, disable=self.hidden or None)  # None: hidden without a terminal

@@ -1,8 +1,9 @@
-"""`keyhole eval DIR --harness TASKS`: tasks of lm-evaluation-harness, scored by a model that need not fit the GPU.
+"""`keyhole eval DIR --harness TASKS`: tasks of lm-evaluation-harness, scored with a model that may be larger than the
+GPU.
 
 A task is a name of the harness (hellaswag), one of its groups or tags (mmlu), a pattern (arc_*), or a YAML file of a
-task. Names are looked up before the model is loaded, and an unknown one is refused with the nearest. What a task
-downloads, its own data set, is the harness's affair (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE work as ever).
+task. Names are looked up before the model is loaded, and an unknown one is refused with the nearest name. The harness
+itself downloads a task's data set (HF_HUB_OFFLINE and HF_DATASETS_OFFLINE work as usual).
 """
 
 import difflib
@@ -30,12 +31,12 @@ def run_harness(
     say: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> str:
-    """The harness's table of results; json_path gets all of them. settings: of the model (placement, gpu_memory, dtype,
-    device, max_length)."""
+    """The harness's table of results; json_path: file for the full results. settings: of the model (placement,
+    gpu_memory, dtype, device, max_length)."""
     require()
     if json_path is not None:
         check_result_file("--json", Path(json_path))
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its notes on seeds and contexts; warnings of ours remain
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hides its notes on seeds and contexts
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import handle_non_serializable, make_table
@@ -68,7 +69,7 @@ def run_harness(
 
 
 def find_tasks(manager: Any, words: Sequence[str]) -> list[str]:
-    """The names and files behind the words; UserError for one that is none."""
+    """The task names and files of the arguments; UserError for an unknown one."""
     found: list[str] = []
     for word in [name for each in words for name in each.split(",") if name]:
         if word.endswith((".yaml", ".yml")):

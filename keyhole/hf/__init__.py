@@ -1,14 +1,14 @@
-"""keyhole inside Hugging Face's Trainer, for scripts that have one.
+"""keyhole inside Hugging Face's Trainer, for existing training scripts.
 
 trainer.py     KeyholeTrainer, a transformers.Trainer whose step is a keyhole method; KeyholeMixin, the same for any
                other subclass of Trainer (TRL's SFTTrainer)
 arguments.py   KeyholeArguments: TrainingArguments with method, placement and budget
-loading.py     the model and the method that arguments ask for
-refusals.py    what cannot work, with the reason
+loading.py     loads the model and creates the method for the arguments
+refusals.py    unsupported arguments, with the reasons
 checkpoints.py the method's state in a Trainer's checkpoint
 
-The loop is the Trainer's own: nothing of it is copied, so callbacks, logging, schedules, evaluation, saving and
-resuming are its. This is the top layer: nothing else in keyhole knows of it.
+The loop is the Trainer's own, so callbacks, logging, schedules, evaluation, saving and resuming work as in the Trainer.
+This is the top layer: nothing else in keyhole imports it.
 """
 
 from typing import Any

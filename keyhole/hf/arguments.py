@@ -1,8 +1,8 @@
 """TrainingArguments with the few settings that keyhole adds.
 
-Two defaults differ from Hugging Face's: no clipping (max_grad_norm=0: clipping by the exact norm costs a second reverse
-in lomo, and zo has no gradient), and losses are not looked at after every step (logging_nan_inf_filter=False: that
-would make the GPU wait for the host; a loss that is not finite gives no update).
+Two defaults differ from Hugging Face's: no clipping (max_grad_norm=0: clipping by the exact norm costs a second
+backward pass in lomo, and zo has no gradient), and losses are not checked after every step
+(logging_nan_inf_filter=False: the check would synchronise GPU and host; a loss that is not finite gives no update).
 """
 
 from dataclasses import dataclass, field

@@ -1,11 +1,11 @@
 """The method's state in a Trainer's checkpoint, beside the Trainer's own files.
 
-    checkpoint-N/   model.safetensors, config.json, ...     the model, as keyhole writes it
-                    optimizer.safetensors                   tensors of the method's state, where it has some
-                    keyhole_state.json                      the rest of it, the method's name, checksums: written last
-                    scheduler.pt, rng_state.pth, trainer_state.json, training_args.bin        the Trainer's
+    checkpoint-N/   model.safetensors, config.json, ...     the model, written by keyhole
+                    optimizer.safetensors                   tensors of the method's state, if it has any
+                    keyhole_state.json                      the rest of the state, the method's name, checksums: written
+                    last scheduler.pt, rng_state.pth, trainer_state.json, training_args.bin        the Trainer's
 
-No pickle of ours is read: the scheduler's file is loaded with weights_only.
+keyhole reads no pickle: the scheduler's file is loaded with weights_only.
 """
 
 from pathlib import Path
@@ -27,9 +27,9 @@ TENSORS_ABOUT = "method"
 
 
 def save_method(directory: Path, method: Method, step: int) -> None:
-    """Writes the state; the model's files are there already, and their checksums go with it."""
+    """Writes the state, with the checksums of the model's files, which must already be there."""
     tensors, scalars = split_state(method.state_dict())
-    if method.model.factors is not None:  # they are in the state, so that a run goes on within a period
+    if method.model.factors is not None:  # factors are part of the state, so that a run resumes within a period
         save_model(method.model, directory, merged=False)
     if tensors:
         write_tensors(directory / TENSORS, tensors)
@@ -37,7 +37,7 @@ def save_method(directory: Path, method: Method, step: int) -> None:
 
 
 def load_method(directory: Path, method: Method) -> None:
-    """UserError where the checkpoint is damaged, or of another method."""
+    """Loads the state; UserError if the checkpoint is damaged, or of another method."""
     try:
         state = verify(directory)
     except Damaged as error:
@@ -52,7 +52,7 @@ def load_method(directory: Path, method: Method) -> None:
 
 
 def load_weights(directory: Path, model: Model) -> None:
-    """The weights of a checkpoint, read to where the model's live."""
+    """Reads the weights of a checkpoint into the model, in place."""
     if not (directory / "config.json").exists():
         raise UserError(f"resume_from_checkpoint: {directory} holds no model")
     model.apply_deferred()

@@ -1,4 +1,4 @@
-"""The model and the method that a Trainer's arguments ask for."""
+"""Loads the model and creates the method for a Trainer's arguments."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +18,7 @@ DEFAULT_LENGTH = 1024
 
 @dataclass(frozen=True)
 class Wanted:
-    """What keyhole is asked for, from the arguments of the trainer or its TrainingArguments; the former win."""
+    """The settings of keyhole, from the arguments of the trainer or its TrainingArguments; the former win."""
 
     method: str
     settings: dict[str, Any]
@@ -35,7 +35,7 @@ class Wanted:
 
 
 def wanted(args: TrainingArguments, given: dict[str, Any]) -> Wanted:
-    """Checked names; UserError for what does not exist."""
+    """Collects and checks the settings; UserError for unknown names."""
 
     def either(name: str, of_args: str | None = None, default: Any = None) -> Any:
         if given.get(name) is not None:
@@ -63,7 +63,7 @@ def wanted(args: TrainingArguments, given: dict[str, Any]) -> Wanted:
 
 
 def own_settings(asked: Wanted, args: TrainingArguments) -> Any:
-    """The method's section. Numbers of Adam are those of the TrainingArguments, unless the section names them."""
+    """The method's settings. Adam's betas and eps come from the TrainingArguments, unless the settings have them."""
     takes = {each.name for each in fields(asked.row.settings)}
     adam = {"beta1": args.adam_beta1, "beta2": args.adam_beta2, "eps": args.adam_epsilon}
     of_args = adam if {"beta1", "beta2", "eps"} <= takes else {}
@@ -71,7 +71,7 @@ def own_settings(asked: Wanted, args: TrainingArguments) -> Any:
 
 
 def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) -> Model:
-    """The model where the arguments want it; one that is loaded already stays as it is."""
+    """The model, placed as the arguments say; a loaded model is left unchanged."""
     if isinstance(source, Model):
         return source
     if not isinstance(source, str | Path | PretrainedConfig):
@@ -91,7 +91,7 @@ def load_model(source: Any, asked: Wanted, own: Any, args: TrainingArguments) ->
 
 
 def make_method(model: Model, asked: Wanted, own: Any, args: TrainingArguments) -> Method:
-    """The method as the arguments ask for it."""
+    """The method with the settings of the arguments."""
     shared = Shared(
         learning_rate=args.learning_rate,
         weight_decay=args.weight_decay,

@@ -1,8 +1,8 @@
-"""What Hugging Face's Trainer offers and a method that updates weights within its step cannot honour.
+"""Arguments of Hugging Face's Trainer that a method which updates weights within its step cannot support.
 
-Everything is checked before the model is loaded, and told at once, each with the reason and what to do instead. A
-setting that would be ignored is refused: a run that does not do what its script says is worse than one that does not
-start.
+All of them are checked before the model is loaded, and reported in one message, each with the reason and an
+alternative. A setting that would be ignored is refused: a run that silently differs from its script is worse than one
+that does not start.
 """
 
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ CALLED: dict[str, str] = {  # arguments of the Trainer itself
 
 
 def check(args: TrainingArguments, row: Traits, own: Any, options: dict[str, Any]) -> None:
-    """UserError with everything that is in the way."""
+    """UserError with all unsupported arguments."""
     found = [f"  {key}: {why}" for key, why in _found(args, row, own, options)]
     if found:
         raise UserError("\n".join([f"KeyholeTrainer with method={row.name} cannot honour these settings:", *found]))
@@ -76,7 +76,7 @@ def _found(args: TrainingArguments, row: Traits, own: Any, options: dict[str, An
 
 
 def check_bf16(args: TrainingArguments, dtype: str) -> None:
-    """bf16=True asks for products in bfloat16: those of a model that was loaded so, and of no other."""
+    """bf16=True means bfloat16 arithmetic: it is accepted only for a model that was loaded in bfloat16."""
     if args.bf16 and dtype != "bfloat16":
         raise UserError(
             f"bf16: the model computes in {dtype}; load it in bfloat16 (model_dtype='bfloat16'; wire='fp32' keeps fp32 "

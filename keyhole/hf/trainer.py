@@ -6,19 +6,19 @@
 
 The loop is the Trainer's. What differs:
 
-    training_step     micro-batches are collected; with the last one of a step the method makes its update, at the rate
-                      that the scheduler has set. The loss that is logged is that of the whole step: the mean over all
-                      its trained tokens. The others return 0.
-    optimizer         a shell (methods/torch_optimizer.py): its group's rate is the method's, its step does nothing
-    grad_norm         the method's own: of the whole, unclipped gradient
-    evaluation        the loss from chunks of the vocabulary, each unit across the link once per batch; full logits only
-                      where compute_metrics wants them
-    saving, resuming  the model by keyhole, tensor by tensor; the method's state beside it (checkpoints.py)
-    the model         is neither wrapped nor moved: `trainer.model` is the Hugging Face module, whose parameters live
-                      where keyhole put them, and `trainer.keyhole` the model itself
+    training_step     micro-batches are collected; at the last one of a step the method makes its update, at the
+                      scheduler's rate. The logged loss is that of the whole step: the mean over all its trained
+                      tokens. The calls before the last return 0.
+    optimizer         a shell (methods/torch_optimizer.py): its param_group has the method's rate, its step does nothing
+    grad_norm         the method's own: the norm of the whole gradient before clipping
+    evaluation        the loss in chunks of the vocabulary, with each unit uploaded once per batch; full logits only if
+                      compute_metrics needs them
+    saving, resuming  keyhole writes the model, tensor by tensor, and the method's state beside it (checkpoints.py)
+    the model         is neither wrapped nor moved: `trainer.model` is the Hugging Face module, whose parameters stay
+                      where keyhole placed them, and `trainer.keyhole` is keyhole's model
 
-Steps are those of `keyhole train` on the same batches, to the bit (tests/hf/test_trainer.py). KeyholeMixin stands
-before any other Trainer: `class MyTrainer(KeyholeMixin, SFTTrainer): ...`.
+Steps equal those of `keyhole train` on the same batches, to the bit (tests/hf/test_trainer.py). KeyholeMixin works with
+any other Trainer, as the first base: `class MyTrainer(KeyholeMixin, SFTTrainer): ...`.
 """
 
 import os
@@ -40,17 +40,17 @@ from keyhole.model.model import Model
 from keyhole.plan.dtype import NAMES
 
 OWN = ("method", "settings", "placement", "gpu_memory", "dtype", "wire", "weight_decay_on", "max_length")
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # say of packed samples what position_ids say
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # redundant for packed samples: position_ids say the same
 
 
 class KeyholeMixin:
-    """What turns a Trainer into one that trains by a keyhole method. Stands first among the bases."""
+    """Makes a Trainer train with a keyhole method. Must be the first base class."""
 
     keyhole: Model
     method: Method
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, **options: Any) -> None:
-        """model: a directory, a hub id, a config, or what keyhole.load returns. method, settings, placement,
+        """model: a directory, a hub id, a config, or the result of keyhole.load. method, settings, placement,
         gpu_memory, dtype, wire, weight_decay_on and max_length (for the plan) may be given here or in
         KeyholeArguments; everything else is the Trainer's."""
         args = KeyholeArguments(output_dir="tmp_trainer") if args is None else args
@@ -66,7 +66,7 @@ class KeyholeMixin:
         self._wanted: Wanted = wanted(args, given)
         self._own = own_settings(self._wanted, args)
         refusals.check(args, self._wanted.row, self._own, options)
-        args._n_gpu = min(1, args.n_gpu)  # one GPU, also where several are visible: nothing is replicated
+        args._n_gpu = min(1, args.n_gpu)  # one GPU, even if several are visible: nothing is replicated
         if model is None:
             raise UserError("model: give a directory, a hub id, a config, or what keyhole.load returns")
         self.keyhole = load_model(model, self._wanted, self._own, args)
@@ -80,31 +80,31 @@ class KeyholeMixin:
         self._collected: list[Any] = []
         super().__init__(model=self.keyhole.module, args=args, **options)  # type: ignore[call-arg]
 
-    # -- the model stays where it is -------------------------------------------------------------------------------
+    # -- the model is not moved ------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Batches are checked on the host and sent by keyhole."""
+        """Leaves batches on the host: keyhole checks and sends them."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Its parameters live where keyhole put them."""
+        """Does nothing: the parameters stay where keyhole placed them."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """A shell without parameters, so that nothing prepares, casts or replicates the model."""
+        """A shell without parameters, so that accelerate does not prepare, cast or replicate the model."""
         return model if isinstance(model, Shell) else Shell(self.keyhole.module)
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The method, and its shell as the Trainer's optimizer."""
+        """Creates the method, and returns its shell as the Trainer's optimizer."""
         if self.optimizer is None:
             self.method = make_method(self.keyhole, self._wanted, self._own, self.args)
             self.optimizer = self.method.torch_optimizer
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Collects a micro-batch; with the last one of the step, updates."""
+        """Collects a micro-batch; at the last one of the step, makes the update."""
         self._collected.append(self._batch(inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -113,12 +113,12 @@ class KeyholeMixin:
         return self.method.step(batches).detach().to(self.args.device)
 
     def _batch(self, inputs: Any) -> dict[str, torch.Tensor]:
-        """What the model is given; keyhole refuses what it does not know."""
+        """The inputs of the model; keyhole refuses unknown ones."""
         said = PACKED if "position_ids" in inputs else ()
         return {name: x.cpu() for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in said}
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor | float | None:
-        """The step has clipped; this is the norm before."""
+        """The norm before clipping; the step has already clipped."""
         return self._get_grad_norm(model)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> torch.Tensor | float | None:
@@ -126,7 +126,7 @@ class KeyholeMixin:
         return found.detach() if isinstance(found, torch.Tensor) else found
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
-        """With the numbers that the method has of its last step."""
+        """Logs, with the method's numbers of its last step."""
         if "loss" in logs and hasattr(self, "method"):
             logs |= {name: float(value) for name, value in self.method.metrics().items() if name not in logs}
         super().log(logs, *more, **options)  # type: ignore[misc]
@@ -136,7 +136,7 @@ class KeyholeMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Loss, logits and labels of a batch, logits only where they are wanted."""
+        """Loss, logits and labels of a batch; logits only if needed."""
         batch = self._batch(inputs)
         device, labels = self.args.device, batch.get("labels")
         if self.keyhole.classifies:
@@ -153,7 +153,7 @@ class KeyholeMixin:
 
     @torch.no_grad()
     def _logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[B, T, V] of the whole batch, streamed like a generation."""
+        """Logits [B, T, V] of the whole batch, with units streamed as in generation."""
         model = self.keyhole
         sent = {name: x.to(model.device) for name, x in batch.items() if name != "labels"}
         model.apply_deferred()
@@ -166,7 +166,7 @@ class KeyholeMixin:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The model as keyhole writes it, the tokenizer, and the arguments."""
+        """Saves the model (by keyhole), the tokenizer, and the arguments."""
         directory = Path(output_dir or self.args.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
         self.keyhole.save_pretrained(directory)
@@ -179,7 +179,7 @@ class KeyholeMixin:
         checkpoints.save_scheduler(Path(output_dir), self.lr_scheduler, SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not self._wanted.row.keeps_base:  # of adapters, the method's state is all
+        if not self._wanted.row.keeps_base:  # adapters are completely in the method's state
             checkpoints.load_weights(Path(resume_from_checkpoint), self.keyhole)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -188,7 +188,7 @@ class KeyholeMixin:
             checkpoints.load_scheduler(Path(checkpoint), self.lr_scheduler, SCHEDULER_NAME)
 
     def _load_best_model(self) -> None:
-        """The weights of the best checkpoint; of adapters, their state."""
+        """Loads the weights of the best checkpoint; for adapters, their state."""
         best = self.state.best_model_checkpoint
         if best is None or not os.path.isdir(best):
             return
@@ -202,7 +202,7 @@ class KeyholeMixin:
 
 
 class Shell(nn.Module):
-    """Stands for the model where the Trainer would wrap it: no parameters, nothing to move."""
+    """Replaces the model where the Trainer would wrap it: no parameters, nothing to move."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -219,4 +219,4 @@ class Shell(nn.Module):
 
 
 class KeyholeTrainer(KeyholeMixin, Trainer):
-    """transformers.Trainer by a keyhole method."""
+    """transformers.Trainer with a keyhole method."""

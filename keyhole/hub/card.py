@@ -1,12 +1,12 @@
-"""The model card: README.md with metadata for the hub, written from what a run has left in its directory.
+"""The model card: README.md with metadata for the hub, written from the files of a run.
 
     run/config.yaml      method, data and settings; those that differ from the defaults are printed
     run/metrics.jsonl    the loss of the first and the last steps, evaluations, tests
     run/env.json         versions and hardware
-    config.json          what kind of model it is
+    config.json          the kind of model
 
-Paths of the machine are not for others: of a file only its name is told, of a model or data set its hub id. A card that
-the user has put into the directory (README.md) is used instead of this one.
+Local paths are not published: of a file only its name appears, of a model or data set its hub id. If the directory has
+a card of the user's own (README.md), it is used instead.
 """
 
 import json
@@ -23,7 +23,7 @@ from keyhole.errors import UserError, printable
 from keyhole.methods import METHODS
 
 README = "README.md"
-MOST_BYTES = 2**30  # of metrics.jsonl: a line per step
+MOST_BYTES = 2**30  # limit of metrics.jsonl, which has a line per step
 NOT_TOLD = {"model", "method", "output_dir", "push_to_hub", "hub_model_id", "hub_private_repo", "device", "data_cache"}
 NOT_TOLD |= {"train_data", "eval_data", "task", "test_task", "task_data", "report_to", "rank_timeout", "chat_template"}
 ROWS = 12  # evaluations shown
@@ -125,7 +125,7 @@ def _figures(entries: list[dict[str, Any]]) -> str:
 
 
 def _settings(config: dict[str, Any]) -> str:
-    """What differs from the defaults, as a config that keyhole reads."""
+    """The settings that differ from the defaults, as a config for keyhole."""
     own = METHODS[config["method"]].section if config.get("method") in METHODS else None
     plain = settings()
     told = {
@@ -161,7 +161,7 @@ def _use(name: str, model: dict[str, Any]) -> str:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that was cut off by a crash is left out."""
+    """The lines of metrics.jsonl; a line that a crash left incomplete is left out."""
     entries = []
     for line in read_small(path, MOST_BYTES).splitlines() if path.is_file() else ():
         try:
@@ -176,14 +176,14 @@ def _listed(value: Any) -> list[str]:
 
 
 def hub_id(source: Any) -> str | None:
-    """The source, if it is a hub id and no path."""
+    """The source, if it is a hub id and not a path."""
     if not isinstance(source, str) or source.count("/") != 1 or source.startswith(("/", ".", "~")):
         return None
     return None if Path(source).exists() or Path(source).suffix in (".json", ".jsonl", ".csv", ".parquet") else source
 
 
 def _told(source: str) -> str:
-    """What others are told of a source: its hub id, or the name of the file or directory."""
+    """The published name of a source: its hub id, or the name of the file or directory."""
     return hub_id(source) or Path(source).name or source
 
 

@@ -1,13 +1,14 @@
-"""One commit that publishes a model: its files, its card, and the picture of its loss; stale weight files go.
+"""One commit that publishes a model: its files, its card, and the picture of its loss; old weight files are deleted.
 
-    prepare   creates the repository, or finds that it is there: a missing token, a name of somebody else's and a hub
-              that cannot be reached are known before a run begins, and not after it
-    push      the commit. Large files travel by themselves and are skipped where the hub has them already (that is
-              huggingface_hub's doing), so a push that was interrupted is simply done again
+    prepare   creates the repository, or checks that it exists, so that a missing token, a name of another owner and an
+              unreachable hub are reported before a run begins, not after it
+    push      makes the commit. huggingface_hub uploads large files separately and skips those that the hub already has,
+    so
+              an interrupted push can simply be repeated
 
-What is published of a directory: the model as Transformers reads it, with its adapter; of a checkpoint neither
-keyhole_state.json nor optimizer.safetensors, which only a run can use, and nothing of run/ but the curve. No path of
-this machine is published: an adapter names the repository itself as its base.
+The published files are the model as Transformers reads it, with its adapter; of a checkpoint neither keyhole_state.json
+nor optimizer.safetensors, which only a run can use; of run/ only the curve. No local path is published: an adapter
+names the repository itself as its base.
 """
 
 import json
@@ -29,20 +30,20 @@ NAME = re.compile(r"([\w.-]{1,96}/)?[\w.-]{1,96}")
 
 
 def check_id(name: str, key: str = "hub_model_id") -> None:
-    """Refuses what no repository can be called."""
+    """Refuses invalid names of repositories."""
     if not NAME.fullmatch(name) or "--" in name or ".." in name:
         raise UserError(f"{key}: {name!r} is no name of a model on the hub; it looks like you/model, or model")
 
 
 def files_of(directory: str | Path) -> dict[str, Path]:
-    """What is published, by its name in the repository, the card excepted."""
+    """The published files, by their names in the repository, without the card."""
     directory = Path(directory)
     if not directory.is_dir():
         raise UserError(
             f"push: {directory} is not a directory here; give the output_dir of a run, or a checkpoint in it"
         )
     check_directory(directory)
-    from keyhole.checkpoint.files import OWN_FILES  # here: a run asks about its push before torch is imported
+    from keyhole.checkpoint.files import OWN_FILES  # here: a run checks its push before torch is imported
 
     found = {path.name: path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")}
     found = {name: path for name, path in found.items() if name not in OWN_FILES and name != README}
@@ -55,7 +56,7 @@ def files_of(directory: str | Path) -> dict[str, Path]:
 
 
 def text_of_card(directory: Path, name: str) -> str:
-    """The user's own card, or one that is made."""
+    """The user's own card, or a generated one."""
     own = directory / README
     if own.is_file():
         return own.read_text(encoding="utf-8")
@@ -68,7 +69,7 @@ def text_of_card(directory: Path, name: str) -> str:
 
 
 def prepare(name: str, private: bool | None) -> str:
-    """Creates the repository where it is not there yet; returns its whole name. UserError says what is missing."""
+    """Creates the repository if it does not exist; returns its full name. UserError says what is missing."""
     check_id(name)
     from huggingface_hub import HfApi
 
@@ -102,8 +103,8 @@ def push(
 
 
 def content(file: str, path: Path, name: str) -> str | bytes:
-    """What is sent: the file, or of an adapter whose base is a directory of this machine its settings with the base
-    that others find, the weights of this very repository."""
+    """The uploaded content: the file itself; for an adapter whose base is a local directory, its config with this
+    repository as the base."""
     if file != ADAPTER:
         return str(path)
     try:
@@ -129,7 +130,7 @@ def _check_token() -> None:
 
 @contextmanager
 def _asking(name: str) -> Iterator[None]:
-    """A context in which what the hub refuses becomes a message for the user."""
+    """A context that turns errors of the hub into UserErrors."""
     try:
         yield
     except UserError:
