@@ -2,8 +2,8 @@
 
     python benchmarks/fold_periods.py [--width 5120] [--blocks 40] [--terms 128] [--error 0.1] [--device cuda]
 
-Random factors of an OPT shape, `terms` per matrix, A of falling size; what `Kept.fold` does to them, with its parts
-timed apart. A fold happens once in fold_periods x refresh steps (1,600 by default), between two steps.
+Times `Kept.fold`, part by part, on random factors of an OPT shape with `terms` per matrix and A of decreasing size. A
+fold happens once in fold_periods x refresh steps (1,600 by default), between two steps.
 """
 
 import argparse

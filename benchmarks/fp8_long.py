@@ -1,16 +1,16 @@
-"""Does rounding to 8 bits show in a long zeroth-order run? `wire: fp8` beside bf16 and fp32, in one process.
+"""Does rounding to 8 bits matter in a long zeroth-order run? `wire: fp8` beside bf16 and fp32, in one process.
 
     python benchmarks/fp8_long.py [MODEL TASK_DATA] [--task sst2] [--steps 20000] [--lr LR] [--out DIR] [--quick]
 
 Without MODEL: the embedded model and task. An update is far below the spacing d of E4M3 (an eighth to a sixteenth of
-the weight), so stochastic rounding moves few weights, each by all of d: unbiased, with a variance of d |update| per
-step, which adds up over a run. It is proportional to rate x steps, as is what a run learns at small rates: a tenth of
-the rate over ten times the steps collects as much. How much noise there is and what it does are two questions, so
-there are two kinds of runs, all from one start, on the same batches, with the same directions:
+the weight), so stochastic rounding changes few weights, each by a full d: unbiased, with a variance of d |update| per
+step, which accumulates over a run. The noise is proportional to rate x steps, and so is the learned change at small
+rates: a tenth of the rate over ten times the steps gives the same noise. The amount of noise and its effect are two
+questions, so there are two kinds of runs, all from the same weights, on the same batches, with the same directions:
 
-    learning     fp32, bf16, fp8: each by its own losses
-    rounding     bf16 and fp8 weights that get the updates of the fp32 run, step by step: what sets them apart from its
-                 weights is rounding alone
+    learning     fp32, bf16, fp8: each with updates from its own losses
+    rounding     bf16 and fp8 weights that get the updates of the fp32 run, step by step: they differ from its
+                 weights by rounding alone
 
 Every --every steps: loss on held-out rows, accuracy on dev questions, and the squared distance of the blocks' matrices
 from those of the fp32 run, as a share of their energy at the start. Runs compute in --dtype (float32), so that only the

@@ -1,21 +1,21 @@
-"""A frozen base in 4 bits: adapters over it, and models that host memory holds in no other format.
+"""A frozen base in 4 bits: adapters over it, and models that fit host memory in no other format.
 
     python benchmarks/frozen_base.py [--only lora,unpack,175B] [--steps 5] [--out DIR] [--quick]
 
 lora     Llama-3-8B's shape in bfloat16, 4 x 1024 tokens, rank 8 beside every linear layer, random weights:
              peft      peft's own layers on the plain Hugging Face module, bf16 weights resident, torch's fused AdamW,
-                       Hugging Face's checkpointing: the loop anyone would write (bitsandbytes is not needed)
+                       Hugging Face's checkpointing: the usual loop (bitsandbytes is not needed)
              keyhole   bf16 and int4, resident and streamed in 4 GiB
-         Resident, all activations are kept where they fit, or every block is run twice, as 4 GiB have it. A streamed
-         step is held against max(compute, link): the step of the same weights resident, every block run twice, and the
-         bytes of a step at the rate that the link has in this run.
-unpack   one block of that shape from int4, int8 and nf4 to bfloat16, against a copy of as many bytes
-175B     OPT-175B's shape, all 96 blocks, int4, packed piece by piece from the generator, so that its 350 GB never are:
-         zeroth-order steps of low rank over it (1 x 2048 tokens) in 8 and in 7.5 GiB of GPU memory, whose losses
-         must be equal, with seconds per step and the peaks of both memories
-         (70B: the same of Llama-3-70B's shape, in 8 and 4 GiB)
+         Resident runs keep all activations if they fit, or recompute every block, as in 4 GiB. The floor of a streamed
+         step is max(compute, link): the resident step of the same weights with every block recomputed, and the bytes
+         of a step at the link's rate of this run.
+unpack   one block of that shape from int4, int8 and nf4 to bfloat16, beside a copy of as many bytes
+175B     OPT-175B's shape, all 96 blocks, int4, packed piece by piece from the generator, never in 16 bits (350 GB):
+         low-rank zeroth-order steps over it (1 x 2048 tokens) in 8 and in 7.5 GiB of GPU memory, whose losses must be
+         equal, with seconds per step and the peaks of GPU and host memory
+         (70B: the same with Llama-3-70B's shape, in 8 and 4 GiB)
 
---quick: the same on tiny shapes, on a CPU too. Seconds are of timed steps after one that is not; every case frees its
+--quick: the same on tiny shapes, also on a CPU. Seconds are of timed steps after one warm-up step; every case frees its
 memory before the next.
 """
 

@@ -1,13 +1,13 @@
-"""What methods learn of a real model: the runs of the tables in learning_*.md, one after the other, in one process.
+"""What methods learn on a real model: the runs of the tables in learning_*.md, one after the other, in one process.
 
     python benchmarks/learning.py MODEL TASK_DATA OUT [--minutes 9] [--only sst2,rte-lsp] [--seeds 1,2]
                                   [--list] [key=value ...]
 
 MODEL: a directory of SmolLM2-135M (any other model has other rates); TASK_DATA: <task>/train, <task>/val as `task_data`
 takes them. Each run is a comparison of one method (`keyhole compare`): its table is printed and written to OUT as soon
-as it is there, with the dev metric by step and the median seconds per step. What there is no time for is said. --only:
-the run of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for all runs,
-such as loss=candidates.
+as it is there, with the dev metric by step and the median seconds per step. Runs that there is no time for are named.
+--only: the run of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for
+all runs, such as loss=candidates.
 
 All runs: float32 weights with products in TF32, batches of 16, 1,000 examples, the loss over candidates (RTE and Alpaca
 by first-order methods: over tokens), linear decay, the step that is best on dev is tested.

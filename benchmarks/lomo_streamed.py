@@ -1,10 +1,10 @@
-"""Where a streamed LOMO step spends its time: its lanes, second by second.
+"""Where a streamed LOMO step spends its time: kernels, uploads and write-backs over time.
 
     python benchmarks/lomo_streamed.py [--trial NAME] [--out DIR]
 
 Runs one trial of `keyhole bench lomo` (7B shape in 4 GiB, compiled, unless another is named), prints seconds per step,
-back to back and one at a time, and what of each 20 ms the kernels, the uploads and the write-backs were at work; with
---out all kernels and copies as JSON. Floor: max(resident step, two uploads of what is streamed at the link's rate).
+back to back and one at a time, and the share of each 20 ms in which kernels, uploads and write-backs were active; with
+--out all kernels and copies as JSON. Floor: max(resident step, two uploads of the streamed weights at the link's rate).
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""Zeroth-order steps with directions of low rank beside dense ones and textbook MeZO, on an OPT shape.
+"""Zeroth-order steps with low-rank directions beside dense ones and textbook MeZO, on an OPT shape.
 
     python benchmarks/lowrank.py [--model 13B] [--batch 16] [--length 64] [--rank 2] [--refresh 50] [--stream]
-    python benchmarks/lowrank.py --batch 1 --length 2048 --int4 8GiB        over a frozen base in 4 bits too, in that
-                                                                          budget and streamed entirely
-    python benchmarks/lowrank.py --parts          what one block's layers add to their products, kernel by kernel
-    python benchmarks/lowrank.py --profile        which kernels a resident step of low rank spends its time in
-    python benchmarks/lowrank.py --quick          a tiny model on the CPU: that everything runs
+    python benchmarks/lowrank.py --batch 1 --length 2048 --int4 8GiB        also over a frozen 4-bit base, in that
+                                                                          budget and fully streamed
+    python benchmarks/lowrank.py --parts          kernels that low rank adds to a block, one by one
+    python benchmarks/lowrank.py --profile        which kernels a resident low-rank step spends its time in
+    python benchmarks/lowrank.py --quick          a tiny model on the CPU, to see that everything runs
 
-One process, one copy of the weights (random, bf16), one system after the other; the textbook loop comes last, since it
-takes the weights. Floors, printed beside: the products of both signs at the rate of a large product of this run, and
-at the rate of this model's own products with as many rows as a pass has; of a streamed step the bytes that come up over
-the measured rate. A fold, once per `refresh` steps, is timed by itself and its share per step printed.
+One process, one copy of the weights (random, bf16), one system after the other; the textbook loop runs last, since it
+takes over the weights. Floors, printed beside the steps: the products of both signs at the rate of a large product of
+this run, and at the rate of this model's own products with as many rows as a pass has; for a streamed step the uploaded
+bytes at the measured rate. A fold, once per `refresh` steps, is timed separately and its share per step is printed.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""Mixtral's widths in a small budget: experts as units, against the resident model.
+"""Mixtral's widths in a small budget: experts as units, beside the resident model.
 
     python benchmarks/mixture.py [--blocks 8] [--methods zo=4GiB lomo=6GiB adalomo=6GiB] [--tokens 2x1024] [--steps 4]
                                  [--experts 8] [--out FILE.json]
 
 For each method: some steps in its budget, then the same steps resident, from the same random weights. Prints planned
 and measured peak (PyTorch's allocator, which the budget limits), seconds per step, GiB up and down per step, the share
-of experts that came, and whether losses and weights are equal to the bit. A block has 1.45 billion weights: 8 of them
-need 22 GiB of host memory streamed, and of the GPU resident. Floor of a streamed step: bytes up at the link's rate.
+of experts that were uploaded, and whether losses and weights are equal to the bit. A block has 1.45 billion weights: 8
+of them need 22 GiB of host memory if streamed, and of GPU memory if resident. Floor of a streamed step: bytes up at the
+link's rate.
 """
 
 import argparse

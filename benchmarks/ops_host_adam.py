@@ -3,7 +3,7 @@
     python benchmarks/ops_host_adam.py [--numel 400000000]
 
 Floor: bytes. One update reads 14 bytes per parameter and writes 14 (bf16 gradient and weight, fp32 master and moments);
-torch's kernel alone on fp32 reads 16 and writes 12. The copy's rate (bytes read + written) says what DRAM gives.
+torch's kernel alone on fp32 reads 16 and writes 12. The copy's rate (bytes read + written) is the rate of DRAM.
 """
 
 import argparse

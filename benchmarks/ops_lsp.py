@@ -1,10 +1,10 @@
-"""Times what LSP does to the seven matrices of a Llama-7B layer, part by part (needs a GPU, half a minute).
+"""Times the parts of LSP for the seven matrices of a Llama-7B layer (needs a GPU, half a minute).
 
     python benchmarks/ops_lsp.py [d ...]        microseconds, median of 20; 4096 tokens, bfloat16, r = 4
     python benchmarks/ops_lsp.py --host         only Adam's step on the CPU, d = 2048; all cores but one
 
-To compare with: weight gradients by products, and torch's fused AdamW with fp32 states; for the CPU, the same step by
-way of a scratch buffer, in fp32 and from and to bfloat16.
+For comparison: weight gradients by matrix products, and torch's fused AdamW with fp32 states; on the CPU, the same step
+through a scratch buffer, in fp32 and from and to bfloat16.
 """
 
 import sys

@@ -1,14 +1,14 @@
-"""How far the passes of a zeroth-order step are from the memory's speed, and what would bring them closer.
+"""How far the passes of a zeroth-order step are from memory bandwidth, and what would bring them closer.
 
     python benchmarks/ops_noise.py                         the table below, on this GPU (about 20 s)
-    python benchmarks/ops_noise.py --normal fast           the hardware's log, sqrt, sin, cos instead of ours
+    python benchmarks/ops_noise.py --normal fast           the hardware's log, sqrt, sin, cos instead of exact ones
     python benchmarks/ops_noise.py --warps 4 --rounds 10   other launch shapes, more rounds of Philox
-    python benchmarks/ops_noise.py --sweep                 one line per variant, each in a process of its own
+    python benchmarks/ops_noise.py --sweep                 one line per variant, each in a separate process
     python benchmarks/ops_noise.py --device cpu            the reference on one core
 
-Per op, dtype and size: the time, the floor (bytes it must move / measured copy speed), their ratio, and the
-same work the textbook way (`normal_` and `add_` per pass). Variants other than the default change the numbers
-that a run draws: they are here to tell what exactness costs, not to be used.
+Per op, dtype and size: the time, the floor (bytes it must move / measured copy speed), their ratio, and the same
+work in the textbook form (`normal_` and `add_` per pass). Variants other than the default change the random numbers of
+a run: they only show the cost of exactness, and are not for use.
 """
 
 import argparse

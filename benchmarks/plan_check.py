@@ -1,13 +1,14 @@
 """Planned against measured: 20 cases over all methods, placements, two shapes, two batch sizes, with imitated budgets.
 
-    python benchmarks/plan_check.py               # one GPU, about 6 minutes; rows are printed as they come
-    python benchmarks/plan_check.py --quick       # tiny shapes on a CPU: shows that it runs, its ratios mean little
+    python benchmarks/plan_check.py               # one GPU, about 6 minutes; rows are printed as they are measured
+    python benchmarks/plan_check.py --quick       # tiny shapes on a CPU: shows that it runs; the ratios mean little
 
 Each case loads random weights of the true shape, as `keyhole.load` places them, and takes a few steps. Printed: GPU
 peak (what the allocator reserved), host peak (resident set of the process), and seconds per step, each planned,
-measured, and their ratio; at the end the share of cases within 10 % (memory) and 15 % (time), and of all pairs of cases
-that differ by more than 2 % in measured time, the share whose order was planned right. Rates are measured first, at
-this place and time (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is a step.
+measured, and their ratio; at the end the share of cases within 10 % (memory) and 15 % (time), and, of all pairs of
+cases whose measured times differ by more than 2 %, the share with the right planned order. Rates are measured first, on
+this machine (plan/measure.py). galore's SVDs and the fit of lsp's projectors are left out: neither is part of a usual
+step.
 """
 
 import argparse

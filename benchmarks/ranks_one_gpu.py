@@ -1,21 +1,21 @@
-"""Two ranks on one GPU, over gloo, beside one process: what they compute, their host memory, what torchrun costs.
+"""Two ranks on one GPU, over gloo, beside one process: their results, their host memory, and the cost of torchrun.
 
     python benchmarks/ranks_one_gpu.py [--only exact,speed,shared,memory] [--shape 1.3B] [--large 13B] [--small 125M]
                                        [--steps 12] [--out FILE.json]
     python benchmarks/ranks_one_gpu.py --quick        tiny shapes on a CPU: shows that everything runs
 
-OPT shapes with random weights, streamed. Every run is a process of its own, or processes under torchrun:
+OPT shapes with random weights, streamed. Every run is a separate process, or several processes under torchrun:
 
     exact     zo, lomo, adam-offload and lsp on the small shape in float32, alone and on two ranks: zo to the bit, the
               others to 1e-4 in losses and weights (Adam divides by |g| + eps: its eps here is 1e-3)
-    speed     zo and lomo on --shape in bf16, alone and under torchrun with one rank, in turns: the median step, the
+    speed     zo and lomo on --shape in bf16, alone and under torchrun with one rank, alternating: the median step, the
               better of two runs
-    shared    the same on two ranks: both share the GPU, and gloo carries all weights of lomo
+    shared    the same on two ranks: both share the GPU, and gloo transfers all weights of lomo
     memory    zo on the large shape in bf16, alone and on two ranks: host memory by the kernel's proportional set size,
-              in which pages that several processes map count once; and of that what holds streamed weights
+              in which pages mapped by several processes count once; and the part of it that is streamed weights
 
-Rows are printed as they come, with a verdict where there is a target: bits equal, 1e-4, host memory of two ranks at
-most 1.05 of one, one rank under torchrun at most 1 % slower than none.
+Rows are printed as they are measured, with a verdict if there is a target: bits equal, 1e-4, host memory of two ranks
+at most 1.05 of one, one rank under torchrun at most 1 % slower than none.
 """
 
 import argparse

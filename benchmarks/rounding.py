@@ -4,10 +4,11 @@
 
 Runs from the same weights, on the same batches (zo: with the same noise): fp32 weights, bf16 weights with stochastic
 rounding, bf16 weights rounded to nearest; for zo also 8-bit weights with stochastic rounding, for lomo bf16 weights
-with Kahan's compensation. A step is lr g in every weight; where that is below half the spacing of bf16 (2^-8 of the
-weight), nearest puts the weight back and the step is lost. Stochastic rounding moves a share of the weights instead,
-so that the mean is right; Kahan keeps what was lost until it is enough. Computing in bf16 makes gradients noisier too;
-all runs therefore compute in fp32 and only *store* in another format (wire), so the curves differ by rounding alone.
+with Kahan's compensation. A step is lr g in every weight; if that is below half the spacing of bf16 (2^-8 of the
+weight), rounding to nearest returns the old weight and the step is lost. Stochastic rounding changes a share of the
+weights instead, so that the mean is right; Kahan accumulates the lost part until it is large enough. Computing in bf16
+makes gradients noisier too; so all runs compute in fp32 and only *store* in another format (wire), and the curves
+differ by rounding alone.
 
 Writes rounding_<method>.json and .png: held-out loss every few steps, and the share of weights that a step changed.
 """

@@ -1,17 +1,17 @@
-"""Steps on short, ragged batches beside plain PyTorch loops: where the host, not the GPU, is the bound.
+"""Steps on short, ragged batches beside plain PyTorch loops: the host, not the GPU, is the bottleneck.
 
     python benchmarks/short_batches.py [--shape smollm2|llama8b] [--only lomo,zo] [--steps 60] [--profile CASE]
 
-smollm2: SmolLM2-135M's shape in float32, 16 rows of 10 to 60 tokens (as SST-2's), padded to a multiple of 16. llama8b:
+smollm2: SmolLM2-135M's shape in float32, 16 rows of 10 to 60 tokens (as in SST-2), padded to a multiple of 16. llama8b:
 Llama-3-8B's shape (128k vocabulary) in bfloat16, 8 x 64 tokens. Random weights. The loss is that of the last token of
-each row. All cases of one run stand in one process, one after the other; a ratio compares a method with its plain loop:
+each row. All cases of a run are in one process, one after the other; a ratio compares a method with its plain loop:
 
     lomo           SGD (torch.optim.SGD, foreach), no checkpointing
-    adalomo, lsp, adam-offload    AdamW (torch.optim.AdamW, fused where torch has it)
+    adalomo, lsp, adam-offload    AdamW (torch.optim.AdamW, fused if torch has it)
     zo             MeZO's published loop with in-place sums
 
-Floors, printed beside: matrix products alone, 6 (first-order) or 4 (zeroth-order) x parameters x tokens at the speed of
-a square product measured in this run; and twice the weights over the link for a streamed step.
+Floors, printed beside the steps: matrix products alone, 6 (first-order) or 4 (zeroth-order) x parameters x tokens at
+the speed of a square product measured in this run; and twice the weights over the link for a streamed step.
 """
 
 import argparse

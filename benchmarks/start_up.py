@@ -4,15 +4,15 @@
                                   [key=value ...]
 
 Without --model a random model of SmolLM2-135M's shape is made, with a tokenizer of 48 thousand tokens; without
---task-data a table of SST-2's size (67,349 rows of made-up sentences). Then, each in a process of its own:
+--task-data a table of SST-2's size (67,349 rows of made-up sentences). Then, each in a separate process:
 
-    imports     `import torch, transformers`, and what every model of transformers imports besides: the floor
+    imports     `import torch, transformers`, and the other imports of every transformers model: the floor
     refused     `keyhole train` with a data file that does not exist
     first run   `keyhole train`, 16 ragged rows per step, with an empty cache of data and of Triton's kernels
     second run  the same command again
 
 Seconds are counted from the start of the process to a line of its output: the start block, step 1, and the last step.
-The phases are the start block's own. Judged is the second run: step 1 at most 5 s beyond the imports (issue 17).
+The phases are the start block's own. The target is for the second run: step 1 at most 5 s after the imports (issue 17).
 """
 
 import argparse

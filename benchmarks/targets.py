@@ -1,11 +1,11 @@
-"""What our own runs are held to, and whether they meet it.
+"""The targets of our own runs, and whether they are met.
 
     python benchmarks/targets.py benchmarks/zo_h200_2026-11-15_i.json [more files]
 
 Reads the JSON that `keyhole bench zo` or `keyhole bench snapshots` wrote. Zeroth-order: 2048-token sequences, random
 weights, every row timed in one run; a ratio is tok/s over tok/s of the textbook loop. Snapshots: tok/s with checkpoints
-in the background over tok/s with none. What was not measured is "missing", never passed. A quick run gets no verdicts:
-tiny shapes prove nothing.
+in the background over tok/s with none. A target without a measurement is "missing", never passed. A quick run gets no
+verdicts, because tiny shapes prove nothing.
 """
 
 import json

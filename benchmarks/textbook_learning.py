@@ -2,9 +2,9 @@
 
     python benchmarks/textbook_learning.py MODEL TASK_DATA [--task sst2] [--lr 8e-6] [--steps 3000] [--seed 0]
 
-The data are those of `keyhole train task=...` with these settings, in their order. The model is the Hugging Face
-module, all of it on the device; a step perturbs its weights in place by noise of torch's own generator, runs two
-forwards, takes the loss over candidates from full logits of the module, and moves the weights back and on (MeZO,
+The data are those of `keyhole train task=...` with these settings, in the same order. The model is the Hugging Face
+module, all of it on the device; a step perturbs its weights in place with noise from torch's own generator, runs two
+forward passes, computes the loss over candidates from full logits, then restores and updates the weights (MeZO,
 Algorithm 1). Accuracy on the test questions is scored by keyhole, as for every method.
 """
 

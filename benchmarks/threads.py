@@ -1,11 +1,11 @@
-"""Seconds per step of a method that updates on the CPU, by the number of threads that do it.
+"""Seconds per step of a method that updates on the CPU, by the number of threads for the updates.
 
     python benchmarks/threads.py [--trial "7B lsp d=2048 17GB compiled"] [--threads 12,10,14,15]
 
 A trial is one of `keyhole bench lsp`, lsp or adam-offload (Llama shapes, bf16, 4 x 1024 tokens); native fused AdamW
-runs in the same process. The threads that launch kernels need cores as well: more threads for the updates is not
-faster from some point on. Floor of lsp: the step with all moments on the GPU (`keyhole bench lsp`). Floor of
-adam-offload: its updates with nothing else at work, printed beside.
+runs in the same process. The threads that launch kernels need cores as well, so beyond some point more threads for
+the updates are not faster. Floor of lsp: the step with all moments on the GPU (`keyhole bench lsp`). Floor of
+adam-offload: its updates with nothing else running, printed beside.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python benchmarks/zo_compiled.py [--batch 4] [--length 1024]
 
-A Llama block has more between its products than an OPT block (`keyhole bench zo`): norms in fp32, rotary embeddings, a
-gated activation. Floor: the products of both passes at the rate of one large product of the same run.
+A Llama block has more operations between its matrix products than an OPT block (`keyhole bench zo`): norms in fp32,
+rotary embeddings, a gated activation. Floor: the products of both passes at the rate of one large product of the same
+run.
 """
 
 import argparse

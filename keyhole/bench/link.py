@@ -2,12 +2,11 @@
 
     up       pinned host memory -> device, alone
     down     device -> pinned host memory, alone
-    duplex   each way while both run with the same number of bytes: what a streamed step is bound by
+    duplex   each way while both run with the same number of bytes, as in a streamed step
 
-GB/s (10^9 bytes), each way. A copy has the size of a unit; the host side walks through several buffers, so
-that it is memory and not a cache that answers, and is pinned the way the weights are (arena.py). The *best*
-of a few rounds is the rate that the floors use, because a floor is what the link can do; the median is
-reported beside it.
+GB/s (10^9 bytes), each way. A copy has the size of a unit; the host side cycles through several buffers, so that
+memory and not a cache is measured, and is pinned in the same way as the weights (arena.py). The floors use the *best*
+of a few rounds, because a floor is what the link can do; the median is reported beside it.
 """
 
 import statistics
@@ -59,7 +58,7 @@ def measure_link(unit_bytes: int, rounds: int = 5) -> dict[str, float]:
     found: dict[str, float] = {"unit_bytes": unit_bytes}
     try:
         for name, directions in {"up": [up], "down": [down], "duplex": [up, down]}.items():
-            _rate_gb_s(directions, unit_bytes, 2)  # warm up
+            _rate_gb_s(directions, unit_bytes, 2)  # warm-up
             rates = [_rate_gb_s(directions, unit_bytes, copies) for _ in range(rounds)]
             found[name], found[f"{name}_median"] = max(rates), statistics.median(rates)
     finally:

@@ -1,12 +1,12 @@
-"""Seconds per step, and bytes on the device and on the host.
+"""Measures seconds per step, and bytes on the device and on the host.
 
 The host waits for each warm-up step, so that decisions that depend on measured steps (how often `zo` writes back) are
-made before the timing. Timed steps are enqueued as a run would enqueue them: one after the other, with a CUDA event
-between each two and no wait before the last. The upload of step t + 1 may begin in step t, in every step alike. The
-wall clock over all timed steps, waiting at the end for every stream, is reported beside the median of the events.
+made before the timing. Timed steps are queued as in a run: one after the other, with a CUDA event between each two and
+no synchronisation before the last, so the upload of step t + 1 may begin in step t. The wall clock over all timed
+steps, waiting at the end for every stream, is reported beside the median of the events.
 
-Device memory is the peak that PyTorch's allocator reserved and handed out from the first step on (what making random
-weights took is given back before). Host memory is the peak resident set of the process, pinned weights included.
+Device memory is the peak that PyTorch's allocator reserved and allocated from the first step on (memory for making
+random weights is freed before). Host memory is the peak resident set of the process, pinned weights included.
 """
 
 import gc
@@ -24,13 +24,14 @@ _can_reset_host_peak = True
 
 
 def random_batch(batch: int, length: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    """The same tokens for every system: their number and places are what costs time."""
+    """A batch of random tokens, the same for every system."""
     ids_BT = torch.randint(4, vocabulary, (batch, length), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids_BT, "labels": ids_BT}
 
 
 def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, timed: int) -> dict[str, Any]:
-    """Runs warm_up + timed steps: seconds and bytes over the link of a timed step, the losses of all of them."""
+    """Runs warm_up + timed steps; returns seconds and bytes over the link per timed step, and the losses of all
+    steps."""
     device, losses = engine.device, []
     for _ in range(warm_up):
         losses.append(step())
@@ -59,7 +60,7 @@ def time_steps(step: Callable[[], torch.Tensor], engine: Engine, warm_up: int, t
 def time_parts(
     parts: dict[str, Callable[[], None]], device: torch.device, warm_up: int, timed: int
 ) -> dict[str, dict[str, float]]:
-    """Runs the parts in order, warm_up + timed times: seconds of each, the median, the least and the most."""
+    """Runs the parts in order, warm_up + timed times; returns median, minimum and maximum seconds of each."""
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for i in range(warm_up + timed):
         marks = [_mark(device)]
@@ -91,7 +92,7 @@ def _wait(device: torch.device) -> None:
 
 
 def clean_up(device: torch.device) -> None:
-    """Gives back what is not in use and starts the peaks anew."""
+    """Frees unused memory and resets the peaks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -101,14 +102,14 @@ def clean_up(device: torch.device) -> None:
 
 
 def clear_device(device: torch.device) -> None:
-    """The same after a model is gone: its budget goes too."""
+    """The same after a model is closed; removes its memory limit too."""
     clean_up(device)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Peaks since clean_up, and what the whole device holds now (the CUDA context included)."""
+    """Peaks since clean_up, and the memory in use on the whole device (CUDA context included)."""
     if device.type != "cuda":
         return {"reserved_bytes": 0, "allocated_bytes": 0, "in_use_bytes": 0}
     free, total = torch.cuda.mem_get_info(device)
@@ -127,12 +128,13 @@ def _status_bytes(key: str) -> int:
 
 
 def host_memory() -> int:
-    """Peak resident set of this process since reset_host_peak, in bytes; the present one if none is kept."""
+    """Peak resident set of this process since reset_host_peak, in bytes; the current one if the system keeps no
+    peak."""
     return max(_status_bytes("VmHWM") if _can_reset_host_peak else 0, _status_bytes("VmRSS"))
 
 
 def reset_host_peak() -> None:
-    """Sets the peak back to the present."""
+    """Resets the peak to the current size."""
     global _can_reset_host_peak
     try:
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,16 +1,16 @@
 """Runs cases in worker processes: both ends of the pipe.
 
-A worker is a process of its own: memory is given back whole between models, the host peak is that of one model, and a
-crash costs one case. It reads a job from stdin and writes records, each JSON on a line of its own behind PREFIX:
+A worker is a separate process: all memory is freed between models, the host peak is that of one model, and a crash
+costs one case. It reads a job from stdin and writes records, each as a line of JSON after PREFIX:
 
     {"kind": "machine", ...}                    once: GPU, driver, versions
     {"kind": "begin", "name"}                   before each case: if the process dies, it died here
     {"kind": "case", "name", "status", ...}     after each case: ok | error | skipped
     {"kind": "link", "unit_bytes", "up", ...}   when the link was measured
 
-A case that fails is a record with the error. After an error of the CUDA context nothing would work any more, so the
-worker ends, the case it was at is recorded as failed, and another worker takes the rest. A worker that does not stop by
-itself is killed GRACE_S seconds after the limit.
+A failed case is a record with the error. After an error of the CUDA context nothing works any more, so the worker ends,
+its current case is recorded as failed, and another worker takes the rest. A worker that does not stop by itself is
+killed GRACE_S seconds after the limit.
 """
 
 import json
@@ -55,25 +55,25 @@ class Case(Protocol):
 
 
 class Worker(Protocol):
-    """What a benchmark does with a case."""
+    """The interface of a benchmark: how it runs a case."""
 
     def machine(self) -> dict[str, Any]:
-        """What is measured once per process."""
+        """Facts that are measured once per process."""
 
     def estimate_s(self, case: Any) -> float:
-        """A rough upper guess of what the case will take."""
+        """A rough upper estimate of the seconds of a case."""
 
     def measure(self, case: Any) -> dict[str, Any]: ...
 
     def clear(self) -> None:
-        """Frees what cases have left on the device."""
+        """Frees memory that cases have left on the device."""
 
 
 Make = Callable[[Emit, Job], Worker]
 
 
 def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_limit_s: float | None) -> Job:
-    """A device of None: a GPU, or for a quick run whatever there is."""
+    """device: None is a GPU, or for a quick run also the CPU."""
     import torch
 
     if device not in (None, "cpu", "cuda"):
@@ -90,7 +90,7 @@ def make_job(device: str | None, quick: bool, warm_up: int, timed: int, time_lim
 
 
 def device_of(name: str) -> Any:
-    """The device of a job; the first GPU by its index, which some of torch's functions insist on."""
+    """The device of a job; the first GPU by its index, which some of torch's functions require."""
     import torch
 
     return torch.device("cuda", 0) if name == "cuda" else torch.device(name)
@@ -100,7 +100,7 @@ def device_of(name: str) -> Any:
 
 
 class BrokenContext(RuntimeError):
-    """The CUDA context is lost; this process can do nothing more."""
+    """The CUDA context is lost; this process cannot continue."""
 
 
 def run_cases(make: Make, emit: Emit, job: Job, cases: list[Any]) -> None:
@@ -124,12 +124,12 @@ def run_cases(make: Make, emit: Emit, job: Job, cases: list[Any]) -> None:
         if "CUDA error" in error:
             raise BrokenContext(error)
         if error:
-            worker.clear()  # here, where no traceback holds on to tensors any more
+            worker.clear()  # here, where no traceback references tensors any more
     worker.clear()
 
 
 def _attempt(worker: Worker, emit: Emit, case: Any) -> str:
-    """Emits the record of a case; returns what went wrong, or ""."""
+    """Emits the record of a case; returns the error, or ""."""
     try:
         emit(record(case, "ok", **worker.measure(case)))
     except Exception as error:
@@ -157,11 +157,12 @@ def serve(make: Make, kind: type) -> int:
     return 0
 
 
-# -- in the process that asks ------------------------------------------------------------------------------------------
+# -- in the parent process ---------------------------------------------------------------------------------------------
 
 
 def run_group(make: Make, module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
-    """Cases in a worker of their own; of a quick run here: starting another process would take longer than the work."""
+    """Runs cases in a worker; a quick run stays in this process, since starting another would take longer than the
+    work."""
     if job.quick:
         run_cases(make, receive, job, cases)
     else:
@@ -169,7 +170,7 @@ def run_group(make: Make, module: str, receive: Emit, job: Job, cases: list[Any]
 
 
 def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) -> None:
-    """In workers (`python -m module`), one after the other, until every case has a record."""
+    """Runs cases in workers (`python -m module`), one after the other, until every case has a record."""
     left = {case.name: case for case in cases}
 
     def give_up(names: list[str], status: str, error: str) -> None:
@@ -195,7 +196,7 @@ def run_apart(module: str, receive: Emit, job: Job, cases: list[Any], say: Say) 
 
 
 def _records(module: str, job: Job, cases: list[Any], output: list[str], say: Say) -> Iterator[Record]:
-    """Yields a worker's records as they come; afterwards `output` ends with its exit code."""
+    """Yields a worker's records as they arrive; afterwards `output` ends with its exit code."""
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     worker = subprocess.Popen([sys.executable, "-m", module], text=True, **pipes)
     killer = threading.Timer(max(1.0, job.deadline_s + GRACE_S - time.time()), worker.kill)

@@ -1,7 +1,7 @@
-"""What arithmetic and memory of a device can do: the rates that floors are made of.
+"""Measured rates of arithmetic and memory of a device, for the floors.
 
-product   operations per second of one large product of random matrices, the best of a few
-copy      bytes read and written per second by one large copy, the best of a few
+product   operations per second of one large product of random matrices, the best of a few runs
+copy      bytes read and written per second by one large copy, the best of a few runs
 """
 
 import time
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-SIDE = {"cuda": 8192, "cpu": 2048}  # of the matrices
+SIDE = {"cuda": 8192, "cpu": 2048}  # side of the matrices
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**30}
 ROUNDS = 6
 
@@ -22,7 +22,7 @@ def product_rate(device: torch.device, dtype: torch.dtype = torch.bfloat16, side
 
 
 def copy_rate(device: torch.device, size_bytes: int | None = None) -> float:
-    """Bytes per second, both what is read and what is written."""
+    """Bytes per second, read and written bytes together."""
     size_bytes = size_bytes or COPY_BYTES[device.type]
     source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
@@ -30,7 +30,7 @@ def copy_rate(device: torch.device, size_bytes: int | None = None) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call; on a GPU ten are enqueued at a time."""
+    """Seconds of one call; on a GPU ten calls are queued at a time."""
     at_once, best_s = 10 if device.type == "cuda" else 1, float("inf")
     for _ in range(ROUNDS):
         if device.type == "cuda":

@@ -1,7 +1,7 @@
-"""The result of a run: every record as JSON and the tables as Markdown, both written anew after every record.
+"""The result of a run: every record as JSON and the tables as Markdown, both rewritten after every record.
 
 <bench>_<gpu>_<date>.json    command, commit, machine, all records
-<bench>_<gpu>_<date>.md      the same for people
+<bench>_<gpu>_<date>.md      the same as readable tables
 """
 
 import json
@@ -18,8 +18,8 @@ Record = dict[str, Any]
 
 
 class Report:
-    """Collects records and keeps both files up to date, so a run that is stopped leaves what it knows. A benchmark says
-    in `sections` what people see."""
+    """Collects records and keeps both files up to date, so that an interrupted run leaves its results. A benchmark
+    defines the contents of the Markdown in `sections`."""
 
     def __init__(self, name: str, out: Path, command: str, quick: bool) -> None:
         self.name, self.out, self.quick = name, out, quick
@@ -45,7 +45,7 @@ class Report:
 
     @property
     def paths(self) -> tuple[Path, Path]:
-        """JSON and Markdown; named when the GPU is known, and never the files of an earlier run."""
+        """Paths of JSON and Markdown; named when the GPU is known, and never those of an earlier run."""
         if self.stem is None:
             base = f"{self.name}_{self.gpu()}_{self.started:%Y-%m-%d}" + ("_quick" if self.quick else "")
             self.stem, count = base, 1
@@ -71,7 +71,7 @@ class Report:
         return "\n\n".join([title, self.how(), *(note if self.quick else []), *self.sections()]) + "\n"
 
     def how(self) -> str:
-        """What ran where: GPU, versions, commit, command."""
+        """How the results were made: GPU, versions, commit, command."""
         found = self.machine.get("versions", {})
         versions = [f"{k} {found[k]}" for k in ("python", "torch", "triton", "transformers") if found.get(k)]
         gpus = ", ".join(gpu["name"] for gpu in self.machine.get("gpus", [])) or "none"
@@ -82,7 +82,7 @@ class Report:
 
 
 def grid(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table whose columns also line up as plain text."""
+    """A Markdown table whose columns are also aligned as plain text."""
     rows = [[cell.replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
@@ -90,7 +90,7 @@ def grid(header: list[str], rows: list[list[str]]) -> str:
 
 
 def commit() -> str:
-    """The commit that ran, marked if files differ from it; KEYHOLE_COMMIT names it outside a repository."""
+    """The current commit, marked if files differ from it; outside a repository KEYHOLE_COMMIT."""
     here = Path(__file__).resolve().parent
 
     def git(*words: str) -> str:

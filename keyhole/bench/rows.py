@@ -1,13 +1,13 @@
-"""Tables of what a benchmark runs: YAML files, shipped (tables/) or the user's own, whose rows become dataclasses.
+"""Tables of benchmark cases: YAML files, shipped (tables/) or the user's own, whose rows become dataclasses.
 
-The types of a dataclass's fields are what a row is checked against; `one_of` limits a field to some words. A mistake is
-told with the file, the row and the key.
+A row is checked against the types of the dataclass's fields; `one_of` limits a field to some words. Errors name the
+file, the row and the key.
 """
 
 from collections.abc import Iterable
 from dataclasses import MISSING, field, fields
 from pathlib import Path
-from reprlib import repr  # of an alias in an alias in an alias, the first few
+from reprlib import repr  # shortens deeply nested aliases
 from typing import Any, TypeVar, get_type_hints
 
 import yaml
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def one_of(words: Iterable[str], **options: Any) -> Any:
-    """A field that holds one of these words."""
+    """A field whose value is one of these words."""
     return field(metadata={"one_of": tuple(words)}, **options)
 
 
@@ -36,7 +36,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def list_of(found: dict[str, Any], key: str, where: str) -> list[Any]:
-    """A list that is not empty."""
+    """The non-empty list under a key."""
     if not isinstance(found.get(key), list) or not found[key]:
         raise UserError(f"{where}: a list `{key}` is needed; the tables in {TABLES} are examples")
     return found[key]

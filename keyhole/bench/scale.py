@@ -1,34 +1,33 @@
-"""What a step would take on 1 to 64 GPUs, on paper: bytes over each link, and the longest of all as a floor.
+"""Predicts a step on 1 to 64 GPUs: bytes over each link, and the longest time of all as a floor. Nothing is run.
 
 P parameters of b bytes, W = b P; N ranks, K of them per machine; T tokens per micro-batch, one micro-batch per rank, so
-that N ranks train on N times the tokens. Rates: F FLOP/s that products reach, M bytes/s of GPU memory, and bytes/s one
-way of the link to host memory (PCIe), between GPUs of a machine (NVLink; PCIe where there is none), and of a machine's
-network.
+that N ranks train on N times the tokens. Rates: F FLOP/s of products, M bytes/s of GPU memory, and bytes/s one way of
+the link to host memory (PCIe), between GPUs of a machine (NVLink, or PCIe without it), and of a machine's network.
 
     replicas (each rank has all weights; forward passes, 2 per micro-batch)
         compute   4 P T / F + 4 W / M          products; one fused pass: W read, W written, 2 W of perturbed copies
-        PCIe      streamed: W up                homes that K ranks share change every 8 steps: 2 W / (8 K) more
-                  or W / K up, and over NVLink W (K - 1) / K from neighbours, where that is shorter (offload/gather.py)
+        PCIe      streamed: W up                weights that K ranks share change every 8 steps: 2 W / (8 K) more
+                  or W / K up, and over NVLink W (K - 1) / K from neighbours, if that is faster (offload/gather.py)
         network   a few bytes
 
-    shards (each rank keeps 1 / N; forward, and a reverse that runs blocks again)
-        compute   8 P T / F + 3 W / M          2 forward, 2 again, 4 reverse; the update reads and writes
+    shards (each rank keeps 1 / N; forward, and a backward pass that recomputes blocks)
+        compute   8 P T / F + 3 W / M          2 forward, 2 recomputed, 4 backward; the update reads and writes
         PCIe      streamed: 2 W / N up, W / N down
-        NVLink    3 W (min(N, K) - 1) / min(N, K)     two gathers and one exchange of gradients
+        NVLink    3 W (min(N, K) - 1) / min(N, K)     two all-gathers and one exchange of gradients
         network   3 W (1 - K / N) per machine, if N > K
-      where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adalomo, adam-offload), 3 for rules
-      of whole tensors (a sum in float32 comes back to all), and 4 (d / width)^2 for lsp: compressed numbers.
-      An optimizer on the host moves 3 W / N more over PCIe where weights are resident, W / N where they are streamed,
-      and 26 bytes per parameter through the memory of its machine
+      where 3 W is 2 W of weights and x W of gradients and updates: x is 1 (lomo, adalomo, adam-offload), 3 for update
+      rules over whole tensors (a float32 sum is returned to all ranks), and 4 (d / width)^2 for lsp: compressed
+      numbers. An optimizer on the host moves 3 W / N more over PCIe if weights are resident, W / N if they are
+      streamed, and 26 bytes per parameter through host memory
 
-    gradients added up (baselines, lora: each rank has all weights; forward and backward)
+    all-reduced gradients (baselines, lora: each rank has all weights; forward and backward)
         compute   6 P T / F + 3 W / M          NVLink, network: as for shards, 3 W of gradients and no weights
-                                               (lora: next to nothing); PCIe, streamed: 2 W up
+                                               (lora: almost none); PCIe, streamed: 2 W up
 
-    floor = max of compute, of each link and of host memory: with perfect overlap shorter ones hide behind the longest
+    floor = max of compute, of each link and of host memory: with perfect overlap the longest hides the shorter ones
 
-The formulas leave out activations, the start of a step, and what a link loses to others: a floor, not a promise. What
-ranks send is counted in tests/ranks/test_gradients.py and compared with these bytes; times of one GPU in docs/ranks.md.
+The formulas ignore activations, the start of a step, and contention on links: they give a floor, not a prediction.
+tests/ranks/test_gradients.py compares the bytes that ranks send with these; docs/ranks.md has times of one GPU.
 """
 
 from dataclasses import dataclass
@@ -46,7 +45,7 @@ BOUNDS = ("compute", "pcie", "nvlink", "network", "host")
 
 @dataclass(frozen=True)
 class Machines:
-    """Rates of the hardware: TFLOP/s, and GB/s one way; host: memory of a machine, both ways."""
+    """Rates of the hardware: TFLOP/s, and GB/s one way; host: host memory, read and write together."""
 
     tflops: float = 600.0
     memory: float = 4000.0
@@ -59,7 +58,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a method's ranks move beside weights. gradients: bytes per byte of weights; link, host: see
+    """What a method's ranks move besides weights. gradients: bytes per byte of weights; link, host: see
     Traits.through_host."""
 
     gradients: float = 1.0
@@ -72,7 +71,7 @@ PLAIN = Exchange()
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one step by what it is bound by, and GiB of weights per GPU."""
+    """Seconds of one step by resource, and GiB of weights per GPU."""
 
     ranks: int
     compute: float
@@ -92,7 +91,7 @@ class Step:
 
 
 def parameters(model: str) -> int:
-    """Of an OPT shape by name, or a number such as 13e9."""
+    """The number of parameters of an OPT shape by name, or of a number such as 13e9."""
     if model in SHAPES:
         return parameter_count(model)
     try:
@@ -117,7 +116,7 @@ def replicas(numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, 
 def shards(
     numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, itemsize: int = 2, moved: Exchange = PLAIN
 ) -> Step:
-    """Each rank keeps a part of them."""
+    """Each rank keeps a shard of the weights."""
     size, local = itemsize * numel, min(ranks, on.gpus)
     compute = 8 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
     up = (2 + min(1.0, moved.link) if streamed else moved.link) * size / ranks
@@ -129,7 +128,8 @@ def shards(
 def added_up(
     numel: int, tokens: int, ranks: int, streamed: bool, on: Machines, moved: Exchange, itemsize: int = 2
 ) -> Step:
-    """Each rank has all weights, and gets the sum of all gradients; streamed weights come twice, and never change."""
+    """Each rank has all weights, and gets the sum of all gradients; streamed weights are uploaded twice, and never
+    change."""
     size = itemsize * numel
     compute = 6 * numel * tokens / (on.tflops * 1e12) + 3 * size / (on.memory * 1e9)
     up, between = 2.0 * size if streamed else 0.0, _between(size * moved.gradients, ranks, on)
@@ -137,19 +137,19 @@ def added_up(
 
 
 def _between(size: float, ranks: int, on: Machines) -> tuple[float, float]:
-    """Seconds over NVLink and over the network, when all ranks get so many bytes together."""
+    """Seconds over NVLink and over the network, when all ranks together receive this many bytes."""
     local = min(ranks, on.gpus)
     inside, outside = size * (local - 1) / local, size * max(0.0, 1 - on.gpus / ranks)
     return inside / (on.nvlink * 1e9), outside / (on.network * 1e9)
 
 
 def width(model: str) -> float:
-    """Of an OPT shape; of a number of parameters, as a Llama's."""
+    """The width of an OPT shape; for a number of parameters, that of a Llama."""
     return float(SHAPES[model][0]) if model in SHAPES else 4096 * (parameters(model) / 6.7e9) ** (1 / 3)
 
 
 def step_of(row: Traits, model: str, tokens: int, ranks: int, streamed: bool, on: Machines) -> Step:
-    """By how the method's ranks work together."""
+    """The step, by the way in which the method's ranks cooperate."""
     numel, moved = parameters(model), Exchange(row.exchanged(width(model)), *row.through_host)
     if row.ranks == "replicas" and row.sweep != "forward":
         return added_up(numel, tokens, ranks, streamed, on, moved)

@@ -3,12 +3,12 @@
     OPT     layers x (12 H^2 + 13 H) + (vocabulary + positions + 2) x H + 2 H parameters         H: width
     BLOOM   layers x (12 H^2 + 13 H) + vocabulary x H + 4 H
 
-(4 H^2 of a block are attention, 8 H^2 the MLP of width 4 H; the head is tied to the embedding.) 350M is odd: its
-embedding is 512 wide, projected to 1024, and its norms stand behind the sublayers.
+(4 H^2 of a block are attention, 8 H^2 the MLP of width 4 H; the head is tied to the embedding.) 350M is an
+exception: its embedding is 512 wide, projected to 1024, and its norms follow the sublayers.
 
-`blocks` keeps the width and drops blocks, for a model that host memory cannot hold; `fitting_blocks` says how many it
-can. GPU memory of a streamed step does not depend on the number of blocks (but for their norms), so it carries over;
-seconds do not, and are never scaled.
+`blocks` keeps the width and drops blocks, for a model that does not fit host memory; `fitting_blocks` returns how many
+blocks fit. GPU memory of a streamed step does not depend on the number of blocks (except for their norms), so it holds
+for the whole model; seconds do not, and are never scaled.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ GPT2_VOCABULARY = 50257
 MODELS = SHAPES | BLOOM  # those of zeroth-order tables
 QUICK = (32, 3, 2)
 QUICK_VOCABULARY = 128
-QUICK_SHRINK = 128  # of sequences
+QUICK_SHRINK = 128  # factor for sequence lengths
 LLAMA_VOCABULARY = 32000
 LLAMA = {  # width, blocks, heads, width of the MLP
     "3.5B": (4096, 16, 32, 11008),
@@ -44,12 +44,12 @@ LLAMA = {  # width, blocks, heads, width of the MLP
     "30B": (6656, 60, 52, 17920),
 }
 LLAMA_QUICK = (64, 3, 4, 160)
-LEAST_BLOCKS = 2  # one alone is no list of blocks that could be streamed
-HOST_FACTOR, HOST_SLACK_BYTES = 1.05, 4 * GIB  # host memory of a streamed run: so much times its weights, and so much
+LEAST_BLOCKS = 2  # a single block would not be recognised as a list of blocks
+HOST_FACTOR, HOST_SLACK_BYTES = 1.05, 4 * GIB  # host memory of a streamed run: factor x weights + slack
 
 
 def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, quick: bool = False) -> Any:
-    """The OPTConfig of a size; positions suffice for `length`. quick: the same kind of model, tiny."""
+    """The OPTConfig of a size; with enough positions for `length`. quick: the same kind of model, tiny."""
     from transformers import OPTConfig
 
     width, layers, heads = QUICK if quick else SHAPES[name]
@@ -70,7 +70,7 @@ def opt_config(name: str, length: int = POSITIONS, blocks: int | None = None, qu
 
 
 def bloom_config(name: str, blocks: int | None = None, quick: bool = False) -> Any:
-    """The BloomConfig of a size. Its positions are biases of attention: any length will do."""
+    """The BloomConfig of a size. Its positions are attention biases, so any length works."""
     from transformers import BloomConfig
 
     width, layers, heads = QUICK if quick else BLOOM[name]
@@ -90,7 +90,7 @@ def model_config(name: str, length: int = POSITIONS, blocks: int | None = None, 
 
 
 def parameter_count(name: str, blocks: int | None = None) -> int:
-    """Parameters of one of MODELS by the formulas above (350M as if it were a regular one)."""
+    """Parameters of one of MODELS by the formulas above (350M as if it were regular)."""
     width, layers, _ = MODELS[name]
     layers = min(layers, blocks or layers)
     rows = BLOOM_VOCABULARY + 2 if name in BLOOM else VOCABULARY + POSITIONS + 2
@@ -98,7 +98,7 @@ def parameter_count(name: str, blocks: int | None = None) -> int:
 
 
 def fitting_blocks(name: str, element_bytes: int, host_bytes: int) -> int | None:
-    """How many blocks of one of MODELS fit so much host memory, at least LEAST_BLOCKS; None: all of them."""
+    """How many blocks of one of MODELS fit this much host memory, at least LEAST_BLOCKS; None: all of them."""
     layers = MODELS[name][1]
     rest = parameter_count(name, 1) - (block := parameter_count(name, 2) - parameter_count(name, 1))
     room = (host_bytes - HOST_SLACK_BYTES) / HOST_FACTOR / element_bytes

@@ -3,8 +3,7 @@
     role, content        required; only a turn that calls tools may have no content
     reasoning            under one of the names of REASONING, or inside the content, before </think>
     tool_calls           [{function: {name, arguments}}], or {name, arguments} alone; arguments: an object or JSON text
-    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl) exclude a turn from the
-    loss
+    weight, train        `weight: 0` (hosted fine-tuning services) and `train: false` (axolotl) exclude a turn
 
 Templates differ in how they expect the arguments of a call: most encode an object themselves, some concatenate JSON
 text. With the wrong form they encode the text twice, print Python's dict, or fail; `call_as` converts the arguments.

@@ -5,8 +5,7 @@ A linear layer is then stored as several tensors, named after its weight:
     bitsandbytes   weight [n / 2, 1] uint8, weight.absmax, weight.quant_map [16], weight.quant_state.bitsandbytes__nf4
                    w_i = quant_map[q_i] absmax[i / 64]; element 2 j is in the high half of byte j. absmax may be
                    quantised itself: nested_quant_map[absmax] nested_absmax[. / 256] + nested_offset
-    GPTQ           qweight [I bits / 32, O], qzeros [G, O bits / 32], scales [G, O] float16, g_idx [I], packed along
-    inputs
+    GPTQ           qweight [I bits / 32, O], qzeros [G, O bits / 32], scales [G, O] float16, g_idx [I], along inputs
                    w_oi = scales[g, o] (q_io - z_go), g = g_idx[i]; z is stored minus one, except in gptq_v2
     AWQ            qweight [I, O / 8], qzeros [G, O / 8], scales [G, O]; eight columns of an int32 in the order 0 2 4 6
                    1 3 5 7;  w_oi = scales[g, o] (q_io - z_go), g = i / group

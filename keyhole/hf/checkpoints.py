@@ -2,8 +2,8 @@
 
     checkpoint-N/   model.safetensors, config.json, ...     the model, written by keyhole
                     optimizer.safetensors                   tensors of the method's state, if it has any
-                    keyhole_state.json                      the rest of the state, the method's name, checksums: written
-                    last scheduler.pt, rng_state.pth, trainer_state.json, training_args.bin        the Trainer's
+                    keyhole_state.json                      its other state, the method's name, checksums: written last
+                    scheduler.pt, rng_state.pth, trainer_state.json, training_args.bin        the Trainer's
 
 keyhole reads no pickle: the scheduler's file is loaded with weights_only.
 """

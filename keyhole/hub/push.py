@@ -2,9 +2,8 @@
 
     prepare   creates the repository, or checks that it exists, so that a missing token, a name of another owner and an
               unreachable hub are reported before a run begins, not after it
-    push      makes the commit. huggingface_hub uploads large files separately and skips those that the hub already has,
-    so
-              an interrupted push can simply be repeated
+    push      makes the commit. huggingface_hub uploads large files separately and skips those that the hub has,
+              so an interrupted push can simply be repeated
 
 The published files are the model as Transformers reads it, with its adapter; of a checkpoint neither keyhole_state.json
 nor optimizer.safetensors, which only a run can use; of run/ only the curve. No local path is published: an adapter

@@ -5,8 +5,8 @@ window, or hide earlier output. It may also be a megabyte long. So all printed t
 
     printable(text)         one line: characters that are not printable become escapes (`\\x1b`), cut at a limit
     printable_lines(text)   the same for each line of a message, with a limit of lines
-    without_controls(text)  a text of many lines (an answer): line breaks and tabs are kept, other control characters
-    removed duration(seconds)       a readable time
+    without_controls(text)  a text of many lines (an answer): control characters other than line breaks and tabs removed
+    duration(seconds)       a readable time
 """
 
 import re

@@ -1,1 +1,1 @@
-"""`keyhole bench lsp-bias`: how much of a model's gradients projectors lose, on data of one's own."""
+"""`keyhole bench lsp-bias`: how much of a model's gradients projectors lose, on your own data."""

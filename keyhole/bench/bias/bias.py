@@ -2,13 +2,13 @@
 
     bias = ||P P^T G Q Q^T - G|| / ||G||        GaLore: ||G P P^T - G|| / ||G||, P the leading singular vectors
 
-Means over matrices and gradients; 0 is perfect, 1 as bad as no step at all. GaLore stands beside in two ways: at rank
-r, as in the figure, and in the memory of the projectors, as the paper counts it (Table 2): m n + (m + n) r for LSP,
-m n + (m + 3 n) rank for GaLore (projector, Adam's state of the compressed gradient), in numbers.
+Means over matrices and gradients; 0 is perfect, 1 as bad as no step at all. GaLore is compared in two ways: at rank r,
+as in the figure, and at equal memory, as the paper counts it (Table 2): m n + (m + n) r numbers for LSP, m n + (m + 3
+n) rank numbers for GaLore (projector, Adam's state of the compressed gradient).
 
-The floor: P P^T G Q Q^T has rank d at most, so that no pair of d columns, dense ones included, can lose less than the
-best matrix of rank d does, sqrt(1 - sum of the d largest squared singular values / ||G||^2) (Eckart and Young). A pair
-that has to serve many gradients cannot reach it.
+The floor: P P^T G Q Q^T has rank d at most, so no pair with d columns, dense ones included, can lose less than the best
+matrix of rank d does, sqrt(1 - sum of the d largest squared singular values / ||G||^2) (Eckart and Young). A pair that
+is used for many gradients cannot reach it.
 """
 
 import time
@@ -25,18 +25,18 @@ KEYS = ("random", "seen", "held_out", "floor", "galore_seen", "galore_held_out",
 
 
 def equal_rank(shape: torch.Size, r: int) -> int:
-    """The rank at which GaLore takes the memory of a (d, r)-sparse pair; at least 1."""
+    """The rank at which GaLore needs as much memory as a (d, r)-sparse pair; at least 1."""
     short, long = sorted(shape)
     return max(1, (short + long) * r // (short + 3 * long))
 
 
 class Bias:
-    """Lines of the table, from gradients by matrix. What does not depend on the projectors is computed once."""
+    """Lines of the table, from gradients by matrix. Values that do not depend on the projectors are computed once."""
 
     def __init__(self, seen: Grads, held: Grads) -> None:
         self.seen, self.held = seen, held
-        self.bases: dict[str, torch.Tensor] = {}  # GaLore's, of full rank
-        self.spectra: dict[str, list[torch.Tensor]] = {}  # squared singular values of held-out gradients, added up
+        self.bases: dict[str, torch.Tensor] = {}  # GaLore's bases, of full rank
+        self.spectra: dict[str, list[torch.Tensor]] = {}  # cumulative squared singular values of held-out gradients
         self.galore: dict[tuple[str, int], tuple[float, float]] = {}
 
     def line(self, kind: str, d: int, r: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Bias:
         return float(torch.stack(lost).clamp(min=0).sqrt().mean())
 
     def _galore(self, name: str, rank: int) -> tuple[float, float]:
-        """With the subspace of the sum of the gradients that were seen: on those, and on the others."""
+        """GaLore's bias with the subspace of the sum of the fitted gradients: on those, and on the others."""
         if name not in self.bases:
             total = torch.stack(self.seen[name]).sum(0)
             self.bases[name] = projector(total, min(total.shape))
@@ -77,7 +77,7 @@ class Bias:
 
 
 def squared_singular_values(grad: torch.Tensor) -> torch.Tensor:
-    """The largest first, in float64: eigenvalues of the smaller Gram matrix, which are found sooner."""
+    """Squared singular values, largest first, in float64: eigenvalues of the smaller Gram matrix, which is faster."""
     g = grad.double() if grad.shape[0] <= grad.shape[1] else grad.double().T
     return torch.linalg.eigvalsh(g @ g.T).clamp(min=0).flip(0)
 

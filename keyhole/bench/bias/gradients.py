@@ -1,8 +1,8 @@
-"""Gradients of some matrices of a model on some data: those that projectors are fitted to, and others.
+"""Gradients of some matrices of a model on some data: one set to fit projectors to, and a held-out set.
 
-Each gradient is that of `batch` rows of the data, in micro-batches; no row is used twice. Only the chosen matrices are
-differentiated. A gradient is that of the summed loss: biases are relative, so its scale does not matter. Bytes: 4 x
-elements of the chosen matrices x gradients, on the device, and the model.
+Each gradient is computed from `batch` rows of the data, in micro-batches; no row is used twice. Only the chosen
+matrices are differentiated. The loss is summed, not averaged: biases are relative, so the scale does not matter. Device
+memory: 4 bytes x elements of the chosen matrices x gradients, and the model.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ class Sampling:
     device: str = "cpu"
     batch: int = 16  # rows per gradient
     micro_batch: int = 16
-    length: int = 128  # tokens of a row, at most
+    length: int = 128  # largest number of tokens of a row
     calibration: int = 4  # gradients to fit on
-    held_out: int = 8  # and others
-    matrices: int = 16  # of those in the blocks; 0: all
+    held_out: int = 8  # held-out gradients
+    matrices: int = 16  # number of matrices of the blocks; 0: all
     seed: int = 0
 
 
@@ -46,7 +46,7 @@ def sample(how: Sampling) -> tuple[Grads, Grads]:
 
 
 def chosen_matrices(model: keyhole.Model, count: int) -> list[FlatTensor]:
-    """So many matrices, from blocks that are spread evenly and from each place in a block in turn; 0: all of them."""
+    """`count` matrices, from evenly spread blocks and from each place in a block in turn; 0: all matrices."""
     blocks: dict[int, list[FlatTensor]] = {}
     for tensor in model.layout.tensors:
         if tensor.block is not None and len(tensor.shape) == 2:

@@ -68,7 +68,8 @@ def bench_bias(
     time_limit_s: float | None = None,
     say: Say = print,
 ) -> BiasReport:
-    """Returns the report, which is on disk already. sizes: every d with every r. quick: one size, few matrices."""
+    """Returns the report, which has been written to disk. sizes: every d with every r. quick: one size, few
+    matrices."""
     begin_s = time.perf_counter()
     if wrong := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds: {wrong[0]!r} is not one of {', '.join(KINDS)}")

@@ -1,7 +1,7 @@
 """The baseline of first-order tables: torch's own optimizer on the plain Hugging Face module.
 
-master=True is mixed precision as it is usually trained: the optimizer works on fp32 copies of 16-bit weights, whose
-gradients are converted one tensor at a time. Bytes per parameter of the state, with weights of b bytes:
+master=True is the usual mixed precision: the optimizer updates fp32 copies of 16-bit weights, whose gradients are
+converted one tensor at a time. State in bytes per parameter, with weights of b bytes:
 
     SGD 0    SGD, master 4    AdamW 2 b    AdamW, master 12
 """
@@ -16,7 +16,7 @@ from keyhole.methods.base import Method
 
 
 class Native(Method):
-    """The loop anyone would write, with Hugging Face's checkpointing."""
+    """The usual PyTorch loop, with Hugging Face's gradient checkpointing."""
 
     name = NATIVE
 
@@ -49,7 +49,7 @@ class Native(Method):
 
     @torch.no_grad()
     def _update_masters(self) -> None:
-        """One tensor after the other: the optimizer updates what has a gradient."""
+        """Updates one tensor after the other: the optimizer only updates tensors with a gradient."""
         for param, master in zip(self.params, self.masters, strict=True):
             master.grad, param.grad = param.grad.float(), None
             self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Where the time of a step went, of the methods that update on the CPU and measure it."""
+"""Where the time of a step went, for methods that update on the CPU and measure their parts."""
 
 import time
 
@@ -11,7 +11,7 @@ SPANS = ("forward", "reverse", "down", "update", "up", "exposed down", "exposed 
 
 
 def step_parts(method: Method) -> dict[str, float]:
-    """Seconds of the last step by part, as far as the method knows; the device has been waited for."""
+    """Seconds of the last step by part, if the method measures them; call it after synchronising the device."""
     found = {key: float(value) for key, value in method.metrics().items()}
     if isinstance(method, AdamOffload):
         found["update_s"] = method.updates.host_s
@@ -24,8 +24,8 @@ def step_parts(method: Method) -> dict[str, float]:
 
 
 def updates_alone_s(method: Method) -> float | None:
-    """The floor of offloaded Adam: seconds of all updates of a step, by whoever makes them, with nothing else at work.
-    (With a learning rate of 0, from whatever the staging buffers hold: nothing is trained afterwards.)"""
+    """The floor of offloaded Adam: seconds of all updates of a step, on CPU and GPU, with nothing else running.
+    (With a learning rate of 0 and arbitrary contents of the staging buffers: the model is not trained afterwards.)"""
     if not isinstance(method, AdamOffload):
         return None
     method.flush()

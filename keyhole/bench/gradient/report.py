@@ -2,13 +2,13 @@
 
 Floors:
     products   operations of the matrix products at the rate of a large product of the same run (product_flop)
-    updates    of offloaded Adam: all updates of a step with nothing else at work in the machine
-    link       two uploads of what is streamed, or the bytes that crossed if more (what is still there at the turn from
-               forward to reverse does not cross again), at the duplex rate of the same run
+    updates    for offloaded Adam: all updates of a step with nothing else running
+    link       two uploads of the streamed weights, or the bytes that crossed if more (units that are
+               still in slots when the reverse sweep begins do not cross again), at the duplex rate of the same run
     compute    the resident step of the same method, or its products
 
 A resident step is compared with the larger of products and updates, a streamed one with max(compute, link). GPU GiB:
-the peak handed out, and reserved, by the allocator.
+the allocator's peaks of allocated and of reserved memory.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,9 @@ PARTS_NOTE = (
 
 
 def product_flop(shape: str, tokens: int) -> float:
-    """Operations of the matrix products of a step that runs every block twice, forward 2, again 2, backward 4 per
-    parameter and token, minus the one product of a block that is left out; the head's logits are made twice as well."""
+    """Operations of the matrix products of a step that runs every block twice: 2 forward, 2 recomputed, 4 backward per
+    parameter and token, minus the one product of a block that need not be recomputed; the logits are also made
+    twice."""
     width, blocks, _, mlp = LLAMA[shape]
     block = 4 * width**2 + 3 * width * mlp
     return tokens * (blocks * (8 * block - 2 * width * mlp) + 8 * LLAMA_VOCABULARY * width)
@@ -57,7 +58,7 @@ class GradientReport(Report):
         self.header += "floor s|vs floor|bound by|GPU GiB (reserved)|planned|weights GiB|host GiB".split("|")
 
     def find(self, fits: Callable[[dict[str, Any]], bool]) -> Record | None:
-        """The record of a trial that fits, if it was measured."""
+        """The record of a trial that satisfies `fits`, if it was measured."""
         return next((r for r in self.records if r["status"] == "ok" and fits(r["case"])), None)
 
     def native(self, shape: str, optimizer: str) -> Record | None:
@@ -89,7 +90,7 @@ class GradientReport(Report):
         ]
 
     def floor(self, r: Record) -> tuple[float | None, str]:
-        """What the step could cost at best, and what that is."""
+        """The floor of the step in seconds, and its name."""
         rate, trial = self.machine.get("product_rate"), r["case"]
         products_s = product_flop(trial["shape"], r["tokens"]) / rate if rate else None
         if not trial["streamed"]:
@@ -108,7 +109,7 @@ class GradientReport(Report):
         return [rate, grid(self.header, [self.cells(r) for r in self.records]), *self.breakdown()]
 
     def breakdown(self) -> list[str]:
-        """Seconds of each part of a step, where they were measured, and for how long the kernels stood still for it."""
+        """Seconds of each part of a step, if measured, and how long the kernels waited for it."""
         rows = [
             [
                 r["name"],

@@ -1,7 +1,8 @@
-"""torch.compile without code generation: what blocks are traced to, run operation by operation.
+"""torch.compile without code generation: the traced operations of a block are run one by one.
 
-Like torch's "aot_eager", and with the two passes of inductor that decide whether an operation may change its argument
-in place or gets a copy. (aot_eager always copies, and a weight that is changed in a copy is not found by its address.)
+It is like torch's "aot_eager", but with the two passes of inductor that decide whether an operation may change its
+argument in place or needs a copy. (aot_eager always copies, and a weight that is changed in a copy is not found by its
+address.)
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What `keyhole bench lomo` and `keyhole bench lsp` run: one trial per row of a table (tables/lomo.yaml, lsp.yaml)."""
+"""The trials of `keyhole bench lomo` and `keyhole bench lsp`: one per row of a table (tables/lomo.yaml, lsp.yaml)."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,11 +24,12 @@ class Trial:
     quick_gpu_memory: str | None = None  # the budget of a quick run
     streamed: bool = False
     compare: str | None = None  # a streamed trial: the resident one whose step is its compute floor
-    options: dict = field(default_factory=dict)  # of the method; of native: `optimizer`, and what torch.optim takes
+    options: dict = field(default_factory=dict)  # of the method; for native: `optimizer`, and arguments of torch.optim
 
 
 def read_trials(path: Path, only: str, quick: bool) -> list[Trial]:
-    """Trials with `only` in their name, in the order in which they run; as a quick run changes them, or as they are."""
+    """Trials with `only` in their name, in the order in which they run; with the changes of a quick run, or
+    unchanged."""
     found = read_yaml(path)
     trials = [row_as(Trial, row, f"{path}: trial {i}") for i, row in enumerate(list_of(found, "trials", str(path)), 1)]
     chosen = [trial for trial in trials if only in trial.name]

@@ -1,7 +1,7 @@
-"""Times first-order trials, in a process of its own (process.py); weights are drawn anew for each trial.
+"""Times first-order trials in a separate process (process.py); weights are drawn again for each trial.
 
     native     torch's optimizer on the plain Hugging Face module with its own gradient checkpointing: the baseline
-    the rest   methods of keyhole, resident or streamed in a budget
+    others     methods of keyhole, resident or streamed within a budget
 
 Random weights of the true shapes; median of the timed steps.
 """
@@ -28,7 +28,7 @@ from keyhole.methods.base import Method, Workload
 
 LR = 1e-5
 QUICK_LENGTH = 16
-UNIT_BYTES = 192 * MIB  # of the copies that the link is measured with
+UNIT_BYTES = 192 * MIB  # size of the copies that measure the link
 
 
 class GradientWorker:
@@ -79,7 +79,7 @@ class GradientWorker:
 def load_trial(
     trial: Trial, device: torch.device, length: int, quick: bool = False, graphs: bool = True
 ) -> keyhole.Model:
-    """The trial's model, with random weights, where the trial wants it."""
+    """The trial's model, with random weights, placed as the trial says."""
     work = Workload(trial.system, trial.batch * length, 1)
     if trial.system != NATIVE:
         kind = METHODS[trial.system].settings
@@ -102,7 +102,7 @@ def method_of(trial: Trial, model: keyhole.Model) -> Method:
 
 
 def _leave_out_svd() -> None:
-    """Bases of GaLore drawn at random, for the rest of this process."""
+    """Replaces GaLore's SVD by random bases, for the rest of this process."""
     from keyhole.methods.baselines import galore
 
     def drawn(grad: torch.Tensor, rank: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The tables of `keyhole bench layers`: what a model holds, and what one of its blocks takes where."""
+"""The tables of `keyhole bench layers`: the memory of a model, and the times of one of its blocks on CPU and GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs `keyhole bench layers`: every model on the GPU, where there is one, and on the CPU."""
+"""Runs `keyhole bench layers`: every model on the GPU, if there is one, and on the CPU."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def bench_layers(
     time_limit_s: float | None = None,
     say: Say = print,
 ) -> LayerReport:
-    """Returns the report, which is on disk already."""
+    """Returns the report, which has been written to disk."""
     for model in models:
         named(model)
     job = make_job(device, quick, warm_up, steps, time_limit_s)

@@ -1,20 +1,20 @@
-"""Times one block of a model on one device, in a process of its own (process.py): LSP-Offload's Tables 1 and 5.
+"""Times one block of a model on one device, in a separate process (process.py): LSP-Offload's Tables 1 and 5.
 
     FWD         the block's forward, with a graph
     BWD         its backward: gradients of its input and of its weights
     UPD torch   torch's fused AdamW on fp32 weights, gradients and moments
-    UPD         keyhole's AdamW with fp32 master and moments, bf16 gradient in and bf16 weight out (ops/adam/): what
-                adam-offload runs
+    UPD         keyhole's AdamW with fp32 master and moments, bf16 gradient in and bf16 weight out (ops/adam/), as
+                adam-offload uses it
 
-The parts run one after the other, round by round. The block is in bf16, on a CPU that cannot multiply that itself in
-fp32. Floors, for P elements in the matrices of the block, M tokens in sequences of T, width H:
+The parts run one after the other, round by round. The block is in bf16, or in fp32 on a CPU without bf16
+arithmetic. Floors, for P elements in the matrices of the block, M tokens in sequences of T, width H:
 
     FWD   (2 P M + 2 M T H) / rate of a large product        causal attention: half of 4 M T H
     BWD   twice that
     UPD   28 P bytes / rate of a large copy                  both kinds: 28 bytes read or written per parameter
 
-Both rates are measured in the same process (rates.py). Activations: what the block's forward keeps for its backward,
-counted (memory/ledger.py), times the number of blocks.
+Both rates are measured in the same process (rates.py). Activations are the tensors that the block's forward
+keeps for its backward, counted (memory/ledger.py), times the number of blocks.
 """
 
 import sys
@@ -106,11 +106,11 @@ class LayerWorker:
         return found
 
 
-Call = tuple[torch.Tensor, tuple, dict[str, Any]]  # hidden states and what else a block is called with
+Call = tuple[torch.Tensor, tuple, dict[str, Any]]  # hidden states and the other arguments of a block
 
 
 def first_block(model: keyhole.Model, batch: dict[str, torch.Tensor]) -> tuple[nn.Module, Call]:
-    """The first block, and what the model calls it with."""
+    """The first block, and the arguments that the model calls it with."""
     block, calls = find_blocks(model.module)[0], []
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def forward(block: nn.Module, call: Call) -> torch.Tensor:
 
 
 def kept_bytes(block: nn.Module, call: Call, device: torch.device) -> int:
-    """What a forward keeps for the backward, its output included."""
+    """Bytes that a forward keeps for the backward, its output included."""
     ledger = Ledger(device)
     ledger.hold(WEIGHTS, block.parameters())
     with ledger:
@@ -143,7 +143,7 @@ def kept_bytes(block: nn.Module, call: Call, device: torch.device) -> int:
 
 
 def parts_of(block: nn.Module, call: Call, device: torch.device) -> dict[str, Callable[[], None]]:
-    """What is timed, in order; each leaves to the next what it needs."""
+    """The timed parts, in order; each prepares the inputs of the next."""
     params = list(block.parameters())
     numel = sum(p.numel() for p in params)
     out: list[torch.Tensor] = []

@@ -1,1 +1,1 @@
-"""`keyhole bench memory`: what a training step holds, by part, at its peak."""
+"""`keyhole bench memory`: the memory of a training step at its peak, by part."""

@@ -1,16 +1,16 @@
 """Every byte that a step holds, by part: weights, gradients, optimizer state, activations.
 
-The ledger stands between PyTorch and its kernels (a dispatch mode) and sees every tensor that an operation returns. It
-writes down when its memory came to be and when it was freed, on any device; one allocation that many views share counts
-once. What was there before the step is told to it (hold). What a piece of memory was for is known later than it was
-made: a gradient is one when it is handed over (mark). So the parts are added up at the end, from the whole record:
+The ledger is a dispatch mode, which sees every tensor that an operation returns. It records when the tensor's memory
+was allocated and freed, on any device; an allocation that many views share counts once. `hold` tells it about memory
+from before the step. The purpose of memory is known only after it was allocated: a gradient is recognised when it is
+passed on (`mark`). So the parts are summed up at the end, from the whole record:
 
     part(t) = bytes of that part that are alive after event t           own peak   max over t
     total(t) = sum of the parts                                         peak       max over t, and the parts at that t
 
-What no one has claimed is an activation: what the forward keeps for the backward, and what the operations hold between
-them. Not seen: what a kernel takes for itself and gives back before it returns (cuBLAS's workspace), and the rounding
-of the allocator; on a GPU the allocator's own peak is reported beside, and the difference is that.
+Memory that was not marked counts as activations: tensors that the forward keeps for the backward, and temporaries of
+the operations. The ledger does not see memory that a kernel allocates and frees internally (cuBLAS's workspace), nor
+the allocator's rounding; on a GPU the allocator's own peak is reported beside it, and the difference is these two.
 """
 
 import weakref
@@ -28,7 +28,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Peaks:
-    """What a step held: the peak of each part by itself, and all parts at the peak of their sum."""
+    """The memory of a step: the peak of each part by itself, and all parts at the peak of their sum."""
 
     own: Bytes
     at_peak: Bytes
@@ -44,19 +44,19 @@ class Ledger(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device.type
-        self.events: list[tuple[int, int]] = []  # a piece of memory, and its bytes: negative when it was freed
-        self.before: list[tuple[int, int]] = []  # those that were there when the step began
+        self.events: list[tuple[int, int]] = []  # an allocation, and its bytes: negative when it was freed
+        self.before: list[tuple[int, int]] = []  # allocations from before the step
         self.part_of: dict[int, str] = {}
-        self.pieces: dict[int, int] = {}  # address of a living storage -> its piece
+        self.pieces: dict[int, int] = {}  # address of a live storage -> its allocation
         self.count = 0
 
     def hold(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors that exist before the step."""
+        """Registers tensors that exist before the step."""
         for tensor in tensors:
             self.mark(part, tensor)
 
     def mark(self, part: str, tensor: torch.Tensor) -> None:
-        """This tensor's memory is of that part, and was so from the beginning."""
+        """Assigns this tensor's memory to a part, from its allocation on."""
         if tensor.device.type == self.device:
             self.part_of[self._piece(tensor, self.before)] = part
 
@@ -65,7 +65,7 @@ class Ledger(TorchDispatchMode):
         known = None
         for tensor in tree_leaves(found):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
-                if known is None:  # an operation in place, or a view of what was there before the step
+                if known is None:  # an in-place operation, or a view of memory from before the step
                     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
                     known = {x.untyped_storage()._cdata for x in inputs}
                 if tensor.untyped_storage()._cdata not in known:
@@ -73,7 +73,7 @@ class Ledger(TorchDispatchMode):
         return found
 
     def _piece(self, tensor: torch.Tensor, events: list[tuple[int, int]]) -> int:
-        """The number of the tensor's memory, written down as new where it is not known."""
+        """The number of the tensor's allocation, recorded as new if it is unknown."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self.pieces:
             self.count += 1
@@ -88,14 +88,14 @@ class Ledger(TorchDispatchMode):
         self.events.append((piece, -size))
 
     def alive(self) -> Bytes:
-        """What the parts hold now."""
+        """The current bytes of each part."""
         now = dict.fromkeys(PARTS, 0)
         for piece, size in [*self.before, *self.events]:
             now[self.part_of.get(piece, ACTIVATIONS)] += size
         return now
 
     def peaks(self) -> Peaks:
-        """From the whole record; call it after the step."""
+        """The peaks, from the whole record; call it after the step."""
         now, own = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
         at_peak = dict(now)
         for piece, size in [*self.before, *self.events]:

@@ -21,7 +21,7 @@ def bench_memory(
     time_limit_s: float | None = None,
     say: Say = print,
 ) -> MemoryReport:
-    """Returns the report, which is on disk already. A quick run is on the CPU."""
+    """Returns the report, which has been written to disk. A quick run is on the CPU."""
     trials = read_trials(table, only, quick)
     job = make_job("cpu" if quick else None, quick, 1, 1, time_limit_s)
     report = MemoryReport(out, command, quick)

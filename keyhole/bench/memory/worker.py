@@ -1,13 +1,13 @@
-"""Measures what one step holds, trial by trial, in a process of its own (process.py).
+"""Measures the memory of one step, trial by trial, in a separate process (process.py).
 
-One step makes the optimizer's state and what libraries reserve; the next one runs under the ledger (ledger.py). The
-floor of each part follows from the shapes, for N parameters of b bytes, L blocks, M tokens, width H:
+The first step creates the optimizer's state and the libraries' workspaces; the second runs under the ledger
+(ledger.py). The floor of each part follows from the shapes, for N parameters of b bytes, L blocks, M tokens, width H:
 
     weights       b N
-    gradients     torch: b N, all of them at the end of the backward. A method that uses each up as it comes: those of
-                  the largest matrix
+    gradients     torch: b N, all of them at the end of the backward. A method that consumes each gradient at once: that
+                  of the largest matrix
     state         torch's SGD 0, AdamW 2 b N and a count of 4 bytes per tensor; in fp32 beside 16-bit weights 4 N, 12 N
-    activations   with checkpointing: b L M H, the inputs of the blocks; without, or in host memory: not given
+    activations   with checkpointing: b L M H, the inputs of the blocks; without, or in host memory: no floor
 """
 
 import sys
@@ -48,7 +48,7 @@ class MemoryWorker:
 
     def measure(self, trial: Trial) -> dict[str, Any]:
         length = QUICK_LENGTH if self.job.quick else trial.length
-        model = load_trial(trial, self.device, length, self.job.quick, graphs=False)  # a graph's memory is not seen
+        model = load_trial(trial, self.device, length, self.job.quick, graphs=False)  # the ledger cannot see graphs
         method = method_of(trial, model)
         batch = measure.random_batch(trial.batch, length, model.config.vocab_size)
         method.step(batch)
@@ -92,7 +92,8 @@ def peaks_of(method: Method, model: keyhole.Model, batch: dict[str, torch.Tensor
 
 @contextmanager
 def _in_passes_too(ledger: Ledger) -> Iterator[None]:
-    """A mode holds for one thread; a method's forward passes have threads of their own (model/forward/lockstep.py)."""
+    """Enters the ledger in the threads of forward passes too (model/forward/lockstep.py): a mode applies to one
+    thread."""
     plain = Lockstep.thread_state
 
     def with_ledger(conductor: Lockstep) -> ExitStack:
@@ -109,7 +110,7 @@ def _in_passes_too(ledger: Ledger) -> Iterator[None]:
 
 
 def _watch_sink(method: Any, ledger: Ledger) -> None:
-    """A method that is its own sink is shown every gradient once: each is marked on its way in."""
+    """Marks every gradient that is passed to a method that is its own sink."""
     receive = method.gradient
 
     def gradient(tensor: Any, w: torch.Tensor, grad: torch.Tensor) -> None:
@@ -122,7 +123,7 @@ def _watch_sink(method: Any, ledger: Ledger) -> None:
 
 
 def floors(trial: Trial, model: keyhole.Model, tokens: int) -> Bytes:
-    """The formulas above; a part that has none is left out."""
+    """The floors by the formulas above; a part without a floor is left out."""
     layout, b = model.layout, model.dtype.itemsize
     numel = sum(t.shape.numel() for t in layout.tensors)
     found = {WEIGHTS: b * numel}

@@ -1,1 +1,1 @@
-"""`keyhole bench snapshots`: checkpoints written while training goes on."""
+"""`keyhole bench snapshots`: background checkpoints during training."""

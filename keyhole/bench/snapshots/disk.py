@@ -1,8 +1,8 @@
-"""What the disk takes, with nobody training: the floor of a checkpoint is its bytes at this rate.
+"""The write rate of the disk without training: the floor of a checkpoint is its bytes at this rate.
 
-Threads write one file, each its share, and it is flushed from the first piece on, as by a snapshot's workers
-(checkpoint/snapshot/snapshot.py), but without checksums or a look at the numbers. The bytes are random, since some file
-systems are faster with bytes that are alike.
+Threads write one file, each a part of it, and flush it from the first piece on, as a snapshot's workers do
+(checkpoint/snapshot/snapshot.py), but without checksums and without checking the numbers. The bytes are random, since
+some file systems are faster with repeated bytes.
 """
 
 import os
@@ -13,11 +13,11 @@ from pathlib import Path
 from keyhole.checkpoint.snapshot.page_writer import PIECE_BYTES, write_at
 from keyhole.checkpoint.snapshot.snapshot import FLUSH_EVERY_S, WORKERS, flush_data
 
-PROBE_BYTES = 4 * 2**30  # at most
+PROBE_BYTES = 4 * 2**30  # upper limit
 
 
 def disk_rate(directory: Path, size_bytes: int) -> float:
-    """Bytes per second, flushed, of a file of about this size that is deleted afterwards."""
+    """Bytes per second of writing and flushing a file of about this size, which is deleted afterwards."""
     pieces = max(WORKERS, min(size_bytes, PROBE_BYTES) // PIECE_BYTES)
     data, path = memoryview(os.urandom(PIECE_BYTES)), directory / "probe"
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)

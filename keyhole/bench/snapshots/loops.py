@@ -1,4 +1,4 @@
-"""The two loops that checkpoints are timed in: training as keyhole does it, and MeZO's."""
+"""The two loops in which checkpoints are timed: keyhole's training loop, and MeZO's."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ LR = 1e-7
 
 
 class Loop:
-    """Training as the trainer does it: records read a step late, the journal appended."""
+    """The loop of the trainer: numbers are read one step late, and the journal is written."""
 
     def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
         self.model, self.batch, self.scratch = model, batch, scratch
@@ -50,7 +50,7 @@ class Loop:
             self.step()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The weights at home, with every update applied."""
+        """The weights in host memory or on the GPU, with all deferred updates applied."""
         self.method.flush()
         return dict(self.model.named_tensors())
 
@@ -61,7 +61,7 @@ class Loop:
 
 
 class TextbookLoop:
-    """MeZO's loop, which reads its losses in every step."""
+    """MeZO's loop, which reads its losses synchronously in every step."""
 
     def __init__(self, model: keyhole.Model, batch: dict[str, torch.Tensor], scratch: Path) -> None:
         take_weights(model)

@@ -1,8 +1,7 @@
-"""What `keyhole bench snapshots` says: one line per mode while it runs, and a table of all of them.
+"""The report of `keyhole bench snapshots`: one line per mode during the run, and a table of all modes.
 
 Every mode is compared with the same steps without checkpoints: streamed ones with `none`, MeZO's loop in memory with
-`textbook`; and with `textbook` itself, the paper's unit. "half GiB" is half of the weights, the most that copies may
-take.
+`textbook`; and with `textbook` itself, the paper's unit. "half GiB" is half of the weights, the limit for copies.
 """
 
 import statistics
@@ -63,22 +62,22 @@ def ratio(row: Record, none: Record) -> float:
 
 
 def disk_s(row: Record) -> float:
-    """What the disk alone needs for the weights."""
+    """Seconds that the disk alone needs for the weights."""
     return row["weights_bytes"] / row["disk_bytes_per_s"]
 
 
 def period_s(row: Record, none: Record) -> float:
-    """Of as many steps as lie between two checkpoints; `none` is timed over one period."""
+    """Seconds of the steps between two checkpoints; `none` is timed over one period."""
     return row["wall_s"] / row["steps"] * none["steps"]
 
 
 def distance(row: Record, none: Record) -> float:
-    """A period with a checkpoint over its floor: the steps, or the disk."""
+    """The time of a period with a checkpoint over its floor: the longer of steps and disk."""
     return period_s(row, none) / max(period_s(none, none), disk_s(row))
 
 
 def cells(row: Record, rows: list[Record]) -> list[str]:
-    """The cells of one line; what a mode does not have is empty."""
+    """The cells of one line; missing values are empty."""
     none, textbook = none_of(row, rows), mode_of(row["model"], TEXTBOOK, rows)
     saves, copies = "write_s" in row, "copies_bytes" in row
     device = row.get("device", {}).get("reserved_bytes")

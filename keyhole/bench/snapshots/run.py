@@ -1,22 +1,22 @@
 """What a checkpoint every few steps costs a zeroth-order run, and how fast a journal is replayed: Table 6 of the
 ZO-Offloading paper.
 
-    none                  streamed steps alone; the journal is kept in all streamed modes
-    background            a checkpoint begun every `every` steps, written while training goes on (checkpoint/snapshot/)
+    none                  streamed steps without checkpoints; all streamed modes keep the journal
+    background            a background checkpoint every `every` steps (checkpoint/snapshot/)
     torch.save            training stops, and torch.save writes the weights
-    textbook              MeZO's loop in GPU memory (bench/zo/textbook.py), alone
-    textbook torch.save   the same, stopped for torch.save, which also brings the weights down from the GPU
+    textbook              MeZO's loop in GPU memory (bench/zo/textbook.py), without checkpoints
+    textbook torch.save   the same, stopped for torch.save, which also copies the weights from the GPU
 
-A period is `every` steps. A mode is timed from the begin of its first checkpoint to the point where the one after the
-last period could begin, i.e. including any wait for the disk: that is the pace of a run that goes on like this. Our
-checkpoints have checksums and are flushed to the disk; torch.save's are neither. The disk must take the weights of one
-checkpoint in the time of one period, or it bounds the run, whatever is done: choose the batch accordingly
+A period is `every` steps. A mode is timed from the start of its first checkpoint to the point where the one after the
+last period could start, including any wait for the disk: this is the pace of a long run. keyhole's checkpoints have
+checksums and are flushed to the disk; torch.save's have no checksums and are not flushed. If the disk cannot write one
+checkpoint in the time of one period, it bounds the run in every mode, so choose the batch accordingly
 
     seconds per step x every >= bytes of the weights / bytes per second of the disk         (1.3 GB/s: batch 16)
 
-The floor of a mode with checkpoints is the longer of the two: a period without, and the weights at the disk's own rate,
-which is measured in the same run (disk.py). Host memory is the peak resident set, beside that of `none`; the page cache
-is the kernel's.
+The floor of a mode with checkpoints is the longer of a period without checkpoints, and the weights at the disk's own
+rate, which is measured in the same run (disk.py). Host memory is the peak resident set, beside that of `none`, without
+the kernel's page cache.
 """
 
 import gc
@@ -51,14 +51,14 @@ from keyhole.methods.zo.traits import ZO
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run on every size."""
+    """The settings for every model."""
 
     batch: int
     every: int  # steps between checkpoints
     periods: int  # checkpoints that are timed
     device: str
     quick: bool
-    scratch: Path | None  # where checkpoints go meanwhile
+    scratch: Path | None  # directory for the checkpoints
 
 
 def time_none(loop: Loop | TextbookLoop, every: int, periods: int) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def time_none(loop: Loop | TextbookLoop, every: int, periods: int) -> dict[str, 
 
 
 def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
-    """One checkpoint per period; every one of them is verified afterwards or deleted when the next one is whole."""
+    """One checkpoint per period; each is verified afterwards, or deleted when the next one is complete."""
     background = Background(loop.model, loop.method)
     done = []
     loop.wait()
@@ -99,7 +99,7 @@ def time_background(loop: Loop, every: int, periods: int) -> dict[str, Any]:
 
 
 def time_torch_save(loop: Loop | TextbookLoop, every: int, periods: int) -> dict[str, Any]:
-    """The baseline. A pickle, and so nowhere but here."""
+    """The baseline, the only place where keyhole writes a pickle."""
     loop.wait()
     begin_s = time.perf_counter()
     torch.save(loop.tensors(), loop.scratch / "baseline.pt")
@@ -117,7 +117,7 @@ MODES = STREAMED | IN_MEMORY
 
 
 def bench_size(name: str, plan: Plan, replay_steps: int, report: SnapshotReport, say: Say) -> None:
-    """All modes of one model, and a replay where steps are given; every one is a record."""
+    """Times all modes of one model, and a replay if steps are given; each is a record."""
     if plan.scratch is not None:
         plan.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=plan.scratch, prefix="keyhole-bench-") as scratch:
@@ -127,7 +127,7 @@ def bench_size(name: str, plan: Plan, replay_steps: int, report: SnapshotReport,
 
 
 class Size:
-    """One model: what is measured on it, and where that is told."""
+    """One model, its plan, and its report."""
 
     def __init__(self, name: str, plan: Plan, scratch: Path, report: SnapshotReport, say: Say) -> None:
         self.name, self.plan, self.scratch, self.report, self.say = name, plan, scratch, report, say
@@ -161,13 +161,13 @@ class Size:
         model.close()
 
     def add(self, record: dict[str, Any]) -> None:
-        """To the report and the terminal."""
+        """Adds a record to the report and prints it."""
         self.report.add({"kind": "mode", "model": self.name, **record})
         self.say(one_line(self.report.records[-1], self.report.records))
 
 
 def time_replay(loop: Loop, steps: int) -> float:
-    """Seconds in which a journal of `steps` steps is applied to the model where it lies."""
+    """Seconds to apply a journal of `steps` steps to the model in place."""
     rng = random.Random(0)
     first = loop.step_count
     records = [
@@ -192,7 +192,7 @@ def bench_snapshots(
     quick: bool = False,
     say: Say = print,
 ) -> SnapshotReport:
-    """Runs all sizes; returns the report, which is on disk already. The first size is replayed."""
+    """Runs all sizes; returns the report, which has been written to disk. The first size is replayed."""
     plan = Plan(batch, every, periods, make_job(device, quick, 0, 0, None).device, quick, scratch)
     report = SnapshotReport(out, command, quick, __doc__)
     report.add({"kind": "machine", "device": plan.device, **environment()})

@@ -1,16 +1,16 @@
-"""What `keyhole bench zo` runs: a case is a model, a system and its settings; a table is a list of cases.
+"""The cases of `keyhole bench zo`: a case is a model, a system and its settings; a table is a list of cases.
 
-Tables share cases: a case that several of them have is run once. Cases of one model are run together, because making
+Tables share cases: a case in several tables is run once. Cases of one model are run together, because making
 the weights takes longer than timing a few steps:
 
     group      same model, dtype, number of blocks, positions       one process, in the order of importance
       load     same placement, budget and engine options            one copy of the weights
-        case   batch size, textbook or zo, deferred update and rare write-backs or not
+        case   batch size, textbook or zo, with or without deferred updates and rare write-backs
 
 The tables are in tables/zo.yaml. `textbook` and `resident` use the same load: the textbook loop runs on the resident
-model's own Hugging Face module. A table can be run on other models than its own (for_models), and a model that host
-memory cannot hold is cut to as many blocks as it can (cut), the same for all cases of that model and dtype: a ratio
-compares equal shapes.
+model's own Hugging Face module. A table can be run on other models than its own (for_models), and a model that does
+not fit host memory is cut to as many blocks as fit (cut), the same number for all cases of that model and dtype, so
+that ratios compare equal shapes.
 """
 
 import fnmatch
@@ -39,7 +39,7 @@ class Case:
     dtype: str = one_of(ELEMENT_BYTES, default="bf16")
     batch: int = 1
     length: int = 2048
-    blocks: int | None = None  # None: all of them, or as many as host memory holds (cut)
+    blocks: int | None = None  # None: all of them, or as many as fit host memory (cut)
     gpu_memory: str | None = None
     overlap: bool = True
     reuse_slots: bool = True
@@ -70,7 +70,8 @@ class Case:
 
     @property
     def load(self) -> tuple:
-        """Cases with the same load run on the same weights. A plan for a budget depends on tokens."""
+        """The key of loaded weights: cases with the same key share them. With a budget the plan depends on the
+        tokens."""
         if self.system != "streamed":
             return self.group, "resident"
         tokens = self.tokens if self.gpu_memory or self.wire else None
@@ -107,7 +108,7 @@ def read_tables(path: Path = TABLES / "zo.yaml") -> dict[str, Table]:
 
 
 def _each(row: Any) -> Iterator[Any]:
-    """The rows that a row stands for: one per combination of the items of its lists, the last list varying fastest."""
+    """Expands a row: one row per combination of the items of its lists, the last list varying fastest."""
     if not isinstance(row, dict):
         yield row
         return
@@ -117,8 +118,8 @@ def _each(row: Any) -> Iterator[Any]:
 
 
 def select(words: list[str], tables: dict[str, Table]) -> dict[str, Table]:
-    """The tables that are asked for, with the chosen cases: a word is a table, `all`, or a pattern of case names
-    (13B-bf16-*). A case chosen by a pattern is shown in the first table that holds it."""
+    """The requested tables, with the chosen cases: a word is a table, `all`, or a pattern of case names
+    (13B-bf16-*). A case chosen by a pattern is shown in the first table that has it."""
     chosen: dict[str, set[str]] = {}
     first = {case.name: name for name in reversed(tables) for case in tables[name].cases}
     for word in words:
@@ -135,7 +136,7 @@ def select(words: list[str], tables: dict[str, Table]) -> dict[str, Table]:
 
 
 def for_models(tables: dict[str, Table], models: list[str]) -> dict[str, Table]:
-    """Every case on these models instead of its own, with all their blocks; without models, the tables as they are."""
+    """Every case on these models instead of its own, with all their blocks; without models, the tables unchanged."""
     for name in models:
         if name not in MODELS:
             raise UserError(f"--models: {name!r} is not one of {', '.join(MODELS)}")
@@ -149,8 +150,8 @@ def for_models(tables: dict[str, Table], models: list[str]) -> dict[str, Table]:
 
 
 def cut(tables: dict[str, Table], host_bytes: int) -> tuple[dict[str, Table], list[str]]:
-    """Models that do not fit so much host memory, in the widest format that a case keeps them in, with fewer blocks;
-    and what was cut, to be said. Cases that state their blocks stay as they are."""
+    """The tables with fewer blocks for models that do not fit this much host memory, in the widest format of their
+    cases; and lines about what was cut. Cases that state their blocks are unchanged."""
     whole = [case for table in tables.values() for case in table.cases if case.blocks is None]
     widest: dict[tuple[str, str], int] = {}
     for case in whole:
@@ -170,7 +171,7 @@ def cut(tables: dict[str, Table], host_bytes: int) -> tuple[dict[str, Table], li
 
 
 def grouped(tables: dict[str, Table]) -> list[list[Case]]:
-    """Every case once, by group, groups in the order of their first case; inside, one load after the other."""
+    """Every case once, in groups, ordered by their first case; within a group, one load after the other."""
     groups: dict[tuple, list[Case]] = {}
     for case in dict.fromkeys(case for table in tables.values() for case in table.cases):
         groups.setdefault(case.group, []).append(case)

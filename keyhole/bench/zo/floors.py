@@ -1,12 +1,12 @@
-"""What a step could cost at best, and how near it is.
+"""The floor of a step, and how near the step is to it.
 
     compute alone   the resident zo step of the same shape: every unit on the device, nothing crosses the link
-    link alone      bytes that cross per step, each way over the measured rate of that way alone, and what goes both
-                    ways over the duplex rate; the longest of the three
-    floor           max of the two: with perfect overlap the shorter one hides behind the longer
+    link alone      bytes that cross per step: each way at the measured rate of that way alone, and bytes that go both
+                    ways at the duplex rate; the longest of the three
+    floor           max of the two: with perfect overlap the longer one hides the shorter
 
 A line joins a case's record with those of its companions: the textbook loop and the resident step of the same model,
-dtype, batch and length. Where a companion is missing, what depends on it is None: nothing is guessed or scaled.
+dtype, batch and length. If a companion is missing, values that depend on it are None: nothing is guessed or scaled.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from keyhole.bench.zo.cases import SWITCHES, Case
 
 @dataclass
 class Line:
-    """One line of a table: a case, what was measured, and how it compares."""
+    """One line of a table: a case, its measurements, and comparisons."""
 
     case: Case
     record: Record
@@ -27,9 +27,9 @@ class Line:
     link_s: float | None = None
     floor_s: float | None = None
     to_floor: float | None = None  # seconds over the floor's
-    link_share: float | None = None  # of what the link can do
+    link_share: float | None = None  # share of the link's rate
     bound: str = ""
-    same_losses: bool | None = None  # bit for bit those it must have
+    same_losses: bool | None = None  # whether losses equal the reference bit for bit
 
     @property
     def ok(self) -> bool:
@@ -37,14 +37,14 @@ class Line:
 
 
 def reference(case: Case) -> str | None:
-    """Name of the case whose losses this one must have: resident for streamed, streamed for ablated."""
+    """Name of the case whose losses this one must equal: resident for streamed, streamed for ablated."""
     if case.system != "streamed" or case.wire:
         return None
     return companion(case, "streamed" if case.switched_off else "resident")
 
 
 def cases_of(records: list[Record]) -> dict[str, Record]:
-    """Name -> record of the cases, the latest where a case was run again."""
+    """Name -> record of the cases, the latest if a case was run again."""
     return {r["name"]: r for r in records if r["kind"] == "case"}
 
 
@@ -56,7 +56,7 @@ def companion(case: Case, system: str) -> str:
 
 
 def link_seconds(up_bytes: float, down_bytes: float, link: dict[str, float]) -> float:
-    """How long the link takes at best (rates in GB/s, link.py)."""
+    """The least time of the link (rates in GB/s, link.py)."""
     both_bytes = min(up_bytes, down_bytes)
     return max(up_bytes / link["up"], down_bytes / link["down"], both_bytes / link["duplex"]) / 1e9
 

@@ -1,11 +1,11 @@
-"""The model of a case, kept while consecutive cases can use it, and as good as new for each.
+"""The model of a case, kept while consecutive cases can use it, with fresh weights for each.
 
-Loading a model takes longer than timing a few steps of it, so cases that load alike (Case.load) share one: before each
-the same weights are drawn again, so that losses compare whatever ran before. One model is freed before the next is
-loaded, for two would not fit. The link is measured with copies of the model's usual unit, once per size.
+Loading a model takes longer than timing a few steps of it, so cases with the same load (Case.load) share one. Before
+each case the same weights are drawn again, so that losses are comparable. One model is freed before the next is loaded,
+because two would not fit. The link is measured with copies of the model's usual unit, once per size.
 
-The textbook loop gets the module of a resident model without the memory that keyhole holds the weights in
-(textbook.py): nothing but textbook cases can run on the model from then on.
+The textbook loop gets the module of a resident model, after keyhole's memory for the weights is freed (textbook.py);
+from then on only textbook cases can run on the model.
 """
 
 import time
@@ -29,26 +29,26 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def workload(case: Case) -> Workload:
-    """What memory is planned for."""
+    """The workload for the memory plan."""
     return Workload(ZO.name, case.tokens, settings=ZO.settings(compile=case.compiled))
 
 
 class ModelCache:
-    """Holds at most one model. emit: where a measurement of the link goes; quick: tiny shapes."""
+    """Keeps at most one model. emit: receives measurements of the link; quick: tiny shapes."""
 
     def __init__(self, emit: Emit, device: torch.device, quick: bool) -> None:
         self.emit, self.device, self.quick = emit, device, quick
         self.model: keyhole.Model | None = None
         self.key: tuple | None = None
-        self.lent = False  # to the textbook loop
+        self.lent = False  # the module is used by the textbook loop
         self.load_s = 0.0
-        self.host_bytes = 0  # after loading
-        self.vectors: list[tuple[nn.Parameter, torch.Tensor]] = []  # norms and biases, and as loaded
+        self.host_bytes = 0  # peak after loading
+        self.vectors: list[tuple[nn.Parameter, torch.Tensor]] = []  # norms and biases, with their loaded values
         self.links: dict[int, dict[str, float]] = {}
         self.link: dict[str, float] | None = None
 
     def ready(self, case: Case) -> keyhole.Model:
-        """The model of a case, loaded now or kept from the case before; always with fresh weights."""
+        """The model of a case, loaded now or kept from the previous case; always with fresh weights."""
         textbook = case.system == "textbook"
         if case.load == self.key and textbook:
             self.lend()
@@ -81,14 +81,14 @@ class ModelCache:
         return self.model
 
     def lend(self) -> None:
-        """The module alone, with the first weights."""
+        """Prepares the module for the textbook loop, with the initial weights."""
         take_weights(self.model, {id(param): as_loaded for param, as_loaded in self.vectors})
         self.lent = True
 
     def refresh(self) -> None:
         """Draws the same weights again."""
         model = self.model
-        model.apply_deferred()  # or what the last method left would be applied to the new weights
+        model.apply_deferred()  # otherwise the last method's update would be applied to the new weights
         model.engine.wait_for_homes()
         std = getattr(model.config, "initializer_range", None) or 0.02
         for param, as_loaded in self.vectors:
@@ -98,7 +98,7 @@ class ModelCache:
         model.engine.invalidate()
 
     def measure_link(self) -> None:
-        """With copies of the usual unit of this model, unless nearly that size was measured already."""
+        """Measures the link with copies of this model's usual unit, unless a similar size was measured already."""
         self.link = None
         homes = streamed_homes(self.model)
         if self.device.type != "cuda" or not homes:

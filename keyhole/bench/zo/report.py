@@ -25,7 +25,7 @@ HEADER = (
 
 
 class ZoReport(Report):
-    """tables: what was asked for, by name."""
+    """tables: the requested ones, by name."""
 
     def __init__(self, out: Path, tables: dict[str, Table], command: str, quick: bool) -> None:
         super().__init__(ZO.name, out, command, quick)
@@ -36,7 +36,7 @@ class ZoReport(Report):
         return [NOTES, *tables, "## Link\n\n" + self.links()]
 
     def summary(self) -> str:
-        """For the terminal: the tables, and where the files are."""
+        """For the terminal: the tables, and the paths of the files."""
         tables = [self.table(table) for table in self.tables.values()]
         return "\n\n".join([*tables, "wrote " + " and ".join(map(str, self.paths))])
 
@@ -45,7 +45,7 @@ class ZoReport(Report):
         return [line_of(case, found) for case in table.cases]
 
     def differing(self) -> list[str]:
-        """Cases whose losses are not those they must be."""
+        """Cases whose losses differ from their reference."""
         lines = [line for table in self.tables.values() for line in self.lines(table)]
         return sorted({line.case.name for line in lines if line.same_losses is False})
 
@@ -64,7 +64,7 @@ class ZoReport(Report):
 
 
 def cells(line: Line) -> list[str]:
-    """The cells of one line; what is not known is empty."""
+    """The cells of one line; unknown values are empty."""
     case, found = line.case, line.record
     settings = [case.gpu_memory, *[f"no {switch}" for switch in case.switched_off], case.wire]
     settings += ["compiled"] if case.compiled else []
@@ -97,7 +97,7 @@ def _number(value: float | None, unit: str = "", digits: int = 2) -> str:
 
 
 def one_line(found: Record) -> str:
-    """What is said on the terminal about a record, as it comes in."""
+    """The line on the terminal about a new record."""
     if found["kind"] == "link":
         rates = ", ".join(f"{name} {found[name]:.1f}" for name in ("up", "down", "duplex"))
         return f"link, copies of {found['unit_bytes'] / MIB:.0f} MiB: {rates} GB/s"

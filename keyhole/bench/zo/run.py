@@ -28,8 +28,9 @@ def bench_zo(
     time_limit_s: float | None = None,
     say: Say = print,
 ) -> ZoReport:
-    """Returns the report, which is on disk already. words: tables, `all`, or patterns of case names. models: instead of
-    the tables' own. host: models are cut to so much host memory (by default to what is free; tiny ones are not)."""
+    """Returns the report, which has been written to disk. words: tables, `all`, or patterns of case names. models:
+    instead of the tables' own. host: models are cut to this much host memory (default: the free memory; not for tiny
+    models)."""
     tables = select(words, for_models(read_tables(table), models or []))
     if host is not None or not quick:
         tables, said = cut(tables, _host_bytes(host))

@@ -1,18 +1,18 @@
-"""The in-memory MeZO loop as published: the baseline of every table.
+"""The published in-memory MeZO loop: the baseline of every table.
 
 One step on the plain HF model, whose parameters are all on the device:
 
     w += eps z(seed);  L+ = loss;  w -= 2 eps z(seed);  L- = loss;  w += eps z(seed)
     g = (L+ - L-) / (2 eps);       w -= lr g z(seed)
 
-z is drawn tensor by tensor in the parameter's dtype and drawn again from its seed each of the four times; the sums
-are written as MeZO's published code writes them (github.com/princeton-nlp/MeZO, trainer.py), temporaries included. The
-loss is the model's own (`labels=...`). One thing is done in the baseline's favour: the losses are read after the third
-pass over w was enqueued, so that the device does not idle while the host waits for them. `in_place=True` adds z by
-one in-place kernel instead: a tuned loop that nobody published, for those who want to know.
+z is drawn tensor by tensor in the parameter's dtype, and drawn again from its seed each of the four times; the sums
+follow MeZO's published code (github.com/princeton-nlp/MeZO, trainer.py), temporaries included. The loss is the model's
+own (`labels=...`). One change favours the baseline: the losses are read after the third pass over w was queued, so that
+the device does not idle while the host waits for them. `in_place=True` adds z with one in-place kernel instead: a tuned
+loop that was not published, for comparison.
 
-The loop runs on the module of a resident model of keyhole. Since it gives every parameter memory of its own, the memory
-that keyhole holds the weights in is given back first (take_weights), or the baseline would be charged for both.
+The loop runs on the module of a resident keyhole model. Since it gives every parameter its own memory, keyhole's memory
+for the weights is freed first (take_weights); otherwise the baseline would be charged for both.
 """
 
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ class Textbook:
 
     @torch.no_grad()
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """One step; returns the mean of the two losses, unread."""
+        """One step; returns the mean of the two losses, without synchronising."""
         inputs = {name: x.to(self.device) for name, x in batch.items()}
         seed = int(torch.randint(2**31, (), generator=self.seeds))
         self.perturb(seed, 1)
@@ -78,7 +78,7 @@ class Textbook:
 
 
 class _OwnMemory:
-    """For fill_random: matrices get memory of their own instead of a home. Norms and biases have theirs."""
+    """For fill_random: matrices get their own memory instead of a home. Norms and biases already have it."""
 
     def __init__(self, model: keyhole.Model) -> None:
         self.layout, self.dtype, self.device = model.layout, model.dtype, model.device
@@ -91,12 +91,12 @@ class _OwnMemory:
 
 
 def take_weights(model: keyhole.Model, vectors: dict[int, torch.Tensor] | None = None) -> None:
-    """Gives the parameters of a resident model memory of their own: matrices drawn as they were for the model, norms
-    and biases as they are, or as `vectors` has them (by id of the parameter). Homes of weights hold nothing then,
-    and nothing but the module can be used."""
+    """Gives the parameters of a resident model their own memory: matrices are drawn as for the model, norms and biases
+    keep their values, or get those in `vectors` (by id of the parameter). Afterwards the homes are empty, and only the
+    module can be used."""
     std = getattr(model.config, "initializer_range", None) or 0.02
     if any(home.untyped_storage().nbytes() for home in model.engine.homes):
-        model.apply_deferred()  # or it would be applied to homes that are gone
+        model.apply_deferred()  # otherwise it would be applied to homes that no longer exist
     if vectors is None:
         vectors = {id(t.param): t.param.data for t in model.layout.tensors if len(t.shape) < 2}
     vectors = {key: value.to(model.device, copy=True) for key, value in vectors.items()}

@@ -1,4 +1,4 @@
-"""Times the cases of one group, in a process of its own (process.py)."""
+"""Times the cases of one group in a separate process (process.py)."""
 
 import sys
 from typing import Any
@@ -21,7 +21,7 @@ LR, EPS = 1e-7, 1e-3
 
 
 class ZoWorker:
-    """Measures case after case, on models that are kept where they can be."""
+    """Measures case after case; keeps the model between cases if possible."""
 
     def __init__(self, emit: Emit, job: Job) -> None:
         self.job = job
@@ -35,7 +35,7 @@ class ZoWorker:
         self.models.close()
 
     def estimate_s(self, case: Case) -> float:
-        """Making the weights, then arithmetic, passes over memory and the link."""
+        """Estimates the time for the weights, arithmetic, memory passes and the link."""
         if self.job.quick:
             return 0.0
         size, host = case.weight_bytes, case.system == "streamed"
@@ -46,9 +46,9 @@ class ZoWorker:
         return load_s + (self.job.warm_up + self.job.timed) * step_s
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Times the steps of a case, and says what they took."""
+        """Times the steps of a case; returns its measurements."""
         model = self.models.ready(case)
-        measure.clean_up(self.device)  # what drawing the weights took must not be found again by the method
+        measure.clean_up(self.device)  # memory for drawing the weights must not be reused by the method
         batch = self.batch(case)
         textbook = case.system == "textbook"
         method = Textbook(model.module, LR, eps=EPS) if textbook else self.method(model, case)
