@@ -68,7 +68,7 @@ class Lens(Protocol):
         """The weights of a unit in the dtype of compute; `stored` is the unit on the device as at home."""
 
     def rows(self, stale_MH: torch.Tensor, ids_M: torch.Tensor) -> torch.Tensor:
-        """The rows of the input embedding."""
+        """The rows of the input embedding; stale_MH: these rows at home."""
 
 
 class Model:
