@@ -58,7 +58,7 @@ def filled(own: ZOConfig) -> ZOConfig:
 
 
 def directions(own: ZOConfig) -> int:
-    """How many there are."""
+    """The number of directions."""
     return own.directions or DEFAULTS[own.estimator].directions
 
 
@@ -78,7 +78,7 @@ def _usual_rates(own: ZOConfig) -> tuple[float, tuple[float, float]]:
 
 def _advice(own: ZOConfig) -> Advice:
     lower = ("directions",) if directions(own) > DEFAULTS[own.estimator].least else ()
-    return Advice(lower, (f"refresh={10 * own.refresh}",) if _keeps_factors(own) else ())  # fewer periods to keep
+    return Advice(lower, (f"refresh={10 * own.refresh}",) if _keeps_factors(own) else ())  # fewer periods are kept
 
 
 def _faults(own: ZOConfig, run: RunSettings) -> Iterator[Fault]:
@@ -125,7 +125,7 @@ ZO = Traits(
     sweep="forward",
     device_bytes="keyhole.methods.zo.memory:device_bytes",
     step_work="keyhole.methods.zo.work:step_work",
-    steps=20.0,  # MeZO trains 20,000 steps where fine-tuning takes 600 to 1,000
+    steps=20.0,  # MeZO trains 20,000 steps, first-order fine-tuning 600 to 1,000
     wires=("fp32", "bf16", "fp16", "fp8"),
     frozen_wires=lambda own: FROZEN_WIRES if _keeps_factors(own) else (),
     frozen_by="zo.rank=2 zo.fold=false",
