@@ -60,7 +60,7 @@ USUAL = "usual"
 
 class ZO(Method):
     """An estimator with fused, deferred updates. `lr` may be changed between steps; with lr="auto" the first steps
-    search a rate, and `lr` is a factor of it. Settings that are None, and lr="usual": the estimator's defaults
+    search a rate, and `lr` is a factor on it. Settings that are None, and lr="usual": the estimator's defaults
     (defaults.py)."""
 
     name = "zo"
