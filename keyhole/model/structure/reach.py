@@ -14,6 +14,7 @@ Experts are not marked: a member of a list inside a block of which another membe
 next batch.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Tried:
 def mark_use(module: nn.Module) -> str:
     """Marks and freezes the parameters that no forward on tokens reaches, and marks modules that use the matrices of
     modules inside them. Returns why the forward could not be run, if it could not: then nothing is marked."""
-    key = type(module), module.config.to_json_string(use_diff=False)
+    key = type(module), json.dumps(module.config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
     if key not in _tried:
         _tried[key] = _try(module)
     found = _tried[key]
