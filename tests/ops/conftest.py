@@ -2,9 +2,11 @@
 
 The interpreter replaces the functions of triton.language for a launch, and once more for every call of a device
 function in it: hundreds of times, a third of all its time, though all are replaced already. Here it does so once per
-launch.
+launch. And it computes for every sum and product of integers whether it has overflowed, a fourth of the rest, to
+assert it where assertions are compiled, which by default they are not: here it does not.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +52,10 @@ def replaced_once() -> Iterator[None]:
 
             patch.setattr(interpreter, "_patch_lang", replace_once)
             patch.setattr(interpreter.GridExecutor, "__call__", count)
+        options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+        if hasattr(options, "sanitize_overflow") and not options.debug:
+            unchecked = dataclasses.replace(options, sanitize_overflow=False)
+            patch.setattr(interpreter.interpreter_builder, "options", unchecked)
         yield
 
 
