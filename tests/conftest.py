@@ -11,7 +11,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -111,16 +111,35 @@ def no_wait_for_the_disk() -> Iterator[None]:
         yield
 
 
+STAND_INS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "keyhole.training.reports.plot_loss": ("picture", lambda metrics, picture, title: picture.write_bytes(b"") == 0),
+    "keyhole.training.loop.generated": ("answers", lambda model, dataset, step, *about: Answers(step, "")),
+}
+
+
+def stand_in(patch: pytest.MonkeyPatch, marks: Container[str], real: dict[str, Callable[..., Any]]) -> None:
+    """Puts stand-ins into modules that are imported, but where a mark asks for the function itself."""
+    for name, (mark, other) in STAND_INS.items():
+        module, _, attribute = name.rpartition(".")
+        if module in sys.modules:
+            real.setdefault(name, getattr(sys.modules[module], attribute))
+            patch.setattr(name, real[name] if mark in marks else other)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def real_functions() -> Iterator[dict[str, Callable[..., Any]]]:
+    """What stand-ins stand for; they do in fixtures of whole modules too."""
+    real: dict[str, Callable[..., Any]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(patch, (), real)
+        yield real
+
+
 @pytest.fixture(autouse=True)
-def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_picture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, real_functions: dict[str, Any]) -> None:
     """A run's curve is an empty file, but in tests with the mark `picture`, and prompts for its page are not answered,
     but in those with the mark `answers`: both cost more than a short run."""
-    if "keyhole.training.reports" in sys.modules and "picture" not in request.keywords:
-        draw = lambda metrics, picture, title: picture.write_bytes(b"") == 0  # noqa: E731
-        monkeypatch.setattr("keyhole.training.reports.plot_loss", draw)
-    if "keyhole.training.loop" in sys.modules and "answers" not in request.keywords:
-        none = lambda model, dataset, step, *about: Answers(step, "")  # noqa: E731
-        monkeypatch.setattr("keyhole.training.loop.generated", none)
+    stand_in(monkeypatch, request.keywords, real_functions)
 
 
 kept_small = lru_cache(maxsize=1)(lru_cache(maxsize=4096))  # draws of small tensors, for the whole session
