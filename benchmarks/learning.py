@@ -1,15 +1,16 @@
 """What methods learn of a real model: the runs of the tables in learning_*.md, one after the other, in one process.
 
-    python benchmarks/learning.py MODEL TASK_DATA OUT [--minutes 9] [--only sst2,rte-lsp] [--list]
-                                  [key=value ...]
+    python benchmarks/learning.py MODEL TASK_DATA OUT [--minutes 9] [--only sst2,rte-lsp] [--seeds 1,2]
+                                  [--list] [key=value ...]
 
 MODEL: a directory of SmolLM2-135M (any other model has other rates); TASK_DATA: <task>/train, <task>/val as `task_data`
 takes them. Each run is a comparison of one method (`keyhole compare`): its table is printed and written to OUT as soon
 as it is there, with the dev metric by step and the median seconds per step. What there is no time for is said. --only:
-runs whose name begins with one of these. key=value: settings for all runs, such as loss=tokens.
+the run of this name, or runs whose name begins so; --seeds: others than the table's. key=value: settings for all runs,
+such as loss=candidates.
 
-All runs: float32 weights with products in TF32, batches of 16, 1,000 examples, linear decay, the step that is best on
-dev is tested.
+All runs: float32 weights with products in TF32, batches of 16, 1,000 examples, the loss over candidates (RTE and Alpaca
+by first-order methods: over tokens), linear decay, the step that is best on dev is tested.
 """
 
 import argparse
@@ -41,10 +42,19 @@ FIRST_ORDER = {
     "adam-offload": {"method": "adam-offload", "learning_rate": 3e-5},
     "lsp": LSP | {"learning_rate": 5e-5},
     "adalomo": {"method": "adalomo", "learning_rate": 5e-4},
-    "lomo": {"method": "lomo", "learning_rate": 1.5e-3},
+    "lomo": {"method": "lomo", "learning_rate": 1e-2, "max_grad_norm": 1.0},
     "lomo-lora": LOMO_LORA,
 }
 ZO = {"method": "zo", "max_steps": 3000, "eval_steps": 500, "warmup_ratio": 0.0}
+TOKENS = {"loss": "tokens"}
+METRICS = ("eval_loss", "eval_accuracy")  # the latter where there is one
+FZOO = ZO | {"learning_rate": 1e-3, "zo": {"estimator": "fzoo"}}
+PERPLEXITY = {
+    "lsp": LSP | {"learning_rate": 2e-5},
+    "adam-offload": {"method": "adam-offload", "learning_rate": 1e-5},
+    "lora": {"method": "lora", "learning_rate": 5e-4},
+    "galore": {"method": "galore", "learning_rate": 1e-4},
+}
 
 
 def first_order(epochs: int, steps_per_epoch: int = 63) -> dict[str, Any]:
@@ -52,31 +62,36 @@ def first_order(epochs: int, steps_per_epoch: int = 63) -> dict[str, Any]:
 
 
 RUNS: dict[str, tuple[str, list[int], dict[str, Any]]] = {
-    "sst2-zo": ("sst2", [0, 1, 2], ZO | {"learning_rate": 3e-5}),
+    "sst2-zo": ("sst2", [0, 1, 2], ZO | {"learning_rate": 4e-5}),
+    "sst2-zo-constant": ("sst2", [0], ZO | {"learning_rate": 2e-5, "lr_scheduler_type": "constant"}),
     "sst2-zo-long": ("sst2", [0], ZO | {"learning_rate": 2e-5, "max_steps": 12000, "eval_steps": 1000}),
     "sst2-zo-rank": ("sst2", [0], ZO | {"learning_rate": 3e-5, "zo": {"rank": 2, "refresh": 50}}),
-    "sst2-zo-fzoo": ("sst2", [0], ZO | {"learning_rate": 1e-3, "max_steps": 750, "zo": {"estimator": "fzoo"}}),
+    "sst2-zo-fzoo": ("sst2", [0], FZOO | {"max_steps": 666, "eval_steps": 222}),
+    "sst2-zo-2000": ("sst2", [0], FZOO | {"learning_rate": [5e-4, 1e-3, 2e-3], "max_steps": 222, "eval_steps": 111}),
     **{f"sst2-{name}": ("sst2", [0, 1, 2], how | first_order(5)) for name, how in FIRST_ORDER.items()},
-    **{f"rte-{name}": ("rte", [0], how | first_order(10)) for name, how in FIRST_ORDER.items()},
+    "sst2-lomo-streamed": ("sst2", [0], FIRST_ORDER["lomo"] | first_order(5) | {"placement": "stream"}),
+    **{f"rte-{name}": ("rte", [0], how | first_order(10) | TOKENS) for name, how in FIRST_ORDER.items()},
     **{
         f"{task}-{name}": (task, [0], FIRST_ORDER[name] | first_order(10, steps))
         for task, steps in (("cb", 13), ("copa", 19), ("boolq", 63))
         for name in ("adam-offload", "lsp", "lomo")
     },
+    **{f"alpaca-{name}": ("alpaca", [0], how | first_order(2, 25) | TOKENS) for name, how in PERPLEXITY.items()},
     "rte-zo": ("rte", [0], ZO | {"learning_rate": 3e-5}),
 }
 
 
-def write(name: str, model: str, to: Path, minutes: float, more: list[str]) -> list[str]:
+def write(name: str, args: argparse.Namespace, minutes: float) -> list[str]:
     """The words of `keyhole compare` for one run."""
     task, seeds, settings = RUNS[name]
+    seeds = [int(seed) for seed in args.seeds.split(",")] if args.seeds else seeds
     common = dict(COMMON)
     if task in ("cb", "copa"):
         common |= {"num_train": 200, "num_dev": 50}
-    asked = {"models": {"model": model}, "tasks": [task], "methods": {name: settings}, "seeds": seeds}
-    file = to / f"{name}.yaml"
-    file.write_text(json.dumps(asked | {"common": common, "output_dir": str(to / "runs" / name)}))
-    return ["compare", str(file), f"max_minutes={minutes:.2f}", *more]
+    asked = {"models": {"model": args.model}, "tasks": [task], "methods": {name: settings}, "seeds": seeds}
+    file = args.out / f"{name}.yaml"
+    file.write_text(json.dumps(asked | {"common": common, "output_dir": str(args.out / "runs" / name)}))
+    return ["compare", str(file), f"max_minutes={minutes:.2f}", f"task_data={args.task_data}", *args.settings]
 
 
 def told(directory: Path) -> list[str]:
@@ -84,7 +99,7 @@ def told(directory: Path) -> list[str]:
     lines = []
     for file in sorted(directory.rglob("metrics.jsonl")):
         rows = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        dev = {row["step"]: round(100 * row["eval_accuracy"], 1) for row in rows if "eval_accuracy" in row}
+        dev = {row["step"]: round(row[metric], 4) for row in rows for metric in METRICS if metric in row}
         seconds = [row["seconds"] for row in rows if "seconds" in row and "loss" in row]
         pace = f", {statistics.median(seconds):.4f} s per step" if seconds else ""
         lines.append(f"  {file.parent.parent.name}: dev {dev}{pace}")
@@ -98,11 +113,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--only", default="")
+    parser.add_argument("--seeds", default="")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
-    prefixes = tuple(args.only.split(","))
-    names = [name for prefix in prefixes for name in RUNS if name.startswith(prefix)]
+    asked = args.only.split(",")
+    names = [name for one in asked for name in ([one] if one in RUNS else RUNS) if name.startswith(one)]
     if args.list:
         print(*names, sep="\n")
         return
@@ -113,7 +129,7 @@ def main() -> None:
         if left < 0.3:
             print(f"{name}: no time left", flush=True)
             continue
-        words = write(name, args.model, args.out, left, [f"task_data={args.task_data}", *args.settings])
+        words = write(name, args, left)
         started_s = time.monotonic()
         try:
             code: Any = keyhole(words)

@@ -1,6 +1,6 @@
 """Two ranks on one GPU, over gloo, beside one process: what they compute, their host memory, what torchrun costs.
 
-    python benchmarks/ranks_one_gpu.py [--only exact,speed,memory] [--shape 1.3B] [--large 13B] [--small 125M]
+    python benchmarks/ranks_one_gpu.py [--only exact,speed,shared,memory] [--shape 1.3B] [--large 13B] [--small 125M]
                                        [--steps 12] [--out FILE.json]
     python benchmarks/ranks_one_gpu.py --quick        tiny shapes on a CPU: shows that everything runs
 
@@ -9,7 +9,8 @@ OPT shapes with random weights, streamed. Every run is a process of its own, or 
     exact     zo, lomo, adam-offload and lsp on the small shape in float32, alone and on two ranks: zo to the bit, the
               others to 1e-4 in losses and weights (Adam divides by |g| + eps: its eps here is 1e-3)
     speed     zo and lomo on --shape in bf16, alone and under torchrun with one rank, in turns: the median step, the
-              better of two runs; on two ranks too (both share the GPU, and gloo carries all weights of lomo)
+              better of two runs
+    shared    the same on two ranks: both share the GPU, and gloo carries all weights of lomo
     memory    zo on the large shape in bf16, alone and on two ranks: host memory by the kernel's proportional set size,
               in which pages that several processes map count once; and of that what holds streamed weights
 
@@ -26,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ SPEED = ("zo", "lomo")
 
 @dataclass(frozen=True)
 class Task:
-    """What a process trains. keep: its weights are written down, to be compared."""
+    """What a process trains. keep: its weights are written down, to be compared; sums: those of their bits."""
 
     method: str
     shape: str
@@ -53,6 +54,7 @@ class Task:
     steps: int
     tokens: int
     keep: bool = False
+    sums: bool = False
     quick: bool = False
 
 
@@ -97,7 +99,7 @@ def trained(task: Task, ranks: Any, directory: Path) -> dict[str, Any]:
         torch.save(
             [(name, begin, part.cpu().clone()) for name, begin, part in model.own_tensors()], directory / "parts"
         )
-    elif not model.sharded:
+    elif task.sums:
         found["bits"] = {name: bits_of(tensor) for name, tensor in model.named_tensors()}
     ranks.barrier()
     model.close()
@@ -183,7 +185,9 @@ def verdict(good: bool) -> str:
 
 def exact(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
     """Rows on what two ranks compute."""
-    tasks = [Task(name, asked.small, "float32", 3, min(asked.tokens, 256), True, asked.quick) for name in CLASSES]
+    tasks = [
+        Task(name, asked.small, "float32", 3, min(asked.tokens, 256), keep=True, quick=asked.quick) for name in CLASSES
+    ]
     one, two = run(tasks, None, root), run(tasks, 2, root)
     records["exact"] = {"one": one, "two": two}
     for task, a, b in zip(tasks, one, two, strict=True):
@@ -192,6 +196,10 @@ def exact(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Ite
         losses = [f"loss {rank[0]['losses'][-1]:.6f}" for rank in (a, b)]
         shown = f"{losses[0]} | {losses[1]} | farthest {worst:.1e}"
         yield f"| {task.method}, {task.shape}, float32 | {shown} | {verdict(good)} |"
+
+
+def step_s(found: list[dict[str, Any]]) -> float:
+    return statistics.median(found[0]["seconds"][1:])
 
 
 def speed(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
@@ -203,22 +211,24 @@ def speed(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Ite
         joined_one.append(run(tasks, 1, root))
     records["speed"] = {"alone": alone, "torchrun, one rank": joined_one}
 
-    def step_s(found: list[dict[str, Any]]) -> float:
-        return statistics.median(found[0]["seconds"][1:])
-
     for number, task in enumerate(tasks):
         best = [min(step_s(one[number]) for one in each) for each in (alone, joined_one)]
         slower = best[1] / best[0] - 1
         shown = f"{best[0]:.4f} s | torchrun, one rank: {best[1]:.4f} s | {slower:+.2%}"
         yield f"| {task.method}, {task.shape}, {asked.dtype}: per step | {shown} | {verdict(slower <= 0.01)} |"
-    both = records["speed"]["two"] = run([replace(task, steps=3) for task in tasks], 2, root)
+
+
+def shared_gpu(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
+    """Rows on seconds per step of two ranks."""
+    tasks = [Task(name, asked.shape, asked.dtype, 3, asked.tokens, quick=asked.quick) for name in SPEED]
+    both = records["shared"] = run(tasks, 2, root)
     for task, found in zip(tasks, both, strict=True):
         yield f"| {task.method}, {task.shape} on two ranks | | {step_s(found):.3f} s | one GPU and gloo for both | |"
 
 
 def memory(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> Iterator[str]:
     """Rows on host memory."""
-    tasks = [Task("zo", asked.large, asked.dtype, 3, asked.tokens, quick=asked.quick)]
+    tasks = [Task("zo", asked.large, asked.dtype, 3, asked.tokens, sums=True, quick=asked.quick)]
     one, two = run(tasks, None, root), run(tasks, 2, root)
     records["memory"] = {"one": one, "two": two}
     yield f"| zo, {asked.large}, {asked.dtype}: bits | | | equal | {verdict(same_bits(one[0], two[0]))} |"
@@ -228,7 +238,7 @@ def memory(asked: argparse.Namespace, root: Path, records: dict[str, Any]) -> It
         yield f"| zo, {asked.large}: {what} | {shown} | {verdict(b <= 1.05 * a)} |"
 
 
-PARTS = {"exact": exact, "speed": speed, "memory": memory}
+PARTS = {"exact": exact, "speed": speed, "shared": shared_gpu, "memory": memory}
 
 
 def told(records: Any) -> Any:
@@ -241,7 +251,7 @@ def told(records: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.3B")
-    parser.add_argument("--only", default="exact,speed,memory")
+    parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--large", default="13B")
     parser.add_argument("--small", default="125M")
     parser.add_argument("--steps", type=int, default=12)

@@ -54,7 +54,8 @@ def name_labels(config: Any, names: Sequence[str], pad_token_id: int) -> None:
 
 
 class ClassificationHead:
-    """Logits of a whole module, their loss, and the batches that it takes. It has no units: `linear` is None."""
+    """Logits of a whole module, their loss, and the batches that it takes: what forward/head.py is to a decoder. It has
+    no units: `linear` is None."""
 
     linear = None
 
@@ -66,8 +67,8 @@ class ClassificationHead:
         self.type_count = getattr(module.config, "type_vocab_size", None) or 1
         self.longest = text_positions(module)
 
-    def logits(self, batch: DeviceBatch) -> torch.Tensor:
-        """[B, L]"""
+    def states(self, batch: DeviceBatch) -> torch.Tensor:
+        """[B, L]: the logits."""
         return self.module(**batch.inputs, **self.options).logits
 
     def nll(self, logits_BL: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -88,8 +89,12 @@ class ClassificationHead:
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def check(self, batch: Batch, row_count: int) -> None:
+    def check(self, batches: list[Batch], row_count: int) -> None:
         """UserError for what cannot be trained on. row_count: of the embedding."""
+        for batch in batches:
+            self._check(batch, row_count)
+
+    def _check(self, batch: Batch, row_count: int) -> None:
         if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
             found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
             raise UserError(f"batch: a dict of tensors with input_ids and labels is needed, found {found}")

@@ -7,7 +7,7 @@
     engine    the homes of the units, and what moves them (offload/engine.py)
     homes     the weights as parameters, where they live (model/weights/homes.py)
     binding   what the module's parameters point to at the moment (model/forward/binding.py)
-    head      hidden states -> logits, in chunks (model/forward/head.py), or a classifier's logits (classification.py)
+    head      batches -> hidden states -> logits (model/forward/head.py), or -> logits of classes (classification.py)
 
 Between sweeps every parameter points to its home, so the module can be read or saved like any other. During a sweep a
 *conductor* (model/forward/hooks.py) decides what a parameter points to: the lockstep of several passes
@@ -29,7 +29,7 @@ from keyhole import ops
 from keyhole.errors import UserError
 from keyhole.machine.settings import Changes
 from keyhole.model.attached import Addon, Attached, Placed
-from keyhole.model.batch import Batch, DeviceBatch, as_list, check, check_alike, to_device
+from keyhole.model.batch import Batch, DeviceBatch, as_list
 from keyhole.model.classification import ClassificationHead
 from keyhole.model.forward import evaluation
 from keyhole.model.forward.binding import Binding
@@ -188,20 +188,12 @@ class Model:
     def checked(self, batch: Batch | list[Batch]) -> list[Batch]:
         """The micro-batches of a step; UserError for what cannot be trained on."""
         batches = as_list(batch)
-        for one in batches:
-            if self.classifies:
-                self.head.check(one, self.layout.table.shape[0])
-            else:
-                check(one, self.layout.table.shape[0])
-        if not self.classifies:
-            check_alike(batches)
+        self.head.check(batches, self.layout.table.shape[0])
         return batches
 
     def send(self, batches: list[Batch]) -> list[DeviceBatch]:
         """Batches that were checked, on the device."""
-        if self.classifies:
-            return [self.head.to_device(one, self.device) for one in batches]
-        sent = [to_device(one, self.device) for one in batches]
+        sent = [self.head.to_device(one, self.device) for one in batches]
         if not self._keeps_packed_apart and any(one.packed for one in sent):
             self.check_packing(max(one["input_ids"].shape[1] for one in batches))
         return sent
@@ -218,16 +210,7 @@ class Model:
     def hidden(self, batch: DeviceBatch) -> torch.Tensor:
         """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them; of a
         classifier its logits, [B, L]."""
-        if self.classifies:
-            return self.head.logits(batch)
-        try:
-            hidden_BTD = self.head.decoder(**batch.inputs, use_cache=False)[0]
-        except Exception as error:
-            if not getattr(self.module, "keyhole_untried", ""):
-                raise
-            name, why = type(self.module).__name__, " ".join(str(error).split())
-            raise UserError(f"model: {name} cannot be run on a batch of tokens: {why}") from error
-        return self.head.transformed(hidden_BTD.flatten(0, 1)[batch.index_N])
+        return self.head.states(batch)
 
     @contextmanager
     def _conducted_by(self, conductor: Conductor) -> Iterator[None]:

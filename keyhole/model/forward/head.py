@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from keyhole.errors import UserError
+from keyhole.model import batch as checks
+from keyhole.model.batch import Batch, DeviceBatch
 from keyhole.model.structure.find import find_decoder
 from keyhole.model.structure.reach import is_unreached
 from keyhole.ops.loss import RunningNLL
@@ -68,6 +70,27 @@ class Head:
         self.linear = module.get_output_embeddings()
         known = {id(p) for part in (self.decoder, self.linear) for p in part.parameters()}
         self.transforms = any(id(p) not in known and not is_unreached(p) for p in module.parameters())
+
+    def check(self, batches: list[Batch], row_count: int) -> None:
+        """UserError for what cannot be trained on together. row_count: of the embedding."""
+        for batch in batches:
+            checks.check(batch, row_count)
+        checks.check_alike(batches)
+
+    def to_device(self, batch: Batch, device: torch.device) -> DeviceBatch:
+        """A batch that was checked."""
+        return checks.to_device(batch, device)
+
+    def states(self, batch: DeviceBatch) -> torch.Tensor:
+        """[N, H] hidden states at the positions that predict a trained token, as the output matrix needs them."""
+        try:
+            hidden_BTD = self.decoder(**batch.inputs, use_cache=False)[0]
+        except Exception as error:
+            if not getattr(self.module, "keyhole_untried", ""):
+                raise
+            name, why = type(self.module).__name__, " ".join(str(error).split())
+            raise UserError(f"model: {name} cannot be run on a batch of tokens: {why}") from error
+        return self.transformed(hidden_BTD.flatten(0, 1)[batch.index_N])
 
     def transformed(self, hidden_ND: torch.Tensor) -> torch.Tensor:
         """[N, H] what the output matrix is multiplied with: the hidden states, or what a layer of the head makes of
