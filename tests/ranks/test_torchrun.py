@@ -33,13 +33,13 @@ def agent(words: list[str], out: Path, env: dict[str, str], forks: bool) -> None
 
     if not forks:
         return run.main(words)
-    config, _, (*_, file) = run.config_from_args(run.parse_args(["--start-method", "forkserver", *words]))
+    config, _, (*_, file) = run.config_from_args(run.parse_args(["--start-method", "fork", *words]))
     run.elastic_launch(config, rank)(file, out)
 
 
 def rank(file: str, out: Path) -> None:
     print_into(out)
-    sys.exit(train([file]))
+    assert train([file]) == 0
 
 
 @in_every_run(lambda forks: forks)
