@@ -146,6 +146,34 @@ def test_ranks_that_would_stream_different_units_are_refused(monkeypatch: pytest
         keyhole.load(config("llama"), ranks=Two(), **how)
 
 
+def test_machines_that_would_not_all_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shared is changed by all ranks together, so all of them must have something to share."""
+    others = [("0", 1), ("1", 2), ("1", 3)]
+    monkeypatch.setattr(Two, "size", 4)
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("zo", tokens=8)}
+    for theirs, left in ((frozenset(), 3), (None, 2)):  # resident there; or one rank alone
+        said = [(machine, rank, theirs if machine == "1" else None) for machine, rank in others[:left]]
+        answer = lambda self, x, said=said: [x, *((m, r, x[2] if its is None else its) for m, r, its in said)]  # noqa: E731
+        monkeypatch.setattr(Two, "objects", answer)
+        with pytest.raises(UserError, match="rank 2 is alone on its machine or streams nothing; start equally many"):
+            keyhole.load(config("llama"), ranks=Two(), **how)
+
+
+def test_ranks_that_shard_have_equally_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload takes all ranks: one with more slots than others would ask for it earlier than they do."""
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, x - 1 if isinstance(x, int) else x])
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
+    assert keyhole.load(config("llama"), ranks=Two(), slot_count=4, **how).engine.slot_count == 3
+
+
+def test_ranks_that_would_cut_other_units_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They exchange them whole."""
+    monkeypatch.setattr(Two, "objects", lambda self, x: [x, x[:-1] if isinstance(x, list) else x])
+    how = {"init": "random", "device": "cpu", "placement": "stream", "workload": keyhole.Workload("lomo", tokens=8)}
+    with pytest.raises(UserError, match="gpu_memory: ranks would cut the model into different units"):
+        keyhole.load(config("llama"), ranks=Two(), **how)
+
+
 def test_gather_is_one_of_three_words() -> None:
     with pytest.raises(UserError, match="gather='sometimes': choose auto, always, never"):
         keyhole.load(config("llama"), init="random", gather="sometimes")
