@@ -19,7 +19,8 @@ may differ from what others visit, though: it meets other experts, or has no bat
 two steps it makes another number of evaluations, and in a flush visits its own pages alone. So gathers do not follow
 the visits. They follow a list that was agreed on, the *lap*, in every sweep that all ranks make (`of_all`):
 
-    lap     the shared pages that the first rank of the machine visited in the first such sweep, in that order
+    lap     the shared pages that the first rank of the machine with a batch visited in the first such sweep, in that
+            order
     turn    of a page: its place in the lap, if its gather is still to come; then its upload is a gather. Gathers that
             this rank passed over are made first, for the others, into the same slot
     else    (the page had its turn, is not in the lap, or the sweep is not of all) its upload is a whole one
@@ -147,13 +148,18 @@ class GatheringEngine(Engine):
             self.gathering = False
 
     def _find_lap(self) -> None:
-        """After the first sweep of all; after a later one, if the machine's first rank visited nothing in it."""
+        """After the first sweep of all; after a later one, as long as no rank of some machine has visited anything: all
+        machines agree at once, for all ranks ask each other here."""
         visits = list(dict.fromkeys(self.visited))
         common = self.shared - self.chosen
         lap = [page for page in visits if page in common]
         own = lap, len(set(lap) & set(visits[: self.slot_count]))
         said = self.ranks.objects((self.ranks.machine, self.ranks.local_rank, own))
-        self._agree(*next(its for machine, rank, its in said if machine == self.ranks.machine and rank == 0))
+        firsts: dict[str, Any] = {}
+        for machine, _, its in sorted(said, key=lambda one: one[1]):
+            firsts[machine] = firsts.get(machine) or (its if its[0] else None)
+        if all(firsts.values()):
+            self._agree(*firsts[self.ranks.machine])
 
     def _turn(self, page: int) -> int | None:
         """The number of the page's gather, if it is still to come."""
