@@ -19,7 +19,8 @@ may visit different pages: their tokens reach other experts, a rank has no batch
 numbers of evaluations between two steps, and in a flush each visits only its own pages. So gathers do not follow the
 visits. In every sweep that all ranks make (`of_all`) they follow an agreed list of pages, the *lap*:
 
-    lap     the shared pages that the first rank of the machine visited in the first such sweep, in that order
+    lap     the shared pages that the first rank of the machine with a batch visited in the first such sweep, in that
+            order
     turn    of a page: the number of its next gather in the lap, if that gather is still to come. The upload is then
             this gather. Gathers that this rank skipped come first, into the same slot, because other ranks need them
     else    (already gathered, not in the lap, or the sweep is not `of_all`) the page is uploaded whole
@@ -147,13 +148,18 @@ class GatheringEngine(Engine):
             self.gathering = False
 
     def _find_lap(self) -> None:
-        """Runs after the first `of_all` sweep, and again after later ones while the lap is empty."""
+        """Runs after the first `of_all` sweep, and again after later ones while the ranks of some machine have visited
+        nothing: all machines agree on their laps together, because all ranks exchange their visits here."""
         visits = list(dict.fromkeys(self.visited))
         common = self.shared - self.chosen
         lap = [page for page in visits if page in common]
         own = lap, len(set(lap) & set(visits[: self.slot_count]))
         said = self.ranks.objects((self.ranks.machine, self.ranks.local_rank, own))
-        self._agree(*next(its for machine, rank, its in said if machine == self.ranks.machine and rank == 0))
+        firsts: dict[str, Any] = {}
+        for machine, _, its in sorted(said, key=lambda one: one[1]):
+            firsts[machine] = firsts.get(machine) or (its if its[0] else None)
+        if all(firsts.values()):
+            self._agree(*firsts[self.ranks.machine])
 
     def _turn(self, page: int) -> int | None:
         """The number of the page's gather, if it is still to come; else None."""

@@ -90,6 +90,8 @@ class RecordedBlocks:
         if not self._is_due(kind):
             return run(values)
         key = (kind, self._sources(values))
+        if self._is_full(key):
+            return run(values)
         if key not in self.recordings:
             expected = run(values)
             if signature_of(expected) is None:
@@ -97,6 +99,7 @@ class RecordedBlocks:
                 return expected
             places = self._places(("output", turn), block, self.block_count, tensors_of(expected))
             static = self._copied(turn, values)
+            key = (kind, self._sources(values))  # as it is read now: if places had to grow, as a copy
             found = self._capture(lambda: _into(places, run(static)))
             return self._checked(key, found, expected)
         self._copied(turn, values)
@@ -119,6 +122,8 @@ class RecordedBlocks:
             return run(values, grads), False
         of_grads = ("gradient", turn)
         key = (kind, self._sources(values), self._sources(grads))
+        if self._is_full(key):
+            return run(values, grads), False
         if key not in self.recordings:
             before = [flat.clone() for flat in memory]
             expected = run(values, grads)
@@ -130,6 +135,7 @@ class RecordedBlocks:
                 places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
                 more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
                 static = self._copied(turn, values), self._copied(of_grads, grads)
+                key = (kind, self._sources(values), self._sources(grads))  # see `forward`
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run(*static)
@@ -152,7 +158,7 @@ class RecordedBlocks:
         changes what it reads. So run must launch kernels at addresses that are part of depends_on, and keep nothing
         that it allocates."""
         key = ("update", depends_on)
-        if not self._is_due(key):
+        if not self._is_due(key) or self._is_full(key):
             run()
             return False
         if key not in self.recordings:
@@ -169,7 +175,11 @@ class RecordedBlocks:
         if None in kind:
             return False
         self.seen[kind] += 1
-        return self.seen[kind] >= SIGHTS and len(self.recordings) < MAX_GRAPHS
+        return self.seen[kind] >= SIGHTS
+
+    def _is_full(self, key: Hashable) -> bool:
+        """Whether there is no room for this one."""
+        return key not in self.recordings and len(self.recordings) >= MAX_GRAPHS
 
     def _capture(self, run: Callable[[], Any]) -> _Recording | None:
         """None: the capture failed."""

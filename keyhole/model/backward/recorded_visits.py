@@ -94,19 +94,25 @@ class RecordedVisits:
         block, units = visit.block, self.units_of[visit.block]
         state = sink.state(units)
         depends_on, mark = None if state is None else (_addresses(visit), state), sink.mark()
+        noted = mark
 
         def run(values: list[Any], grads: list[Any]) -> tuple[list[Any], list[Any]]:
+            nonlocal noted
             sink.rewind(mark)  # called twice when it is captured
             self._offering = self.offers[block, depends_on] = []
             try:
-                return visit.gradients(values, grads, self.own[block], lambda call: run_again(block, call))
+                found = visit.gradients(values, grads, self.own[block], lambda call: run_again(block, call))
             finally:
                 self._offering = None
+            noted = sink.mark()
+            return found
 
         grads, memory = visit.take_output_grads(), sink.memory(units)
         found, replayed = self.blocks.reverse(visit.index, block, visit.values, grads, depends_on, run, memory)
         if replayed:
             sink.replayed([(tensor, stored[id(tensor.param)]) for tensor in self.offers[block, depends_on]])
+        else:
+            sink.rewind(noted)  # the second run, which is recorded, may have broken off
         for param, grad in zip(self.own[block], found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad

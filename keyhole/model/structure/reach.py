@@ -13,6 +13,7 @@ megabytes, and about 0.1 ms per operation.
 Unused experts are not marked: if one member of a list inside a block was used, the next batch may choose another one.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class Tried:
 def mark_use(module: nn.Module) -> str:
     """Marks and freezes the parameters that no forward pass on tokens uses, and marks modules that read the matrices of
     submodules directly. If the forward could not be run, marks nothing and returns the reason."""
-    key = type(module), module.config.to_json_string(use_diff=False)
+    key = type(module), json.dumps(module.config.to_dict() | {"_name_or_path": ""}, sort_keys=True, default=str)
     if key not in _tried:
         _tried[key] = _try(module)
     found = _tried[key]
