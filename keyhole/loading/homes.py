@@ -49,7 +49,7 @@ def make_engine(
     slot_count = placed.slot_count or (backward.slot_count(layout) if sharded else 0)
     options = {"slot_count": slot_count} | options
     if sharded:
-        options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads take all ranks, in one order
+        options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads are collectives, in one order
         numels = {page: layout.units[page].numel for page in sharded}
         return ShardedEngine(homes, numels, placed.streamed, device, ranks, **options)
     if gathers:
@@ -74,7 +74,7 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
             )
     here = Counter(machine for machine, _, _ in said)
     shares = {machine for machine, _, its in said if its and here[machine] > 1}
-    if shares and len(shares) < len(here):  # what is shared is changed by all ranks together
+    if shares and len(shares) < len(here):  # all ranks rewrite shared units together
         rank = next(rank for machine, rank, _ in said if machine not in shares)
         raise UserError(
             f"gpu_memory: the ranks of a machine would share one copy of the units that they stream, but rank {rank} "

@@ -46,7 +46,7 @@ class AdaLOMO(LOMO):
 
     @property
     def update_key(self) -> Hashable | None:
-        """Elements are bounded before they are divided by the loss scale, so launches have it in their bound."""
+        """Includes the loss scale with clip_value: elements are clamped before they are divided by the scale."""
         key = super().update_key
         return key if key is None or self.clip_value is None else (key, self._factor)
 
