@@ -125,7 +125,7 @@ class HostAdam:
     # -- up --------------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: int) -> bool:
-        """Starts to upload the unit's steps, if they and a slot are ready; never waits. True: it was started."""
+        """Starts to upload the unit's steps, if they and a slot are ready; never waits. True: now or before."""
         if unit in self.coming:
             return True
         if not self.idle or not self.pool.ready(unit):

@@ -108,7 +108,7 @@ class RecordedSteps:
     # -- which steps -----------------------------------------------------------------------------------------------
 
     def _is_usual(self, looks: Looks) -> bool:
-        """Whether every unit is resident, lacks exactly the last update, and no checkpoint watches it."""
+        """Whether every unit lacks exactly the last update, and no checkpoint, gate or timeline observes the step."""
         if not self.possible:
             return False
         engine, update = self.method.model.engine, self.method.update
