@@ -10,21 +10,21 @@ from keyhole.methods.base import Demo, Fault, RunSettings, Traits, host_activati
 
 @dataclass(frozen=True)
 class LearningRule:
-    """The points in which our way to learn projectors and the paper's differ (LSP-Offload, Algorithm 1)."""
+    """The points in which our way of learning projectors differs from the paper's (LSP-Offload, Algorithm 1)."""
 
     kind: str | None = None
-    """Kind of projectors; None: as lsp.kind says."""
+    """Kind of projectors; None: lsp.kind."""
     check_share: float | None = None
-    """Share of the matrices that a check looks at; None: as lsp.check_share says."""
+    """Share of the matrices that a check measures; None: lsp.check_share."""
     scaled: bool = True
-    """Steps are scaled, so that a rate means what it means for AdamW (target.py)."""
+    """Steps are scaled, so that a rate means the same as for AdamW (target.py)."""
     slices: int = 4
-    """Gradients that the sample is cut into."""
+    """Number of gradients that the sample is cut into."""
     first_check: int = 0
-    """Updates before the first check. At 0 it fits without looking; else these updates go through random projectors."""
+    """Updates before the first check. 0: fits without a measurement; else these updates use random projectors."""
     refined: bool = True
-    """A fit starts from the best common scale of the random numbers, new projectors are taken only if they are better,
-    and moments are carried over by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
+    """A fit starts from the best common scale of the random numbers, new projectors are used only if they are better,
+    and moments are transferred by P_new^T P (P^T P)^-1 instead of P_new^T P (fit.py)."""
 
 
 OURS = LearningRule()
