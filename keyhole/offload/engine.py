@@ -82,8 +82,17 @@ class Engine:
         if self.cuda:
             self.compute = torch.cuda.current_stream(device)
             self.up, self.down = self.streams = [torch.cuda.Stream(device) for _ in range(2)]
+            self._lend_slots(self.streams)
             self.ends_on = self.up  # where the last upload ends
             self.home_written = {page: torch.cuda.Event() for page in streamed}
+
+    def _lend_slots(self, streams: "list[torch.cuda.Stream]") -> None:
+        """Slots are used on these streams too. Their memory may have been somebody else's a moment ago, and is given to
+        nobody else before the streams are done with it: when a model is dropped, pages are still on their way up."""
+        for stream in streams:
+            stream.wait_stream(self.compute)
+            for slot in self.slots:
+                slot.buffer.record_stream(stream)
 
     @contextmanager
     def sweep(self, name: str, guess: list[int], learn: bool = True, of_all: bool = False) -> Iterator[None]:
