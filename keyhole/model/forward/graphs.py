@@ -82,6 +82,7 @@ class BlockGraphs:
             if not (adjacent and steady and args and self._is_small(unit, args[0])):
                 return ordinary(*args, **kwargs)
             addresses = tuple(tensor.param.data_ptr() for tensor in unit.tensors)
+            addresses += (self.model.binding.spine.data_ptr(),)  # of weights that it shares with other blocks
             inputs = signature_of((*args, *kwargs.values()))
             if inputs is None:
                 return ordinary(*args, **kwargs)
