@@ -20,7 +20,7 @@ from keyhole.errors import NonFinite, UserError
 from keyhole.training import loop
 from tests.compare.comparisons import TEXT, cell, run, table, write
 from tests.matrix import in_every_run
-from tests.training.children import server
+from tests.training.children import draw_nothing, server
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,7 @@ def killed(path: Path, out: Path, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real(self, number)
 
+    draw_nothing()
     loop.Run.step = step
     run(path, out)
 
