@@ -125,7 +125,7 @@ def dry_run(job: Job) -> int:
 
 
 def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
-    """max_steps, or the steps of so many passes over the data, rounded up as Hugging Face does."""
+    """max_steps, or the steps of `epochs` passes over the data, rounded up as Hugging Face does."""
     return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
 
 

@@ -56,7 +56,7 @@ class ChangeCheck:
         return names, changed / max(1, total)
 
     def verdict(self, steps: int) -> str:
-        """The line for the user after so many steps."""
+        """The line for the user after `steps` steps."""
         (still, share), count, dtype = self.unchanged(), len(self.before), self.model.dtype
         percent = f"{100 * share:.1f} % of the sampled weights changed"
         without = [] if _turns_keys(self.model) else [name for name in still if name.endswith(KEY_BIASES)]
