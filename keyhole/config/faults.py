@@ -20,7 +20,7 @@ ELSEWHERE = {
     "per_device_train_batch_size": "batch_size", "train_batch_size": "batch_size",
     "micro_batch_size": "batch_size", "gradient_accumulation": "gradient_accumulation_steps",
     "lr": "learning_rate", "lr_scheduler": "lr_scheduler_type", "scheduler": "lr_scheduler_type",
-    "warmup_steps": "warmup_ratio", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
+    "num_warmup_steps": "warmup_steps", "epochs": "num_train_epochs", "num_epochs": "num_train_epochs",
     "steps": "max_steps", "max_seq_length": "max_length", "max_seq_len": "max_length",
     "chat_template_path": "chat_template", "interleave_probs": "train_weights", "dataset_prepared_path": "data_cache",
     "sequence_len": "max_length", "cutoff_len": "max_length", "sample_packing": "packing",

@@ -9,6 +9,7 @@ that would go wrong in silence:
 A GPU or CPU that has no bf16 arithmetic gets float32 in both cases. Whatever is decided stands in the start block.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +83,14 @@ def has_bf16(device: torch.device | None) -> bool:
 
 def _is_slow(dtype: torch.dtype, device: torch.device | None) -> bool:
     return dtype == torch.bfloat16 and device is not None and device.type == "cpu" and not cpu_has_bf16()
+
+
+def warn_if_slow(choice: DtypeChoice, device: torch.device) -> None:
+    """A warning for loops of one's own, which have no start block: a step can take minutes instead of a second."""
+    if _is_slow(choice.dtype, device):
+        warnings.warn(
+            f"dtype: {SLOW}: a product takes a hundred times as long as in float32; load with float32", stacklevel=3
+        )
 
 
 def _named(dtype: str | torch.dtype) -> torch.dtype:

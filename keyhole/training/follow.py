@@ -5,7 +5,7 @@ at the same step of the same data and every STEP is one step.
 """
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -76,7 +76,7 @@ class Follower:
 def one_update(method: Method, schedule: Schedule, step: int, batches: list[Batch]) -> tuple[torch.Tensor, float]:
     """The update of a step, queued; returns its loss and its rate (0 while one is searched)."""
     method.lr = schedule.rate(step - 1)
-    method.follow(lambda warmup_ratio: replace(schedule, warmup_ratio=warmup_ratio).factor(step - 1))
+    method.follow(lambda warmup_ratio: schedule.warmed_up_by(warmup_ratio).factor(step - 1))
     rate = method.rate
     return method.step(batches), rate
 

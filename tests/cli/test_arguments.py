@@ -14,6 +14,7 @@ RESUME = [
     (["c.yaml", "--resume", "--dry-run"], ["c.yaml", "--resume", "last", "--dry-run"]),
     (["--resume", "c.yaml"], ["--resume", "last", "c.yaml"]),
     (["seed=3", "--resume", "c.yaml"], ["seed=3", "--resume", "last", "c.yaml"]),
+    (["seed=3", "--resume", "/"], ["seed=3", "--resume", "/"]),  # a directory is a checkpoint, never a config
     (["c.yaml", "--resume=x"], ["c.yaml", "--resume=x"]),
     (["c.yaml", "seed=3"], ["c.yaml", "seed=3"]),
 ]
