@@ -93,6 +93,15 @@ def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
             raise UserError(f"`{word}`: no such option; settings are key=value{suggest_key(key)}")
 
 
+def refuse_option_as_setting(args: list[str], options: set[str]) -> None:
+    """Raises UserError at the first `option=value`, with the words to write instead."""
+    for word in args:
+        key, equals, value = word.partition("=")
+        option = "--" + key.replace("_", "-")
+        if equals and option in options and not is_override(word):
+            raise UserError(f"`{word}`: an option here, write {option} {value or '...'}")
+
+
 def with_resume_value(args: list[str], if_alone: str) -> list[str]:
     """`--resume` followed by a path keeps it; alone it gets `if_alone`. The first other word is CONFIG; a directory is
     a checkpoint, since no config is one."""
@@ -126,6 +135,7 @@ class SettingsCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = {option for param in self.get_params(ctx) for option in param.opts}
         refuse_setting_as_option(args, options)
+        refuse_option_as_setting(args, options)
         return super().parse_args(ctx, self.rewrite(args))
 
     def rewrite(self, args: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from keyhole.config.fields import settings
 from keyhole.errors import UserError
+from keyhole.limits import SPELLINGS
 
 ELSEWHERE = {
     "model_name_or_path": "model", "base_model": "model", "optim": "method", "optimizer": "method",
@@ -33,11 +34,6 @@ ELSEWHERE = {
 
 
 MOST_SHOWN = 30
-
-SPELLINGS = {
-    "fp32": "float32", "float": "float32", "f32": "float32", "fp16": "float16", "half": "float16", "f16": "float16",
-    "bf16": "bfloat16", "brain": "bfloat16",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from keyhole.errors import UserError
+from keyhole.limits import SPELLINGS
 from keyhole.machine.host import cpu_has_bf16
 from keyhole.methods import METHODS
 
@@ -102,4 +103,5 @@ def _named(dtype: str | torch.dtype) -> torch.dtype:
 
 def _unknown(dtype: Any, whose: str = "") -> UserError:
     name = str(dtype).removeprefix("torch.")
-    return UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype=float32")
+    other = SPELLINGS.get(name.lower(), "float32")
+    return UserError(f"dtype: {name}{whose} is not one of {', '.join(DTYPES)}; set dtype={other}")

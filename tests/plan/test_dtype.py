@@ -45,6 +45,8 @@ def test_what_is_asked_for_is_taken_and_a_slow_one_is_said(has_bf16: bool) -> No
     assert asked.dtype == torch.bfloat16 and ("warning: this CPU has no arithmetic" in str(asked)) != has_bf16
     with pytest.raises(UserError, match="float64 .of the checkpoint, by its config.json. is not one of float32"):
         choose_dtype("auto", SimpleNamespace(dtype=torch.float64), CPU)
+    with pytest.raises(UserError, match="bf16 is not one of .*; set dtype=bfloat16"):
+        choose_dtype("bf16", None, CPU)
     with pytest.raises(UserError, match="float64 is not one of float32"):
         choose_dtype(torch.float64, None, CPU)
 
