@@ -39,5 +39,7 @@ def test_settings_alone_are_checked_like_a_file() -> None:
         config_of_settings(["modle=demo", "method=zo", "max_steps=2"])
     said = str(caught.value)
     assert "no config file was named" in said and "did you mean `model`" in said and "output_dir: missing" in said
+    with pytest.raises(UserError, match="method: missing, and there is no default.* One of .*lomo"):
+        config_of_settings(["model=demo"])
     words = ["model=demo", "method=zo", "train_data=demo", "output_dir=o", "max_steps=2", "zo.eps=0.5"]
     assert config_of_settings(words)[0].zo.eps == 0.5
