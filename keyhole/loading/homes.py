@@ -8,6 +8,7 @@
 Every home begins at a multiple of ALIGN_BYTES. The homes are still empty: who loads fills and page-locks them.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def make_engine(
     slot_count = placed.slot_count or (backward.slot_count(layout) if sharded else 0)
     options = {"slot_count": slot_count} | options
     if sharded:
+        options["slot_count"] = min(ranks.objects(options["slot_count"]))  # uploads take all ranks, in one order
         numels = {page: layout.units[page].numel for page in sharded}
         return ShardedEngine(homes, numels, placed.streamed, device, ranks, **options)
     if gathers:
@@ -60,15 +62,27 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
     weights. (Table, head and spine change every step, and are a small part.)"""
     row = METHODS.get(work.method)
-    if ranks.local_size == 1 or row is None or row.ranks != "replicas":
+    if not ranks.several or row is None or row.ranks != "replicas":
         return frozenset()
     found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
-    for machine, rank, its in ranks.objects((ranks.machine, ranks.rank, found)):
+    said = ranks.objects((ranks.machine, ranks.rank, found))
+    for machine, rank, its in said:
         if machine == ranks.machine and its != found:
             raise UserError(
                 f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
                 "since other memory is free on their GPUs; set gpu_memory to what all of them have"
             )
+    here = Counter(machine for machine, _, _ in said)
+    shares = {machine for machine, _, its in said if its and here[machine] > 1}
+    if shares and len(shares) < len(here):  # what is shared is changed by all ranks together
+        rank = next(rank for machine, rank, _ in said if machine not in shares)
+        raise UserError(
+            f"gpu_memory: the ranks of a machine would share one copy of the units that they stream, but rank {rank} "
+            "is alone on its machine or streams nothing; start equally many ranks on every machine (--nproc-per-node), "
+            "and set gpu_memory to what all of them have"
+        )
+    if ranks.local_size == 1:
+        return frozenset()
     if found:
         placed.reasons.append(
             f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
@@ -81,6 +95,12 @@ def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) ->
     row = METHODS.get(work.method)
     if not ranks.several or row is None or row.ranks != "shards":
         return frozenset()
+    cut = [unit.start for unit in layout.units]
+    if any(its != cut for its in ranks.objects(cut)):
+        raise UserError(
+            "gpu_memory: ranks would cut the model into different units, since other memory is free on their GPUs; set "
+            "gpu_memory to what all of them have"
+        )
     found = frozenset(unit.index for unit in layout.units if unit.kind in ("block", "head"))
     placed.reasons.append(f"shards: each of {ranks.size} ranks keeps a part of {len(found)} units (blocks and head)")
     return found

@@ -108,7 +108,8 @@ def load(
         warn_if_slow(choice, device)
         beside = find_factors(directory) if adapter and init == "pretrained" and directory is not None else None
         weights = directory if beside is None else beside.weights()
-        wire = beside.wire if beside is not None and wire is None else wire
+        learned_in = wire if beside is None else beside.wire
+        wire = learned_in if wire is None else wire
         if forms_in(weights):
             forget_quantization(config)
         with torch.random.fork_rng(devices=[]):  # vectors are drawn by the model's own code, from the global generator
@@ -118,6 +119,9 @@ def load(
             module.generation_config = read_generation_config(directory)
         formats, said = choose_format(module, weights if init == "pretrained" else None, dtype, wire)
         layout, placed = place(module, placement, gpu_memory, formats, device, workload)
+        if wire != learned_in:
+            before = learned_in or str(dtype).removeprefix("torch.")
+            said.append(f"wire: {wire}, as asked; the factors beside these weights were learned over {before}")
         placed.reasons[:0] = [str(choice), *said]
         _limit_memory(changes, placed.budget_bytes, device)
         engine = make_engine(layout, placed, formats, device, workload, ranks, gather, engine_options)

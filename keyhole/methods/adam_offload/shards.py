@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from keyhole.errors import UserError
 from keyhole.methods.adam_offload.exchange import Span
 from keyhole.methods.shards import GradientParts
 from keyhole.model.model import Model
@@ -31,7 +32,14 @@ def own_ranges(model: Model) -> tuple[dict[int, tuple[int, int]], dict[int, Span
     [begin, end) of them in the homes of tables."""
     cut = {page: (begin, part.numel()) for page, (begin, part) in model.engine.parts().items()}
     slices: dict[int, Span] = {}
-    for unit in model.layout.of_kind("table") if model.sharded else ():
+    tables = model.layout.of_kind("table") if model.sharded else []
+    on_host = [unit.index in model.engine.on_host for unit in tables]
+    if any(its != on_host for its in model.ranks.objects(on_host)):  # parts are gathered where the tables are
+        raise UserError(
+            "gpu_memory: a table would be streamed by some ranks and stay on the GPU of others, since other memory is "
+            "free there; set gpu_memory to what all of them have"
+        )
+    for unit in tables:
         numel = part_numel(unit.numel, model.ranks.size)
         begin, end = (min(rank * numel, unit.numel) for rank in (model.ranks.rank, model.ranks.rank + 1))
         slices[unit.index], cut[unit.index] = (begin, end), (begin, end - begin)

@@ -11,6 +11,7 @@ reverse. Vectors keep a full second moment. An expert of a large stack is a matr
 in chunks of rows (embedding, head) is one tensor as well: table.py. Everything else is LOMO's.
 """
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -42,6 +43,12 @@ class AdaLOMO(LOMO):
     @property
     def shares_matrices(self) -> bool:
         return self.clip_value is None and self.clip_group_norm is None
+
+    @property
+    def update_key(self) -> Hashable | None:
+        """Elements are bounded before they are divided by the loss scale, so launches have it in their bound."""
+        key = super().update_key
+        return key if key is None or self.clip_value is None else (key, self._factor)
 
     @property
     def surveys(self) -> int:

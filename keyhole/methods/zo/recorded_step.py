@@ -85,6 +85,7 @@ class RecordedSteps:
         self.before, self.now = StepNumbers(model.device), StepNumbers(model.device)
         self.coef: torch.Tensor | None = None
         self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
 
     def run(self, looks: Looks) -> list[torch.Tensor]:
         """The losses of all passes; the update that was pending is applied. Read them before the next step."""
@@ -171,12 +172,14 @@ class RecordedSteps:
     def _capture(self, recording: Recording) -> None:
         """Enqueues the step on a stream that records it; nothing is computed."""
         method, model = self.method, self.method.model
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(model.device)
+        graph = torch.cuda.CUDAGraph()
+        if self.stream is None:  # one for all: cuBLAS keeps a workspace for every stream that it was used on
+            self.stream = torch.cuda.Stream(model.device)
         if not any(self.recordings.values()):  # a pool goes with its last graph
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(model.device)
         try:
-            with torch.cuda.stream(stream), no_collection(), method.at_step(self.now.step):
+            with torch.cuda.stream(self.stream), no_collection(), method.at_step(self.now.step):
                 graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
                 try:
                     recording.nll = method.run_passes(recording.looks, steady=False)

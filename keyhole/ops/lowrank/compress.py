@@ -23,7 +23,7 @@ from itertools import accumulate
 
 import torch
 
-from keyhole.ops.lowrank.eigen import eigen
+from keyhole.ops.lowrank.eigen import eigen, root
 from keyhole.ops.lowrank.exact import exact_product
 
 NOTHING = 1e-11
@@ -69,7 +69,7 @@ def cuts(a_Bkk: torch.Tensor, v_Bkk: torch.Tensor) -> list[Cut]:
     """Of every matrix, from the products of its rows (gram)."""
     d_Bk, e_Bkk = eigen(v_Bkk)
     d_Bk = torch.where(d_Bk > NOTHING * d_Bk.amax(1, keepdim=True), d_Bk, 0.0)
-    root_Bk1 = d_Bk.sqrt()[:, :, None]
+    root_Bk1 = root(d_Bk)[:, :, None]
     inverse_Bk1 = torch.where(root_Bk1 > 0, 1.0 / torch.where(root_Bk1 > 0, root_Bk1, 1.0), 0.0)
     by_a, by_v = root_Bk1 * e_Bkk, inverse_Bk1 * e_Bkk
     h_Bkk = exact_product(by_a, exact_product(by_a, a_Bkk))
@@ -77,7 +77,7 @@ def cuts(a_Bkk: torch.Tensor, v_Bkk: torch.Tensor) -> list[Cut]:
     s2_Bk, order_Bk = s2_Bk.clamp(min=0.0).sort(dim=1, descending=True, stable=True)
     f_Bkk = f_Bkk.gather(1, order_Bk[:, :, None].expand_as(f_Bkk))
     by_a, by_v = exact_product(f_Bkk, by_a.mT), exact_product(f_Bkk, by_v.mT)
-    singular = s2_Bk.sqrt().tolist()
+    singular = root(s2_Bk).tolist()
     return [Cut(*rows) for rows in zip(by_a, by_v, singular, strict=True)]
 
 

@@ -11,6 +11,7 @@ whatever others are in its batch.
 Bytes per sweep: about 50 k^3 per matrix. Legend: B matrices of k x k.
 """
 
+import numpy as np
 import torch
 
 TINY = 2.0**-46
@@ -28,12 +29,18 @@ def tournament(k: int) -> list[tuple[list[int], list[int]]]:
     return rounds
 
 
+def root(x: torch.Tensor) -> torch.Tensor:
+    """Square roots, each rounded correctly: PyTorch's on a CPU may be those of a vector library, which now and then
+    errs by the last bit; numpy's are the processor's own."""
+    return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
+
+
 def _rotation(a_p: torch.Tensor, a_q: torch.Tensor, a_pq: torch.Tensor, turns: torch.Tensor) -> tuple:
     """(cosine, sine) that make a_pq zero; (1, 0) where it does not turn."""
     tau = (a_q - a_p) / torch.where(turns, 2.0 * a_pq, torch.ones_like(a_pq))
-    tangent = 1.0 / (tau.abs() + (tau * tau + 1.0).sqrt())
+    tangent = 1.0 / (tau.abs() + root(tau * tau + 1.0))
     tangent = torch.where(tau < 0, -tangent, tangent)
-    cosine = 1.0 / (tangent * tangent + 1.0).sqrt()
+    cosine = 1.0 / root(tangent * tangent + 1.0)
     return torch.where(turns, cosine, 1.0), torch.where(turns, tangent * cosine, 0.0)
 
 
