@@ -105,7 +105,7 @@ class RunConfig:
     warmup_ratio: Fraction = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
     warmup_steps: Annotated[int, Limit(0, MOST)] | BelowOne = 0
-    """Steps of warm-up, or below 1 their share, as in Hugging Face's Trainer; 0 = as warmup_ratio says, else it decides."""
+    """Steps of warm-up, or below 1 their share, as in Hugging Face's Trainer; decides unless 0 (then: warmup_ratio)."""
     weight_decay: NotNegative = 0.0
     """Weights shrink by learning_rate * weight_decay per step (sgd: torch's L2 term in the gradient)."""
     weight_decay_on: Literal["matrices", "all"] = "matrices"

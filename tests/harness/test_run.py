@@ -36,7 +36,7 @@ def test_what_is_no_task_is_refused(word: str, says: str) -> None:
 
 
 def test_git_is_not_asked_outside_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prints "fatal" there. Inside of one, the harness keeps its commit; afterwards its function is its own again."""
+    """It prints "fatal" there. Inside of one, the harness has its commit; its function is put back."""
 
     def asks() -> str:
         return "abc"
