@@ -83,6 +83,7 @@ class GatheringEngine(Engine):
         if self.cuda:
             self.between = torch.cuda.Stream(device)
             self.streams.append(self.between)
+            self._lend_slots([self.between])
 
     # -- whether to gather -----------------------------------------------------------------------------------------
 
