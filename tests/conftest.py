@@ -210,8 +210,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the imports made is never garbage: collections during the tests need not look at it again."""
+    """What the imports made is never garbage worth a walk: collections during the tests need not look at it again."""
     gc.enable()
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # a step makes thousands of objects and hardly a cycle

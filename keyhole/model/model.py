@@ -293,7 +293,7 @@ class Model:
         return rows_MH if self.lens is None else self.lens.rows(rows_MH, ids_M)
 
     def _rows_at_home(self, ids_M: torch.Tensor) -> torch.Tensor:
-        """Rows of the input embedding, gathered on the device that holds the table."""
+        """Rows of the input embedding, read from the memory that holds the table."""
         table_VH = self.home(self.layout.table)
         if table_VH.device == self.device or (self.pinned and ops.use_kernel(self.device)):
             for unit in self.layout.of_kind("table"):

@@ -99,7 +99,7 @@ class RecordedBlocks:
                 return expected
             places = self._places(("output", turn), block, self.block_count, tensors_of(expected))
             static = self._copied(turn, values)
-            key = (kind, self._sources(values))  # as it is read now: if places had to grow, as a copy
+            key = (kind, self._sources(values))  # again: if `_places` had to grow, inputs have lost their static place
             found = self._capture(lambda: _into(places, run(static)))
             return self._checked(key, found, expected)
         self._copied(turn, values)
@@ -135,7 +135,7 @@ class RecordedBlocks:
                 places = self._places(("input gradient", turn), block % 2, 2, tensors_of(expected[0]))
                 more = self._places(("parameter gradient", turn, block), 0, 1, tensors_of(expected[1]))
                 static = self._copied(turn, values), self._copied(of_grads, grads)
-                key = (kind, self._sources(values), self._sources(grads))  # see `forward`
+                key = (kind, self._sources(values), self._sources(grads))  # again: see `forward`
 
                 def captured() -> tuple[Values, Values]:
                     of_inputs, of_parameters = run(*static)
@@ -178,7 +178,7 @@ class RecordedBlocks:
         return self.seen[kind] >= SIGHTS
 
     def _is_full(self, key: Hashable) -> bool:
-        """Whether there is no room for this one."""
+        """Whether the table of recordings has no room for a new key."""
         return key not in self.recordings and len(self.recordings) >= MAX_GRAPHS
 
     def _capture(self, run: Callable[[], Any]) -> _Recording | None:

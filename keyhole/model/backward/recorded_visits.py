@@ -112,7 +112,7 @@ class RecordedVisits:
         if replayed:
             sink.replayed([(tensor, stored[id(tensor.param)]) for tensor in self.offers[block, depends_on]])
         else:
-            sink.rewind(noted)  # the second run, which is recorded, may have broken off
+            sink.rewind(noted)  # the second run, which is captured, may have been aborted
         for param, grad in zip(self.own[block], found[1], strict=True):
             if grad is not None:
                 param.grad = grad if param.grad is None else param.grad + grad
