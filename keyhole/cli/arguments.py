@@ -94,7 +94,7 @@ def refuse_setting_as_option(args: list[str], options: set[str]) -> None:
 
 
 def refuse_option_as_setting(args: list[str], options: set[str]) -> None:
-    """Raises UserError at the first `option=value`, with the words to write instead."""
+    """Raises UserError at the first `option=value`, with the arguments to write instead."""
     for word in args:
         key, equals, value = word.partition("=")
         option = "--" + key.replace("_", "-")

@@ -105,7 +105,7 @@ class RunConfig:
     warmup_ratio: Fraction = 0.0
     """Share of the steps over which the learning rate rises from 0 to its peak (every schedule)."""
     warmup_steps: Annotated[int, Limit(0, MOST)] | BelowOne = 0
-    """Steps of warm-up, or below 1 their share, as in Hugging Face's Trainer; decides unless 0 (then: warmup_ratio)."""
+    """Warm-up steps, or below 1 their share of all steps, as in Hugging Face's Trainer; 0 = warmup_ratio applies."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay: weights shrink by learning_rate * weight_decay per step (sgd: torch's L2 term)."""
     weight_decay_on: Literal["matrices", "all"] = "matrices"

@@ -1,12 +1,12 @@
-"""CONFIG and settings as they are typed: `my.yaml learning_rate=1e-5`, or settings alone.
+"""Splits command-line arguments into CONFIG and settings: `my.yaml learning_rate=1e-5`, or only settings.
 
-    my.yaml learning_rate=1e-5                            a file, and what replaces its entries
+    my.yaml learning_rate=1e-5                            a file, and settings that replace its entries
     learning_rate=1e-5 my.yaml                            the same
     model=DIR method=lomo train_data=a.jsonl ...          no file: the settings are the whole config
 
-A word is a setting where its part before the first = is the name of one, or could be a misspelt one; it is a file where
-there is a file of that name, where the part before = is no word (runs/lr=1/my.yaml), or where it ends in .yaml. So a
-misspelt setting is answered with the nearest setting, and a misspelt file with the nearest file.
+An argument is a setting if the part before the first = is the name of a setting, or could be a misspelt one. It is a
+file if a file of that name exists, if the part before = is not a word (runs/lr=1/my.yaml), or if it ends in .yaml. So
+the message for a misspelt setting suggests the nearest setting, and that for a misspelt file the nearest file.
 """
 
 import json
@@ -24,13 +24,13 @@ FILE_ENDINGS = (".yaml", ".yml")
 
 
 def is_override(word: str) -> bool:
-    """Whether the word is `key=value` with a key that exists."""
+    """Whether the argument is `key=value` with an existing key."""
     key, equals, _ = word.partition("=")
     return bool(equals) and (key in settings() or key in sections())
 
 
 def is_setting(word: str) -> bool:
-    """Whether the word is meant as `key=value`, rather than as the name of a file."""
+    """Whether the argument is meant as `key=value`, not as the name of a file."""
     key, equals, _ = word.partition("=")
     if not equals or os.path.isfile(word):
         return False
@@ -38,7 +38,7 @@ def is_setting(word: str) -> bool:
 
 
 def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """(CONFIG, or None where only settings were typed; the other words)."""
+    """(CONFIG, or None if only settings were given; the other arguments)."""
     place = next((i for i, word in enumerate(words) if not is_setting(word)), None)
     if place is None:
         return None, list(words)
@@ -46,5 +46,5 @@ def split_words(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def config_of_settings(words: Sequence[str], stand_ins: dict[str, Any] | None = None) -> tuple[TrainConfig, list[str]]:
-    """The config that settings alone make, and warnings. stand_ins: values of what the command does not look at."""
+    """The config from settings alone, and warnings. stand_ins: values for settings that the command does not use."""
     return parse_config(json.dumps(stand_ins or {}), words, source=NO_FILE, where="")

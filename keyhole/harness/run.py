@@ -73,7 +73,7 @@ def run_harness(
 @contextmanager
 def quiet_outside_of_git(evaluator: Any) -> Iterator[None]:
     """The harness asks git for the commit of the working directory. Outside of a repository git prints "fatal" among
-    the results, and the harness gets None: so None is given without asking."""
+    the results and the harness gets None, so None is returned without calling git."""
     here, theirs = Path.cwd(), getattr(evaluator, "get_git_commit_hash", None)
     if theirs is None or any((directory / ".git").exists() for directory in (here, *here.parents)):
         yield

@@ -79,7 +79,7 @@ def _found(args: TrainingArguments, row: Traits, own: Any, options: dict[str, An
 
 
 def warn_of_rate(args: TrainingArguments, row: Traits, own: Any, model: Any) -> None:
-    """The Trainer's default rate is AdamW's: other methods learn nothing with it, or forget everything."""
+    """Warns of an unusual rate: the Trainer's default is AdamW's, with which other methods learn nothing or diverge."""
     usual, (low, high) = row.rates(own)
     is_demo = isinstance(model, str | Path) and assets.is_demo_model(str(model))
     if not low <= args.learning_rate <= high and not is_demo:
