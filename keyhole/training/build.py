@@ -54,6 +54,7 @@ from keyhole.training.metrics import MetricsFile
 from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
+from keyhole.training.sameness import same_everywhere, same_weights
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
@@ -129,18 +130,6 @@ def total_steps(max_steps: int | None, epochs: float | None, steps_per_epoch: in
     return max_steps if max_steps is not None else math.ceil(epochs * steps_per_epoch)
 
 
-def same_everywhere(ranks: Ranks, config: TrainConfig, data: Data) -> None:
-    """Refuses ranks that would train on something else than the leader."""
-    if not ranks.several:
-        return
-    ranks.set_limit(config.rank_timeout)
-    everyone = ranks.objects((to_yaml(replace(config, data_cache=None)), data.train.fingerprint))
-    for rank, (its_config, its_data) in enumerate(everyone):
-        what = "the config" if its_config != everyone[0][0] else "train_data" if its_data != everyone[0][1] else None
-        if what is not None:
-            raise UserError(f"rank {rank}: {what} differs from that of rank 0; the files must be the same everywhere")
-
-
 def build_run(job: Job, lock: Lock) -> Run | Follower:
     """Loads model and method, says what was decided, makes the output directory ours, and replays the journal."""
     torch.manual_seed(job.config.seed)
@@ -148,6 +137,7 @@ def build_run(job: Job, lock: Lock) -> Run | Follower:
         with job.parts.waiting.phase("loading the model"):
             model = load_model(job.config, job.origin.choice, job.data, job.parts.load or load, job.parts.ranks)
         opened.callback(model.close)
+        same_weights(job.parts.ranks, weights_source(job.config, job.origin.choice))
         run = _build(job, lock, model, opened)
         opened.pop_all()
     return run
