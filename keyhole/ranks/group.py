@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from keyhole.errors import UserError
 from keyhole.ranks.alive import Alive
-from keyhole.ranks.failures import POLL_S, Failures, RankFailed
+from keyhole.ranks.failures import POLL_S, Failures, RankFailed, told
 from keyhole.ranks.single import Ranks
 
 T = TypeVar("T")
@@ -58,6 +58,8 @@ class Group(Ranks):
         self._wait_for_all()
         with self._together():
             dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=DAY)
+        machines = self.objects(self.machine)
+        self.neighbours = [rank for rank, machine in enumerate(machines) if machine == self.machine]
         everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(self.local_rank, self.local_size)))
         self.failures.learn([(host, pid) for host, pid, _ in everyone])
         own_gpus = all(gpu is not None for _, _, gpu in everyone)
@@ -241,7 +243,7 @@ class Group(Ranks):
         if first is not None:
             return SystemExit(first.code)
         if self.failures.wait_until_heard(self.limit_s):
-            return SystemExit(2 if isinstance(error, UserError) else 1)
+            return SystemExit(told(error)[0])
         return error
 
     def _leave(self) -> None:

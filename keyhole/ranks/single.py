@@ -29,6 +29,7 @@ class Ranks:
 
     rank, size = 0, 1
     local_rank, local_size, machine = 0, 1, "0"
+    neighbours: Sequence[int] = (0,)  # the ranks of this machine
     limit_s = 60.0
 
     @property

@@ -39,7 +39,7 @@ def gathered_results(directory: Path, cases: list[str], machines: int = 1, devic
 
 def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, Any]:
     """Seven steps of a streamed zo, with flushes, evaluations of which every rank makes another number, and a step that
-    has work for one rank only: losses, weights, what was said; and bytes over the link, of the last step."""
+    has work for one rank only: losses, weights, how many changed, what was said; and bytes over the link, of the last step."""
     how: dict[str, Any] = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "seed": 3}
     how |= {"workload": keyhole.Workload("zo", tokens=64), "wire": "fp8" if case == "packed" else None}
     if ranks.several:
@@ -56,7 +56,7 @@ def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, 
             scores = [model.nll(batch())[0] for _ in range(1 + ranks.rank)]
     up = model.engine.bytes_up - before
     method.flush()
-    bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu()}
+    bits = {"losses": torch.stack(losses).cpu(), "score": scores[0].cpu(), "changed": method.changed.cpu().clone()}
     bits |= {name: tensor.cpu().clone() for name, tensor in model.named_tensors()}
     shared = sum(model.engine.homes[page].nbytes for page in model.engine.shared)
     own = sum(model.engine.homes[page].nbytes for page in model.engine.streamed - model.engine.shared)
