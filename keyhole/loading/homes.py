@@ -60,16 +60,16 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     """Units of which the ranks of a machine keep one copy together: streamed blocks, where each rank computes with all
     weights. (Table, head and spine change every step, and are a small part.)"""
     row = METHODS.get(work.method)
-    if ranks.local_size == 1 or row is None or row.ranks != "replicas":
+    if not ranks.has_neighbours or row is None or row.ranks != "replicas":
         return frozenset()
     found = frozenset(unit.index for unit in layout.of_kind("block") if unit.index in placed.streamed)
-    for machine, rank, its in ranks.objects((ranks.machine, ranks.rank, found)):
-        if machine == ranks.machine and its != found:
+    for rank, its in enumerate(ranks.objects(found)):  # those of other machines too: all stop for a flush together
+        if its != found:
             raise UserError(
-                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units of the copy that they share, "
-                "since other memory is free on their GPUs; set gpu_memory to what all of them have"
+                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units, which those of a machine have "
+                "in common, since other memory is free on their GPUs; set gpu_memory to what all of them have"
             )
-    if found:
+    if found and ranks.local_size > 1:
         placed.reasons.append(
             f"host memory: {ranks.local_size} ranks share one copy of the {len(found)} streamed units"
         )
@@ -89,7 +89,7 @@ def _sharded(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) ->
 def _gathers(way: str, placed: Placement, shared: frozenset[int], work: Workload, ranks: Ranks) -> bool:
     """Whether ranks may upload a part of a unit each. UserError where they are told to and cannot."""
     row = METHODS.get(work.method)
-    if ranks.local_size == 1:
+    if not ranks.has_neighbours:
         why = "this process is the only one on its machine"
     elif row is not None and row.ranks == "shards":
         why = f"{work.method} shares out its units and gathers them already"

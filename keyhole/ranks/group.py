@@ -60,6 +60,7 @@ class Group(Ranks):
             dist.init_process_group("gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=DAY)
         machines = self.objects(self.machine)
         self.neighbours = [rank for rank, machine in enumerate(machines) if machine == self.machine]
+        self.has_neighbours = len(set(machines)) < self.size
         everyone = self.objects((socket.gethostname(), os.getpid(), gpu_of(self.local_rank, self.local_size)))
         self.failures.learn([(host, pid) for host, pid, _ in everyone])
         own_gpus = all(gpu is not None for _, _, gpu in everyone)

@@ -30,6 +30,7 @@ class Ranks:
     rank, size = 0, 1
     local_rank, local_size, machine = 0, 1, "0"
     neighbours: Sequence[int] = (0,)  # the ranks of this machine
+    has_neighbours = False  # whether some machine has several ranks; the same on all of them
     limit_s = 60.0
 
     @property

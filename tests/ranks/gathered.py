@@ -24,12 +24,13 @@ SETTINGS: dict[str, dict[str, Any]] = {"dense": {}, "low rank": {"rank": 2, "ref
 CASES = ["dense, auto", *(f"{name}, always" for name in SETTINGS)]
 
 
-def gathered_results(directory: Path, cases: list[str], machines: int = 1, device: str = "cpu") -> int:
-    """Of this rank, in a file: cases, each as one line `name, way`, and the engine by itself. machines: ranks are as if
-    they were on so many."""
+def gathered_results(directory: Path, cases: list[str], machines: list[int], device: str = "cpu") -> int:
+    """Of this rank, in a file: cases, each as one line `name, way`, and the engine by itself. machines: how many ranks
+    are on each, as if there were several."""
     torch.set_num_threads(1)
-    rank, local = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) // machines
-    os.environ |= {"LOCAL_RANK": str(rank % local), "LOCAL_WORLD_SIZE": str(local), "GROUP_RANK": str(rank // local)}
+    places = [(str(place), str(count), str(i)) for i, count in enumerate(machines) for place in range(count)]
+    place = zip(("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"), places[int(os.environ["RANK"])], strict=True)
+    os.environ |= dict(place)
     with joined() as ranks:
         received = random_sweeps(ranks, device)
         found: dict[str, Any] = {case: run(ranks, *case.split(", "), device) for case in cases}
