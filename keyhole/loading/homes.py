@@ -66,8 +66,8 @@ def _shared(layout: Layout, placed: Placement, work: Workload, ranks: Ranks) -> 
     for rank, its in enumerate(ranks.objects(found)):  # those of other machines too: all stop for a flush together
         if its != found:
             raise UserError(
-                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units, which those of a machine have "
-                "in common, since other memory is free on their GPUs; set gpu_memory to what all of them have"
+                f"gpu_memory: ranks {ranks.rank} and {rank} would stream different units, of which those of a machine "
+                "share one copy, since other memory is free on their GPUs; set gpu_memory to what all of them have"
             )
     if found and ranks.local_size > 1:
         placed.reasons.append(

@@ -40,7 +40,8 @@ def gathered_results(directory: Path, cases: list[str], machines: list[int], dev
 
 def run(ranks: Ranks, case: str, gather: str, device: str = "cpu") -> dict[str, Any]:
     """Seven steps of a streamed zo, with flushes, evaluations of which every rank makes another number, and a step that
-    has work for one rank only: losses, weights, how many changed, what was said; and bytes over the link, of the last step."""
+    has work for one rank only: losses, weights, how many changed, what was said; and bytes over the link, of the last
+    step."""
     how: dict[str, Any] = {"init": "random", "device": device, "dtype": "bfloat16", "placement": "stream", "seed": 3}
     how |= {"workload": keyhole.Workload("zo", tokens=64), "wire": "fp8" if case == "packed" else None}
     if ranks.several:

@@ -19,8 +19,8 @@ from tests.training.runs import Make
 
 
 def assert_gathered(ours: list[dict[str, Any]], alone: dict[str, dict[str, Any]], machines: list[int]) -> None:
-    """Every case of these ranks, so many of them on each machine, has the bits of one process; and every byte of a machine's
-    shared units crossed one of its links, where without gathers it crosses all."""
+    """Every case of these ranks, so many of them on each machine, has the bits of one process; and every byte of a
+    machine's shared units crossed one of its links, where without gathers it crosses all."""
     for found, neighbours in zip(ours, [count for count in machines for _ in range(count)], strict=True):
         assert (found.pop("received") > 0) == (neighbours > 1)
         for name, case in found.items():
@@ -34,12 +34,10 @@ def assert_gathered(ours: list[dict[str, Any]], alone: dict[str, dict[str, Any]]
         assert sum(case["up"] - case["own"] for case in dense) == dense[0]["shared"] > 0
 
 
-@pytest.mark.parametrize(
-    ("machines", "cases"), [([3], CASES), ([2, 2], ["dense, always"]), ([2, 1], ["dense, always"])]
-)
+@pytest.mark.parametrize(("machines", "cases"), [([3], CASES), ([1, 2], ["dense, always"])])
 def test_gathered_uploads_have_the_bits_of_whole_ones(tmp_path: Path, machines: list[int], cases: list[str]) -> None:
     """Three ranks, into whose parts no unit divides: dense, of low rank, packed, experts of which each rank meets
-    others; two ranks on each of two machines; and a rank that is alone on its machine beside two on another."""
+    others; and two machines, of which one has one rank and the other two."""
     size = sum(machines)
     launch = Launch(size, gathered_results, tmp_path, cases, machines)
     torch.set_num_threads(1)
