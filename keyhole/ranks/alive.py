@@ -10,7 +10,10 @@ A number that stands still for `limit_s` is a dead rank; so is one that has said
 gets GRACE_S (the limit, if that is shorter) to come back from the collective that it is in. A collective cannot be
 interrupted, so after that the process ends itself, with a word. Nothing is lost by that: what is on disk is complete at
 every instant (docs/durability.md). Saves and evaluations may take as long as they like: signs of life go on meanwhile.
-A rank that has not begun yet is not missed: that its process starts is torchrun's business.
+A rank that has not begun yet is not missed here: group.py waits for all of them first.
+
+torchrun itself may be killed. Its store goes with it, and nobody would end the ranks any more; they find another
+process to be their parent (`orphaned`), and stop as after a signal: the step is finished, and saved (crew.py).
 """
 
 import os
@@ -30,6 +33,8 @@ class Alive:
 
     def __init__(self, connect: Callable[[], Any], failures: Failures, watched: Iterable[int], limit_s: float) -> None:
         self.connect, self.failures, self.watched, self.limit_s = connect, failures, list(watched), limit_s
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun, which starts us
+        self.orphaned = False
         self.always = False  # the main thread may wait for others at any time (a GPU does it for it)
         self.waiting_since: float | None = None  # the main thread is in a collective
         self.seen: dict[int, tuple[bytes, float]] = {}  # rank -> its number, and when it changed
@@ -60,6 +65,9 @@ class Alive:
         reached_s = time.monotonic()
         while not self.closing:
             beats += 1
+            self.orphaned = self.parent is not None and os.getppid() != self.parent
+            if self.orphaned and (store is None or os.environ.get("GROUP_RANK") == "0"):
+                break  # it took its store along, which is on the first machine
             try:
                 store = store or self.connect()
                 store.set(own, str(beats))

@@ -103,6 +103,10 @@ class Group(Ranks):
         self.limit_s = limit_s
         self.alive.set_limit(limit_s)
 
+    @property
+    def orphaned(self) -> bool:
+        return self.alive.orphaned
+
     # -- what ranks ask of each other ------------------------------------------------------------------------------
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -256,7 +260,7 @@ class Group(Ranks):
     def close(self) -> None:
         """The end of a run that went well: connections are closed when nobody needs them any more."""
         self.alive.close()
-        if dist.is_initialized():
+        if dist.is_initialized() and not self.orphaned:  # torchrun took its store along
             end_s = time.monotonic() + self.limit_s
             with suppress(Exception):
                 self.store.set(f"done/{self.rank}", "1")
@@ -264,6 +268,7 @@ class Group(Ranks):
                     if time.monotonic() > end_s or self.failures.read() is not None:
                         break
                     time.sleep(POLL_S)
+        if dist.is_initialized():
             self._leave()
 
 

@@ -47,6 +47,11 @@ class Ranks:
         begin, end = (r * len(items) // self.size for r in (self.rank, self.rank + 1))
         return list(items[begin:end])
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether torchrun, which started this rank, is gone."""
+        return False
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[N, *shape of x], on the device of x."""
         return x[None]

@@ -61,6 +61,29 @@ def test_a_signal_on_any_rank_saves_and_ends_all(make: Make, tmp_path: Path) -> 
     assert launch.printed[1] == ""
 
 
+def orphaned_train(words: list[str], gone: Path) -> int:
+    """`keyhole train`, started by torchrun, which ends when the file is there."""
+    import os
+
+    from keyhole.ranks import alive
+
+    parent = os.getppid()
+    os.environ["TORCHELASTIC_RUN_ID"] = "a run"
+    alive.os.getppid = lambda: 1 if gone.exists() else parent
+    return train(words)
+
+
+def test_ranks_without_torchrun_save_and_end(make: Make, tmp_path: Path) -> None:
+    """kill -9 of torchrun: nobody would end its ranks any more."""
+    gone = tmp_path / "gone"
+    launch = Launch(2, orphaned_train, [written(tmp_path, make("out", **ENDLESS, rank_timeout=1.0))], gone)
+    launch.wait_for("step     1/")
+    gone.touch()
+    assert launch.end() == [130, 130], launch.printed
+    assert "stopped by the end of torchrun" in launch.printed[0] and "; saved " in launch.printed[0], launch.printed
+    assert launch.printed[1] == ""
+
+
 def broken_train(words: list[str], what: str) -> int:
     """`keyhole train` in which the third step fails on rank 1."""
     import os
