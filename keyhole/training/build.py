@@ -54,7 +54,7 @@ from keyhole.training.metrics import MetricsFile
 from keyhole.training.reports import Reports
 from keyhole.training.resume import flat_config
 from keyhole.training.run_page import RunPage, begin_curves, begin_story
-from keyhole.training.sameness import same_everywhere, same_weights
+from keyhole.training.sameness import same_directory, same_everywhere, same_weights
 from keyhole.training.saving import Saver, SaveSettings
 from keyhole.training.schedule import Schedule
 from keyhole.training.selection import Selection, SelectionSettings
@@ -156,7 +156,10 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
         method = make_method(model, config, origin)
     ranks_lines = ranks.describe(model.device)
     check_names(model)
+    meet_on_disk = model.sharded or config.load_best_model_at_end
     if not ranks.is_leader:
+        if meet_on_disk:
+            same_directory(ranks, lock.path)
         if origin.tail:
             apply_records(method, origin.tail, job.display.line)
         shared = {"data": data, "schedule": job.schedule, "first": origin.step, "judge": job.judge}
@@ -176,6 +179,8 @@ def _build(job: Job, lock: Lock, model: Model, opened: ExitStack) -> Run | Follo
     saver.refuse_full_disk()
     machine_facts = environment()
     rundir.open_run(job.directory, to_yaml(config), machine_facts, lock, job.run_id)
+    if meet_on_disk:
+        same_directory(ranks, lock.path)
     job.display.log_to(job.directory.log)
     with rundir.writing_to(job.directory.root):
         select.rename_damaged(origin.choice.damaged)

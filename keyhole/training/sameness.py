@@ -1,4 +1,4 @@
-"""Ranks that would train something else than the leader are refused before the first step, with what differs.
+"""Ranks that would train something else than the leader, or save it elsewhere, are refused before the first step.
 
 Every machine has its own copy of the config, the data and the model, or sees one copy through a shared file system.
 Nothing later would notice a copy that is older: losses would be added up all the same. So ranks compare
@@ -8,11 +8,15 @@ Nothing later would notice a copy that is older: losses would be added up all th
     weights    sizes and samples of the files they are loaded from: 32 pieces of 4 KiB per file, its header among them.
                Another model, revision or step of training differs in nearly every piece; to read all of the bytes would
                take as long as the load
+    directory  where every rank has something to write (its part of the weights) or to read (the best ones), and a run
+               would end in vain if it were another directory under the same name: the leader's lock is seen from there
 
 The bytes exchanged are a few hundred per rank, once.
 """
 
 import hashlib
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from keyhole.model.structure.source import find_directory
 from keyhole.ranks import Ranks
 
 PIECES, PIECE_BYTES = 32, 4096
+SHOWS_S = 10.0
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "config.json")
 
 
@@ -47,6 +52,30 @@ def same_weights(ranks: Ranks, source: str) -> None:
         return
     text = f"these are hashes of samples of the files in {source}, which must be the same everywhere"
     _compare(ranks, {"model": sampled(find_directory(source))}, text)
+
+
+def same_directory(ranks: Ranks, lock: Path) -> None:
+    """output_dir, in which the leader has taken its lock; called by all ranks."""
+    if not ranks.several:
+        return
+    taken = ranks.from_leader(lock.read_bytes)
+    faults = ranks.objects(None if ranks.is_leader else _fault(lock, taken))
+    for rank, fault in enumerate(faults):
+        if fault is not None:
+            raise UserError(
+                f"output_dir: rank {rank} {fault} {lock.parent.parent}; every rank reads or writes a part of the "
+                "checkpoints: use a file system that all machines see"
+            )
+
+
+def _fault(lock: Path, taken: bytes) -> str | None:
+    """What is wrong with the directory as this rank sees it; a file may take seconds to show on another machine."""
+    end_s = time.monotonic() + SHOWS_S
+    while not (lock.is_file() and lock.read_bytes() == taken):
+        if time.monotonic() > end_s:
+            return "does not see what the leader has written into"
+        time.sleep(0.1)
+    return None if os.access(lock.parent.parent, os.W_OK | os.X_OK) else "may not write to"
 
 
 def _compare(ranks: Ranks, own: dict[str, Any], text: str) -> None:

@@ -12,7 +12,8 @@ from keyhole.config.data import data_settings
 from keyhole.data.run import Data, load_data
 from keyhole.errors import UserError
 from keyhole.ranks import Ranks
-from keyhole.training.sameness import same_everywhere, same_weights, sampled
+from keyhole.training import sameness
+from keyhole.training.sameness import same_directory, same_everywhere, same_weights, sampled
 from tests.training.runs import Make
 
 
@@ -27,7 +28,12 @@ class Two(Ranks):
     def set_limit(self, limit_s: float) -> None:
         self.limit_s = limit_s
 
+    def from_rank(self, rank: int, make: Any) -> Any:
+        return self.first["from_rank"]
+
     def objects(self, x: Any) -> list[Any]:
+        if not isinstance(x, dict):
+            return [None, x]
         return [x | {key: value for key, value in self.first.items() if key in x}, x]
 
 
@@ -61,3 +67,17 @@ def test_other_weights_are_noticed(tiny_model: Path, tmp_path: Path) -> None:
     save_file({name: w + 0.01 for name, w in weights.items()}, copy / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="model differs between ranks"):
         same_weights(Two(model=sampled(tiny_model)), str(copy))
+
+
+def test_a_directory_that_the_leader_does_not_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines without a common file system: parts of a model could not be saved, which is said before training."""
+    monkeypatch.setattr(sameness, "SHOWS_S", 0.0)
+    lock = tmp_path / "run" / "lock"
+    with pytest.raises(UserError, match="output_dir: rank 1 does not see what the leader has written into"):
+        same_directory(Two(from_rank=b"12\n"), lock)
+    lock.parent.mkdir()
+    lock.write_bytes(b"11\n")
+    with pytest.raises(UserError, match="output_dir: rank 1 does not see"):
+        same_directory(Two(from_rank=b"12\n"), lock)
+    lock.write_bytes(b"12\n")
+    same_directory(Two(from_rank=b"12\n"), lock)
